@@ -1,7 +1,10 @@
-"""Whether processes of others still run."""
+"""Programs that tests run, and whether processes of others still do."""
 
 import os
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tests.waiting import wait_until
 
@@ -25,3 +28,11 @@ def group_runs(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def run(
+    command: Iterable[str | Path], *, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A program, and what it said; `options` are those of `subprocess.run`."""
+    words = [*map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, check=check, **options)

@@ -26,6 +26,7 @@ from qwen_serve.bench.cli import make_app
 from qwen_serve.convert.cli import parser as convert_parser
 from qwen_serve.server.cli import USAGE
 from qwen_serve.server.settings import Settings
+from tests.processes import run
 from tests.server.serving import ServerProcess
 from tests.waiting import wait_until
 
@@ -280,14 +281,7 @@ def test_a_pages_commands_run(page: str, folder: Path, url: str) -> None:
             continue
         if command.words[0] == "curl" and shutil.which("curl") is None:
             continue
-        done = subprocess.run(
-            ["bash", "-c", text],
-            cwd=folder,
-            env=environment(folder),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run(["bash", "-c", text], cwd=folder, env=environment(folder))
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         if command.words[0] == "curl":
             assert json.loads(done.stdout)["choices"], done.stdout

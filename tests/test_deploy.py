@@ -20,6 +20,7 @@ import yaml
 
 from qwen_serve.server.cluster import ROUTER_FLAGS
 from qwen_serve.server.settings import Settings
+from tests.processes import run
 from tests.server.api.conftest import starter
 from tests.server.serving import certificate, served
 from tests.waiting import wait_until
@@ -73,7 +74,7 @@ def test_one_server_with_its_dashboard() -> None:
     services = load("compose.single.yaml")["services"]
     server = services["server"]
     make = ["make", "-n", "image", "CUDA=0"]
-    built = subprocess.run(make, cwd=DEPLOY.parent, capture_output=True, text=True, check=True).stdout
+    built = run(make, cwd=DEPLOY.parent, check=True).stdout
     words = shlex.split(built.replace("\\\n", " ").splitlines()[-1])
     assert server["image"] == f"${{IMAGE:-{words[words.index('-t') + 1]}}}"
     for name in ("Dockerfile.cpu", "Dockerfile.cuda"):

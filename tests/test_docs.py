@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from qwen_serve.server.settings import Settings
+from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,7 +21,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "DISABLE_MKDOCS_2_WARNING": "true", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from qwen_serve.bench.servers.launch import free_port
 from qwen_serve.server.weights import CONVERTING
 from tests.chroot_image import Stage, build, instructions, start
+from tests.processes import run
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -111,5 +111,5 @@ def test_a_variant_that_is_baked_in(image: Stage) -> None:
 def test_what_it_holds(image: Stage) -> None:
     assert [path.name for path in (image.root / "opt/ml/model").iterdir()] == ["nano-Q4_K_M.gguf"]
     assert not (image.root / "usr/bin/gcc").exists()
-    used = subprocess.run(["du", "-sxm", image.root], capture_output=True, text=True, check=True).stdout
+    used = run(["du", "-sxm", image.root], check=True).stdout
     assert int(used.split()[0]) < 1000

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from qwen_serve.server.settings import Settings
+from tests.processes import run
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILES = {name: (ROOT / name).read_text() for name in ("Dockerfile.cuda", "Dockerfile.cpu")}
@@ -54,13 +55,10 @@ def run_in_image(
     )
     assert entry == ["qwen-serve"]  # as pip's script does
     command = [sys.executable, "-m", "qwen_serve.server.cli", *(arguments or command)]
-    return subprocess.run(
+    return run(
         command,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
 
 
@@ -80,13 +78,10 @@ def test_another_package_of_a_folders_name_changes_nothing(image: Path, tmp_path
         (tmp_path / name / "__init__.py").write_text("raise ImportError('the other one')")
     search = os.pathsep.join([str(tmp_path), str(image)])
     for module in ("server.cli", "convert", "bench"):
-        helped = subprocess.run(
+        helped = run(
             [sys.executable, "-m", f"qwen_serve.{module}", "--help"],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
         )
         assert helped.returncode == 0, helped.stderr
 
@@ -133,20 +128,16 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
     before, command = re.split(r"\nRUN python3 -m qwen_serve\.server\.setup_llama ", DOCKERFILES[name])
     arguments = shlex.split(command.splitlines()[0].replace("${CUDA_ARCHS}", "86").replace("${PATCHES}", "1"))
     assert arguments[-2:] == ["--native", "0"]
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "qwen_serve.server.setup_llama", "--dry-run", *arguments, "--cuda", "0"],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         check=True,
     )
     assert "-DGGML_NATIVE=OFF" in done.stdout
     code = (
         "import sys, qwen_serve.server.setup_llama; print(*(n for n in sys.modules if 'qwen_serve.s' in n))"
     )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    loaded = run([sys.executable, "-c", code], cwd=ROOT, check=True)
     names = [name.removeprefix("qwen_serve.").replace(".", "/") for name in loaded.stdout.split()]
     modules = ["server/__init__.py" if name == "server" else f"{name}.py" for name in names]
     assert len(modules) > 3
@@ -203,13 +194,7 @@ def test_make_submission(tmp_path: Path) -> None:
 
 def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What make would run, a line each."""
-    done = subprocess.run(
-        ["make", "-n", f"VENV={folder}/venv", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(["make", "-n", f"VENV={folder}/venv", *arguments], cwd=ROOT)
     done.stdout = re.sub(r"\\\n[ \t]*", "", done.stdout)
     return done
 
@@ -256,9 +241,7 @@ def test_an_image_has_one_model_or_none(tmp_path: Path, files: int, status: int,
     for name in "ab"[:files]:
         (tmp_path / f"{name}.gguf").touch()
     script = step.replace("\\\n", " ").replace("/opt/ml/model/*", f"{tmp_path}/*")
-    done = subprocess.run(
-        ["bash", "-c", script], env={"MODEL": "models/*.gguf"}, capture_output=True, text=True
-    )
+    done = run(["bash", "-c", script], env={"MODEL": "models/*.gguf"})
     assert done.returncode == status
     assert said in done.stdout + done.stderr
 
@@ -295,12 +278,10 @@ for name in ("patches", "models/nano", "convert/calibration"):
     folder = about.data_folder(name)
     print(folder.is_dir(), folder)
 """
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", script],
         cwd=image,
         env={**os.environ, "PYTHONPATH": str(image), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
         check=True,
     )
     lines = done.stdout.splitlines()
@@ -314,6 +295,6 @@ for name in ("patches", "models/nano", "convert/calibration"):
 
 
 def test_the_help_has_every_public_target() -> None:
-    printed = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = run(["make"], cwd=ROOT, check=True).stdout
     shown = set(re.findall(r"make ([a-z-]+)", printed))
     assert {"setup", "convert", "serve", "test", "image", "submission"} <= shown

@@ -1,6 +1,5 @@
 """Every spelling of a command reaches it."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from qwen_serve.bench.cli import COMMANDS, RENAMED, main
 from tests.marks import slow_but
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if path.stem in COMMANDS)
@@ -21,7 +21,7 @@ def test_the_documented_files_are_there() -> None:
 @pytest.mark.parametrize("name", slow_but(["latency"], ENTRIES))
 def test_a_file_is_its_command(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / f"{name}.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = run(command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Usage: qwen-bench {name} ")
 
@@ -57,7 +57,7 @@ def test_without_the_extras_it_says_what_to_install(arguments: list[str]) -> Non
     """An interpreter without site-packages stands for an environment without extras."""
     for file in ("latency", "__main__"):
         command = [sys.executable, "-S", str(ROOT / "bench" / f"{file}.py"), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run(command)
         shown = done.stdout + done.stderr
         assert "Traceback" not in shown
         assert "pip install 'qwen-serve[bench]'" in shown

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from qwen_serve.server.variant import Variant
 from tests.bench.fake_model import FakeVocabulary
 from tests.bench.fake_server import Body, FakeServer, Script
 from tests.bench.gates.data import all_right, answering, nano_folder
+from tests.processes import run as run_program
 
 ROOT = Path(__file__).parents[2]
 DELAYS = {"Q8_0": 0.3, "Q4_K_M": 0.1}  # seconds before a timed answer: far apart, whatever else runs here
@@ -401,7 +401,7 @@ def test_nano_in_earnest(tmp_path: Path) -> None:
     command += ["--convert-options=--no-kld", "--tasks", "nano_instructions", "--limit", "4"]
     command += ["--rounds", "1", "--warmup", "0", "--stream-runs", "1", "--categories", "short"]
     command += ["--models", str(tmp_path / "models"), "--out", str(tmp_path / "out"), "--threads", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = run_program(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     results, _, manifest = stored(tmp_path / "out")
     (gate,) = gate_scores(results.frame)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qwen_serve.common.interrupts import held
+from tests.processes import run
 
 # The writing of gguf_file.py without an end, interrupted after 1 to 5 ms. Without `held` it stands still once
 # in some 50 times.
@@ -43,7 +43,7 @@ def test_writing_a_file_ends_whenever_it_is_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     command = [sys.executable, "-c", AGAIN_AND_AGAIN, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = run(command, check=True)
     assert done.stdout.split() == ["interrupted"] * 500
 
 
@@ -86,12 +86,9 @@ def test_other_threads_have_nothing_to_hold() -> None:
 def test_an_interrupt_of_the_imports_says_nothing(tmp_path: Path) -> None:
     """Before `main` runs: a module that is imported first raises the signal."""
     (tmp_path / "llama_cpp.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", "import qwen_serve.convert.__main__"],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from qwen_serve.convert.source import Source
 from qwen_serve.convert.tensors import plan_tensors
 from tests.checkpoints import edit_json, model_config, write_checkpoint
 from tests.drafters import DRAFT, NANO
+from tests.processes import run
 
 LAYERS = 4
 ODD: list[Any] = [
@@ -109,7 +109,7 @@ def test_an_odd_value_is_refused_or_runs(tmp_path: Path, experts: bool, rope: di
     assert refused > 500
     assert len(made) > 5
     script = [sys.executable, "-c", LOAD, *map(str, made.values())]
-    done = subprocess.run(script, capture_output=True, text=True, check=True, timeout=500)
+    done = run(script, check=True, timeout=500)
     failed = [what for what, path in made.items() if f"failed {path} " in done.stdout]
     assert not failed, done.stdout + done.stderr[-2000:]
     logits = dict(

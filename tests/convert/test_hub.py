@@ -17,6 +17,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from gguf import GGUFReader
 
+from tests.processes import run
+
 ROOT = Path(__file__).parents[2]
 REPO, COMMIT = "Someone/Tiny-1B", "0123456789abcdef0123456789abcdef01234567"
 
@@ -98,7 +100,7 @@ def convert(endpoint: str, repo: str, folder: Path) -> subprocess.CompletedProce
         "--out",
         str(folder / "out"),
     ]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return run(command, cwd=ROOT, env=environment)
 
 
 def test_a_model_is_fetched_named_and_converted(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:

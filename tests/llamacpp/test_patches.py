@@ -8,6 +8,7 @@ import pytest
 
 from qwen_serve.llamacpp import HAS_RING, SHARES_SNAPSHOTS, patches
 from qwen_serve.llamacpp.patches import HIDE, RING, SHARED_SNAPSHOTS
+from tests.processes import run
 
 TELL = (
     "from qwen_serve.llamacpp import HAS_RING, SHARES_SNAPSHOTS, patches; "
@@ -18,9 +19,7 @@ TELL = (
 
 def told(hidden: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, HIDE: hidden}
-    return subprocess.run(
-        [sys.executable, "-c", TELL], env=environment, capture_output=True, text=True, check=False
-    )
+    return run([sys.executable, "-c", TELL], env=environment)
 
 
 @pytest.mark.skipif(not (HAS_RING and SHARES_SNAPSHOTS), reason="a llama.cpp without these patches")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run
+
 APPLY = Path(__file__).parents[2] / "patches" / "apply.cmake"
 
 PROJECT = """
@@ -80,7 +82,7 @@ def sources(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 def configure(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command: list[str | Path] = ["cmake", "-S", tmp_path / "project", "-B", tmp_path / "build", *options]
     command.append(f"-DCMAKE_PROJECT_INCLUDE={tmp_path / 'patches' / 'apply.cmake'}")
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return run(command)
 
 
 def built(tmp_path: Path) -> ctypes.CDLL:

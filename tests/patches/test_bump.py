@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run
+
 SCRIPT = Path(__file__).parents[2] / "patches" / "bump.py"
 OLD, NEW = "0.0.1", "0.0.2"
 SOURCES = {
@@ -77,7 +79,7 @@ def bump(tree: Path, files: dict[str, str], *options: str) -> subprocess.Complet
     folder = tree.parent
     archives = ["--base", sdist(folder, OLD, SOURCES), "--sdist", sdist(folder, NEW, files)]
     command = [sys.executable, tree / "patches" / "bump.py", NEW, "--skip-build", *archives, *options]
-    return subprocess.run(list(map(str, command)), cwd=tree, capture_output=True, text=True, check=False)
+    return run(command, cwd=tree)
 
 
 def work(tree: Path, name: str = NEW) -> Path:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run
+
 PATCHES = Path(__file__).parents[2] / "patches"
 SCRIPT = PATCHES / "measure.sh"
 QUEUE = [path.stem[5:] for path in sorted((PATCHES / "llama.cpp").glob("*.patch"))]
@@ -52,7 +54,7 @@ def measure(
     (programs / "llama-batched-bench").chmod(0o755)
     command = [str(SCRIPT), str(programs), str(tmp_path / "model.gguf"), str(tmp_path / "out"), part]
     given = {"PATH": os.environ["PATH"], "ROUNDS": "1", **environment}
-    return subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    return run(command, env=given, check=True)
 
 
 def settings(tmp_path: Path) -> dict[str, set[str]]:

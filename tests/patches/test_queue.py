@@ -16,6 +16,7 @@ from qwen_serve.bench.servers.builds import build_programs, llama_cpp_sources
 from qwen_serve.llamacpp.patches import patches
 from tests.conftest import nano_gguf
 from tests.patches.rows import RUNS
+from tests.processes import run
 
 PATCHES = Path(__file__).parents[2] / "patches"
 QUEUE = sorted(Path(os.environ.get("PATCH_QUEUE", PATCHES / "llama.cpp")).glob("*.patch"))
@@ -128,7 +129,7 @@ def test_masks_are_those_of_stock(libraries: dict[str, Path], tmp_path: Path) ->
         f"-Wl,-rpath,{library}",
     ]
     subprocess.run(command, check=True)
-    done = subprocess.run([program], check=True, capture_output=True, text=True)
+    done = run([program], check=True)
     assert "masks are equal" in done.stdout
 
 
@@ -139,7 +140,7 @@ def test_the_operator_tests_compile(libraries: dict[str, Path]) -> None:
     subprocess.run(["cmake", libraries["patched"].parent], check=True, capture_output=True)
     includes = [f"-I{sources / folder}" for folder in ("include", "ggml/include", "common", "src", "vendor")]
     command = ["c++", "-std=c++17", "-fsyntax-only", *includes, f"{sources}/tests/test-backend-ops.cpp"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(command)
     assert done.returncode == 0, done.stderr
 
 
@@ -147,7 +148,7 @@ def test_the_operator_tests_compile(libraries: dict[str, Path]) -> None:
 def test_switches_apply_on_top(libraries: dict[str, Path]) -> None:
     subprocess.run(["cmake", libraries["patched"].parent], check=True, capture_output=True)
     command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(PATCHES / "switches.patch")]
-    done = subprocess.run(command, cwd=llama_cpp_sources(), capture_output=True, text=True, check=False)
+    done = run(command, cwd=llama_cpp_sources())
     assert done.returncode == 0, done.stdout
 
 
@@ -182,7 +183,7 @@ def test_each_patch_compiles_on_those_before_it(libraries: dict[str, Path], tmp_
         for path in sorted(path for path in wanted if COMPILED.fullmatch(path)):
             if (tmp_path / path).is_file():
                 command = [os.environ.get("CXX", "c++"), *flags, path]
-                done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+                done = run(command, cwd=tmp_path)
                 assert done.returncode == 0, f"{patch.stem}: {done.stderr[:2000]}"
 
 
@@ -191,5 +192,5 @@ def test_what_goes_upstream_applies_to_stock_sources(libraries: dict[str, Path])
     subprocess.run(["cmake", libraries["stock"].parent], check=True, capture_output=True)
     for patch in UPSTREAM:
         command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(patch)]
-        done = subprocess.run(command, cwd=llama_cpp_sources(), capture_output=True, text=True, check=False)
+        done = run(command, cwd=llama_cpp_sources())
         assert done.returncode == 0, f"{patch.name}: {done.stdout}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from qwen_serve.convert.imatrix import Imatrix, collect_imatrix
 from qwen_serve.llamacpp.evaluation import Runtime
 
 import numpy as np  # isort: skip
+from tests.processes import run as run_program
 
 pytestmark = pytest.mark.reference
 
@@ -132,6 +132,6 @@ def test_experts_are_counted_and_summed_alike(
 
 
 def run(command: list[object], folder: Path) -> str:
-    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True, check=False)
+    done = run_program([*map(str, command)], cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr

@@ -16,18 +16,16 @@ from qwen_serve.server.cli import main, serve
 from qwen_serve.server.weights import WeightsError, resolve
 from tests.checkpoints import write_checkpoint
 from tests.processes import group_runs
+from tests.processes import run as run_program
 from tests.waiting import wait_until
 
 
 def test_an_interrupted_conversion_says_nothing_of_python(tmp_path: Path) -> None:
     """The signal comes as a terminal sends it, to every process there is."""
     (tmp_path / "llama_cpp.py").write_text("import os, signal\nos.killpg(0, signal.SIGINT)\n")
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "qwen_serve.server.cli", "convert", "--help"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
         start_new_session=True,
     )
     assert (done.returncode, done.stderr) == (130, "")
@@ -180,7 +178,7 @@ def test_each_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_conversion_takes_the_place_of_the_command() -> None:
     command = [sys.executable, "-m", "qwen_serve.server.cli", "convert", "--help"]
-    helped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    helped = run_program(command, check=True)
     assert "--src" in helped.stdout
 
 

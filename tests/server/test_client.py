@@ -20,6 +20,7 @@ import pytest
 
 from qwen_serve.server.api import Backend
 from qwen_serve.server.client import Conversation, ServerError, spoken, with_pictures
+from tests.processes import run
 from tests.server.api.conftest import Server, Start, starter
 from tests.server.seeing import needs_vision, noise
 from tests.server.serving import Served
@@ -235,7 +236,7 @@ def test_a_conversation_as_messages(tmp_path: Path) -> None:
 def test_the_command_qwen_serve(start: Start) -> None:
     url = start("</think>\n\nTwo.").url
     command = [sys.executable, "-m", "qwen_serve.server.cli", "chat", "--url", url, "1+1?"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
+    done = run(command, stdin=subprocess.DEVNULL, check=True)
     assert done.stdout == "Two.\n"
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from qwen_serve.bench.servers.launch import free_port
 from qwen_serve.server.cluster import Child, Cluster, main
-from tests.processes import ends, is_running
+from tests.processes import ends, is_running, run
 from tests.waiting import until, wait_until
 
 REPLICAS = 4
@@ -366,7 +366,7 @@ def test_cards_must_be_as_many_as_replicas(capsys: pytest.CaptureFixture[str]) -
 def test_a_replica_that_does_not_come_up_is_named(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "qwen_serve.server.cluster", "--replicas", "1", "--logs", str(tmp_path)]
     command += ["--port", str(free_port()), "--worker-port", str(free_port()), "--model", "none.gguf"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = run(command)
     assert done.returncode == 1
     assert "worker-0 ended before it answered" in done.stderr
     assert "none.gguf" in done.stderr

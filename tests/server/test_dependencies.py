@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen_serve.server.weights import CONVERTING, WeightsError, resolve
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ runpy.run_module("qwen_serve.convert", run_name="__main__", alter_sys=True)
 
 def test_a_gguf_is_served_without_what_converts(nano_q4_k_m: Path) -> None:
     command = [sys.executable, "-c", SERVING, str(nano_q4_k_m), *CONVERTING]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run(command)
     assert done.returncode == 0, done.stderr
 
 
@@ -60,6 +60,6 @@ def test_a_checkpoint_without_the_extra_is_told_of_it(
 
 
 def test_the_converter_without_the_extra_is_told_of_it() -> None:
-    done = subprocess.run([sys.executable, "-c", CONVERT], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", CONVERT])
     assert done.returncode == 1
     assert done.stderr == "error: the converter needs gguf: pip install 'qwen-serve[convert]'\n"

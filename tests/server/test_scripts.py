@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from qwen_serve.bench.servers.launch import free_port
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,7 @@ def script(name: str, folder: Path, *arguments: str, **environment: str) -> subp
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("QWEN_")}
     inherited |= {"PYTHON": sys.executable, "RUN_DIR": str(folder), "HOST": "127.0.0.1", **environment}
     command = [str(ROOT / name), *arguments]
-    return subprocess.run(command, env=inherited, capture_output=True, text=True, check=False, timeout=300)
+    return run(command, env=inherited)
 
 
 SMALL = ("--threads", "1", "--ctx-size", "4096", "--prefix-checkpoints", "2")

@@ -1,14 +1,8 @@
-"""The whole server as its users meet it: a process, the nano model, HTTP.
-
-F32 weights and cache without flash attention: there the same request gives the same tokens in any company, so
-that answers can be compared exactly.
-"""
+"""The whole server as OpenAI's and Anthropic's own clients meet it; test_conformance.py has the rest."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +14,6 @@ import pytest
 from tests.server.serving import EXACT, ServerProcess
 
 FILLER = "The quick brown fox jumps over the lazy dog. "
-SUMS = {"What is 2+2?": "2 + 2 = 4.", "What is 9 plus 5?": "9 + 5 = ", "65 + 30 = ?": "65 + 30 = "}
-"""What nano answers; how well it adds is measured elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -45,88 +37,11 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def complete(http: httpx.Client, prompt: Any, **fields: Any) -> Any:
-    answer = http.post("/invocations", json={"prompt": prompt, "temperature": 0, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def streamed(http: httpx.Client, path: str, **body: Any) -> list[Any]:
-    with http.stream("POST", path, json={**body, "stream": True}) as response:
-        assert response.status_code == 200
-        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
-
-
-def count(http: httpx.Client, text: str) -> int:
-    return len(http.post("/tokenize", json={"content": text}).json()["tokens"])
-
-
-def test_filler_is_continued(http: httpx.Client) -> None:
-    answer = complete(http, FILLER * 12, max_tokens=32)
-    assert answer["choices"][0]["text"].strip() in FILLER * 10
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 32
-    assert answer["usage"]["prompt_tokens"] == count(http, FILLER * 12)
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations"])
-@pytest.mark.parametrize(("question", "sum_"), SUMS.items())
-def test_sums(http: httpx.Client, path: str, question: str, sum_: str) -> None:
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
-    answer = http.post(path, json=body).json()
-    [choice] = answer["choices"]
-    assert choice["message"]["content"].startswith(sum_)
-    assert choice["finish_reason"] == "stop"
-    assert "reasoning_content" not in choice["message"]
-    assert answer["usage"]["completion_tokens"] == count(http, choice["message"]["content"])
-
-
-def test_many_at_once_answer_as_alone(http: httpx.Client) -> None:
-    words = ("red", "house", "seven", "cloud", "ink", "bread")
-    prompts = [(f"{a} {b} {a} {b} " * 6).strip() for a in words for b in words[:2] if a != b]
-    alone = [complete(http, prompt, max_tokens=24) for prompt in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda prompt: complete(http, prompt, max_tokens=24), prompts))
-    for one, other in zip(alone, together, strict=True):
-        assert one["choices"] == other["choices"]
-        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            assert one["usage"][count] == other["usage"][count]
-
-
-@pytest.mark.parametrize("prompt", ["日本語と中文 " * 8, "🌍🤔 é ß " * 8, "naïve café, " * 8])
-def test_utf8_streams_whole(http: httpx.Client, prompt: str) -> None:
-    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-    pieces = [event["choices"][0]["text"] for event in streamed(http, "/v1/completions", **body)]
-    assert "".join(pieces) == complete(http, **body)["choices"][0]["text"]
-
-
-def test_a_client_that_leaves_frees_its_sequence(server: ServerProcess, http: httpx.Client) -> None:
-    body = {"prompt": FILLER, "max_tokens": 16_000, "ignore_eos": True, "stream": True}
-    with http.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()  # held: httpx closes the connection with its iterator
-        next(lines)
-        assert "qwen_running_sequences 1.0" in http.get("/metrics").text
-    with pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json={**body, "stream": False}, timeout=0.5)
-    server.wait_for(lambda: "qwen_running_sequences 0.0" in http.get("/metrics").text)
-
-
 def test_a_prompt_longer_than_the_context(http: httpx.Client) -> None:
     answer = http.post("/invocations", json={"prompt": FILLER * 4000})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert complete(http, FILLER, max_tokens=1)
-
-
-def test_the_model_card(http: httpx.Client) -> None:
-    [card] = http.get("/v1/models").json()["data"]
-    assert card["id"] == "nano"
-    assert card["max_model_len"] == 16384
-    assert card["meta"]["architecture"] == "qwen35"
-    assert card["meta"]["n_params"] > 1_000_000
-    assert card["meta"]["n_vocab"] > 3000
+    assert http.post("/invocations", json={"prompt": FILLER, "max_tokens": 1}).status_code == 200
 
 
 def test_openai_client_chat(client: openai.OpenAI) -> None:
@@ -219,16 +134,6 @@ def test_openai_client_responses(client: openai.OpenAI) -> None:
     assert streamed.usage is not None
     assert whole.usage.output_tokens_details.reasoning_tokens > 0
     assert streamed.usage.input_tokens_details.cached_tokens == whole.usage.input_tokens - 1
-
-
-def test_a_chat_is_counted_as_vllm_does(http: httpx.Client) -> None:
-    body = {"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 1}
-    counted = http.post("/tokenize", json=body).json()
-    assert counted["count"] == http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
-    spelled = http.post("/apply-template", json=body).json()["prompt"]
-    assert spelled == http.post("/detokenize", json={"tokens": counted["tokens"]}).json()["prompt"]
-    assert spelled.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>")
-    assert http.get("/props").json()["eos_token"] == "<|im_end|>"
 
 
 def test_openai_client_errors(client: openai.OpenAI) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from qwen_serve.server import build_machine, cuda_wheels, setup_llama
 from qwen_serve.server.setup_llama import Build, SetupError, installed_key, kept_wheel, main, requirement
+from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,9 +128,7 @@ def test_a_toolkit_is_made_of_wheels(tmp_path: Path) -> None:
     subprocess.run(
         ["cc", "-o", str(tmp_path / "a"), str(tmp_path / "a.c"), f"-L{stubs}", "-lcuda"], check=True
     )
-    needed = subprocess.run(
-        ["readelf", "-d", str(tmp_path / "a")], capture_output=True, text=True, check=True
-    )
+    needed = run(["readelf", "-d", str(tmp_path / "a")], check=True)
     assert "[libcuda.so.1]" in needed.stdout
 
 
@@ -233,7 +232,7 @@ def test_the_built_library_looks_for_cuda_in_the_environment(tmp_path: Path) -> 
     ):
         subprocess.run(["cmake", *command], check=True, capture_output=True)
     made = tmp_path / "b" / "libggml-cuda.so"
-    said = subprocess.run(["readelf", "-d", str(made)], capture_output=True, text=True, check=True).stdout
+    said = run(["readelf", "-d", str(made)], check=True).stdout
     assert "[$ORIGIN:$ORIGIN/../../nvidia/cu13/lib]" in said
 
 

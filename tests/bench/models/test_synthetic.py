@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -41,6 +40,7 @@ from qwen_serve.llamacpp.model import Model
 from qwen_serve.llamacpp.vision import VisionTower, has_vision
 from qwen_serve.server.settings import find_mmproj
 from tests.marks import slow_but
+from tests.processes import run
 
 ACCEPTANCE, SEED = 0.6, 3
 RUNTIME = Runtime(threads=1)
@@ -390,5 +390,5 @@ NOT_NEEDED = ("pandas", "aiohttp", "cyclopts", "scipy", "matplotlib", "rich", "r
 def test_making_a_model_needs_numpy_and_gguf_alone(module: str) -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({NOT_NEEDED})); "
     code += f"import qwen_serve.bench.models.{module}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr

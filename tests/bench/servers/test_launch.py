@@ -2,14 +2,13 @@
 
 import asyncio
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from qwen_serve.bench.servers.launch import ServerProcess, StartError, free_port
-from tests.processes import ends, is_running
+from tests.processes import ends, is_running, run
 from tests.waiting import until
 
 SERVER = """
@@ -76,7 +75,7 @@ asyncio.run(main())
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system tells a child of its parent's death")
 def test_a_killed_parent_takes_the_server_along(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "log"), SERVER.replace("600", "0")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run(command)
     assert done.returncode == -signal.SIGKILL
     assert ends(int(done.stdout))
 
