@@ -77,8 +77,15 @@ def tree(tmp_path: Path) -> Path:
 
 def bump(tree: Path, files: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
     folder = tree.parent
-    archives = ["--base", sdist(folder, OLD, SOURCES), "--sdist", sdist(folder, NEW, files)]
-    command = [sys.executable, tree / "patches" / "bump.py", NEW, "--skip-build", *archives, *options]
+    archives: list[str | Path] = ["--base", sdist(folder, OLD, SOURCES), "--sdist", sdist(folder, NEW, files)]
+    command: list[str | Path] = [
+        sys.executable,
+        tree / "patches" / "bump.py",
+        NEW,
+        "--skip-build",
+        *archives,
+        *options,
+    ]
     return run(command, cwd=tree)
 
 

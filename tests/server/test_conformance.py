@@ -16,6 +16,7 @@ from qwen_serve.bench.cli import main
 from qwen_serve.bench.load.client import Client
 from qwen_serve.bench.load.vocabulary import find_vocabulary
 from qwen_serve.bench.store import load
+from tests.marks import slow_but
 from tests.server.broken import Body, Break, Broken
 from tests.server.serving import EXACT, ServerProcess
 
@@ -208,7 +209,16 @@ DEFECTS: dict[str, tuple[Break, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+LONG_DEFECTS = {
+    "a nonce in front",
+    "ignores sampling",
+    "follows no format",
+    "one seed for all",
+    "shares its cache",
+}
+
+
+@pytest.mark.parametrize("defect", slow_but(DEFECTS.keys() - LONG_DEFECTS, DEFECTS))
 async def test_a_broken_rule_fails_its_checks(url: str, defect: str) -> None:
     how, names = DEFECTS[defect]
     with Broken(url, how) as server:

@@ -82,6 +82,7 @@ def test_the_same_question_again_computes_the_header_of_the_answer(http: httpx.C
     assert metric(http, "qwen_prefix_tokens_saved_total") - computed == cached(again)
 
 
+@pytest.mark.slow
 def test_thinking_too_gives_what_it_gives_without_the_cache(http: httpx.Client, nano_f32: Path) -> None:
     messages = [turn("system", SYSTEM), turn("user", "What is 17+25?")]
     bodies = [(messages, {"thinking": on}) for on in (True, False, True, False)]

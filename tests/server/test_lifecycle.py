@@ -149,6 +149,7 @@ def test_an_event_loop_that_stands_still_ends_the_process(nano_f16: Path) -> Non
         assert "in stick" in server.log, "where it stood"
 
 
+@pytest.mark.slow
 def test_a_watchdog_needs_no_thread(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A moment without memory for one ends nothing, and the watchdog still watches."""
     monkeypatch.setenv("NO_THREAD", "1")
@@ -160,6 +161,7 @@ def test_a_watchdog_needs_no_thread(nano_f16: Path, monkeypatch: pytest.MonkeyPa
         assert "in stick" in server.log, "where it stood"
 
 
+@pytest.mark.slow
 def test_a_watchdog_can_be_off(nano_f16: Path) -> None:
     with Stuck("--model", nano_f16, "--ctx-size", "512", "--watchdog", "0") as server:
         url = server.wait_ready()

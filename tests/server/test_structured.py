@@ -147,7 +147,7 @@ def check_calls(message: dict[str, Any], names: set[str]) -> None:
 
 def test_several_calls(http: httpx.Client) -> None:
     seen = set()
-    for seed in range(12):
+    for seed in range(5):
         fields = {"temperature": 1, "seed": seed, "max_tokens": 900}
         found = chat(http, tools=[WEATHER, STOP], tool_choice="required", **fields)
         if found["finish_reason"] == "tool_calls":
@@ -208,7 +208,7 @@ def test_what_pydantic_writes_can_be_enforced(http: httpx.Client) -> None:
 
 
 def test_a_schema_or_a_call(http: httpx.Client) -> None:
-    for seed in range(6):
+    for seed in range(3):
         fields = {"temperature": 1, "seed": seed, "max_tokens": 600}
         found = chat(http, tools=[STRICT, STOP], guided_json=PERSON, **fields)
         if found["message"].get("tool_calls"):

@@ -64,6 +64,7 @@ def test_grammar(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "times as long as free" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_drafts(
     nano_f32: Path, nano_draft_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,7 +49,7 @@ CHUNK = 256
 Ids = npt.NDArray[np.int64]
 
 
-@pytest.fixture(scope="module", params=["small", "small-moe"])
+@pytest.fixture(scope="module", params=slow_but(["small"], ["small", "small-moe"]))
 def shape(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

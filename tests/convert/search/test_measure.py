@@ -82,6 +82,7 @@ def test_weights_are_all_found_and_put_back(f16: Path) -> None:
             assert np.array_equal(logits(), before)
 
 
+@pytest.mark.slow
 def test_a_reading_is_that_of_a_file(
     f16: Path, imatrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

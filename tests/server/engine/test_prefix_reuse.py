@@ -190,6 +190,7 @@ def greedy_alone(model: Path, requests: list[Request]) -> dict[tuple[int, ...], 
     return known
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_from_the_host_drafts_as_one_that_stayed(nano_f32: Path) -> None:
     rng = random.Random(9)
     one, *others = (Request(random_prompt(rng, 300), 60) for _ in range(3))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
+
 from tests.server.api.conftest import Start
 from tests.server.page.driving import answered, ask, bodies
 from tests.waiting import wait_until
@@ -69,6 +71,7 @@ def test_an_edited_question_is_another_version_of_it(start: Start, page: Any) ->
     assert texts(page) == ["Other?", "Yes."]
 
 
+@pytest.mark.slow
 def test_another_answer_is_another_version_of_it(start: Start, page: Any) -> None:
     numbers = itertools.count(1)
     page.goto(start(lambda _: f"</think>\n\nAnswer {next(numbers)}.").url)
@@ -103,6 +106,7 @@ def test_a_reload_keeps_what_has_come_and_it_goes_on(start: Start, page: Any) ->
     page.get_by_text("2/2").wait_for()
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_in_its_own_conversation(start: Start, page: Any) -> None:
     server = start(lambda p: "</think>\n\nShort." if "Other" in p else SLOW[:400], delay=0.02)
     page.goto(server.url)
@@ -117,6 +121,7 @@ def test_an_answer_goes_on_in_its_own_conversation(start: Start, page: Any) -> N
     assert texts(page)[1].strip() == SLOW[:400].partition("</think>")[2].strip()
 
 
+@pytest.mark.slow
 def test_conversations_of_the_first_format_are_read(start: Start, page: Any) -> None:
     server = start("</think>\n\nYes.")
     page.goto(server.url + "/ping")
@@ -131,6 +136,7 @@ def test_conversations_of_the_first_format_are_read(start: Start, page: Any) -> 
     assert texts(page) == ["Old?", "Old.", "And?", "Then.", "New?", "Yes."]
 
 
+@pytest.mark.slow
 def test_two_tabs_keep_what_the_other_wrote(start: Start, page: Any) -> None:
     page.goto(start("</think>\n\nYes.").url)
     answered(page, "One?")
@@ -150,6 +156,7 @@ def test_two_tabs_keep_what_the_other_wrote(start: Start, page: Any) -> None:
         assert both | set(texts(tab)) == {"One?", "Yes.", "Two?", "Three?"}
 
 
+@pytest.mark.slow
 def test_a_deletion_can_be_undone(start: Start, page: Any) -> None:
     page.goto(start("</think>\n\nYes.").url)
     answered(page, "One?")
@@ -180,6 +187,7 @@ FULL = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_a_full_storage_is_told_and_saved_later(start: Start, page: Any) -> None:
     page.goto(start("</think>\n\nYes.").url)
     answered(page, "One?")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.server.api.conftest import Start
 from tests.server.api.fakes import FakeVocab
 from tests.server.page.driving import ask, bodies
@@ -96,6 +98,7 @@ def test_a_reload_keeps_the_conversation(start: Start, page: Any) -> None:
     assert page.locator(".message").count() == 4
 
 
+@pytest.mark.slow
 def test_settings_reach_the_request(start: Start, page: Any) -> None:
     page.goto(start("x").url)
     sent = bodies(page)
@@ -127,6 +130,7 @@ def test_a_refusal_is_shown(start: Start, page: Any) -> None:
     assert "the prompt has" in problem.inner_text()
 
 
+@pytest.mark.slow
 def test_it_asks_for_the_key(start: Start, page: Any) -> None:
     page.goto(start("</think>\n\nHello.", api_key="secret").url)
     page.locator("#key-error:not(:empty)").wait_for()
@@ -138,6 +142,7 @@ def test_it_asks_for_the_key(start: Start, page: Any) -> None:
     assert answer.locator(".markdown").inner_text() == "Hello."
 
 
+@pytest.mark.slow
 def test_a_phone_has_the_conversations_in_a_drawer(start: Start, page: Any) -> None:
     page.set_viewport_size({"width": 390, "height": 800})
     page.goto(start("</think>\n\nYes.").url)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.server.api.conftest import Start
 from tests.server.page.driving import answered
 
@@ -23,6 +25,7 @@ def test_columns_are_aligned_as_the_answer_says(start: Start, page: Any) -> None
     assert named == ["left", "center", "right", "start"] * 2
 
 
+@pytest.mark.slow
 def test_a_wide_table_scrolls_and_breaks_no_words(start: Start, page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 700})
     page.goto(start(WIDE).url)

@@ -206,7 +206,7 @@ async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
     assert [answer.tokens for answer in beside] == [answer.tokens for answer in without]
 
 
-@pytest.mark.parametrize("share", [0.3, 0.01])
+@pytest.mark.parametrize("share", slow_but([0.01], [0.3, 0.01]))
 async def test_of_constrained_answers(nano_f32: Path, reference: Reference, share: float) -> None:
     """Forced tokens, which otherwise the model is not asked for, among them."""
     prompt = random_prompt(random.Random(7), 30) * 3

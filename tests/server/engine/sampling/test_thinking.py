@@ -167,7 +167,7 @@ async def test_the_grammar_begins_behind_the_thoughts(mix: str, nano_f32: Path) 
         bridge = tuple(tokenize("\n</think>\n\n", special=True))
         once = tokenize('<think>\nwell, 1 2 3 4\n</think>\n\n{"n": 12}', special=True)
         answers = []
-        for seed in range(6):
+        for seed in range(4):
             prompt = engine.prompt(once * 4 + tokenize("<think>\nwell, 1", special=True))
             params = SamplingParams(temperature=0.4 * seed, seed=seed, top_k=20)
             limits = ThinkingLimits(bridge, 60)
