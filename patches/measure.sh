@@ -57,6 +57,7 @@ declare -A off=(
     [mmq-mid]=GGML_CUDA_MMQ_MID_MAX=0
     [norm-chains]=GGML_CUDA_NORM_APART=1
     [moe-grouped]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
+    [mmq-experts]=GGML_CUDA_MMQ_BY_EXPERT=0
     [few-rows]=GGML_CUDA_FEW_ROWS_MMF=1
     [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots
     [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots
@@ -129,7 +130,7 @@ operators() {
         for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES RMS_NORM_MUL_ADD GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
             "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)" MUL_MAT_SHARED \
             "MUL_MAT -p type_a=(q8_0|q4_0|q[456]_K),type_b=f32.*n=1," "MUL_MAT_VEC_FUSION -p type=(q8_0|q4_0|q[456]_K)" \
-            "MUL_MAT_ID -p type_a=(f16|bf16)," "MUL_MAT -p type_a=f32,type_b=f32"; do
+            "MUL_MAT_ID -p type_a=(f16|bf16)," "MUL_MAT_ID -p n_mats=64," "MUL_MAT -p type_a=f32,type_b=f32"; do
             # GGML_CUDA_DISABLE_GRAPHS counts as set when it is there at all
             # shellcheck disable=SC2086
             env ${eager:+GGML_CUDA_DISABLE_GRAPHS=1} timeout 150 "$bin/test-backend-ops" test -b CUDA0 -o $operator \
