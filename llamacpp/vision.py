@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 @cache
 def _library() -> Any:
     """llama_cpp.mtmd_cpp, which loads libmtmd. Raises LlamaError where llama.cpp was built without it."""
+    if folder := os.environ.get("LLAMA_CPP_LIB_PATH"):  # it reads another name: of two builds, it would crash
+        os.environ.setdefault("MTMD_CPP_LIB", folder)
     try:
         from llama_cpp import mtmd_cpp
     except (RuntimeError, OSError) as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -13,6 +16,7 @@ from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.vision import ImageRows, VisionTower, has_vision
 from tests.checkpoints import HIDDEN, PATCH, write_checkpoint
+from tests.processes import run
 
 pytestmark = pytest.mark.skipif(not has_vision(), reason="llama.cpp was built without libmtmd")
 
@@ -126,3 +130,21 @@ def test_prepared_pixels_are_each_pictures_own(tower: VisionTower) -> None:
     kept: list[ImageRows] = [tower.prepare(picture(4 * TOKEN, 3 * TOKEN, seed)) for seed in range(3)]
     rows = [tower.encode(one) for one in kept]
     assert np.abs(rows[0] - rows[2]).max() > 0.01
+
+
+LOADED = """
+import llama_cpp.llama_cpp as llama
+from qwen_serve.llamacpp.vision import has_vision
+assert has_vision()
+from llama_cpp import mtmd_cpp
+print(mtmd_cpp._libmtmd_base_path, llama._base_path, sep="\\n")
+"""
+
+
+def test_both_libraries_are_of_the_build_that_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "lib"
+    folder.symlink_to(Path(llama_cpp.__file__).parent / "lib")
+    environment = {name: value for name, value in os.environ.items() if name != "MTMD_CPP_LIB"}
+    environment["LLAMA_CPP_LIB_PATH"] = str(folder)
+    done = run([sys.executable, "-c", LOADED], check=True, env=environment)
+    assert done.stdout.splitlines() == [str(folder)] * 2
