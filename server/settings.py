@@ -87,6 +87,9 @@ class HttpSettings(Section, title="http"):
     image_url_hosts: str = ""
     """names of hosts, with commas between, that pictures may be fetched from; *.example.com for all below it,
     * for any"""
+    slot_save_path: Path | None = None
+    """folder for files that POST /slots/0?action=save writes and action=restore reads: what the prompt cache
+    has (default: neither is offered)"""
     page: bool = True
     """serve the chat page at /"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -41,7 +42,7 @@ from qwen_serve.server.api.openapi import (
 )
 from qwen_serve.server.api.request import read_request
 from qwen_serve.server.api.service import Service, service_of
-from qwen_serve.server.api.slots import slots
+from qwen_serve.server.api.slots import SlotActionRequest, slot_action, slots
 from qwen_serve.server.engine import EngineDead
 
 if TYPE_CHECKING:
@@ -117,9 +118,15 @@ def _post(
             methods=["POST"],
             name=answer.__name__,
             description=inspect.getdoc(answer),
-            openapi_extra=documented(*bodies, error=error),
+            openapi_extra={**documented(*bodies, error=error), "parameters": _in_path(path)},
             include_in_schema=number == 0,
         )
+
+
+def _in_path(path: str) -> list[dict[str, Any]]:
+    """A path's parameters, for the description."""
+    names = re.findall(r"{(\w+)}", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
 def invoke(context: RequestContext, request: CompletionRequest | ChatRequest) -> Awaitable[Response]:
@@ -146,6 +153,7 @@ def invoked(body: dict[str, Any]) -> type[CompletionRequest | ChatRequest]:
 
 
 _post("/v1/completions", complete, CompletionRequest, choose=completed)
+_post("/slots/{slot}", slot_action, SlotActionRequest)
 _post("/completion /completions", llama_complete, LlamaCompletionRequest)
 _post("/v1/chat/completions /chat/completions", chat, ChatRequest)
 _post("/v1/responses /responses", respond, ResponsesRequest)

@@ -2,14 +2,82 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.server.api.errors import ApiError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
-from qwen_serve.server.engine import slot_states
+from qwen_serve.server.api.request import until_gone
+from qwen_serve.server.api.tenant import salt_of
+from qwen_serve.server.engine import PrefixFileError, restore_prefixes, save_prefixes, slot_states
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastapi import Response
+
+    from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.engine import Engine
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+
+
+class SlotActionRequest(BaseModel):
+    """A file in the folder of `--slot-save-path`; to erase, none is needed."""
+
+    model_config = ConfigDict(strict=True)
+
+    filename: str = ""
+    cache_salt: str | None = None
+    """That of the requests whose prompts are meant."""
+
+
+async def slot_action(context: RequestContext, request: SlotActionRequest) -> Response:
+    """With `?action=save`, `restore` or `erase`: what the prompt cache has, which all slots share, to a file
+    and back."""
+    service, query = context.service, context.http.query_params
+    engine, folder, action = service.backend.engine, service.settings.slot_save_path, query.get("action")
+    slot = context.http.path_params["slot"]
+    if folder is None:
+        message = "POST /slots: start the server with --slot-save-path FOLDER for it"
+        raise ApiError(501, message, code="not_supported")
+    if not slot.isdecimal() or len(slot) > 4 or int(slot) >= engine.settings.parallel:
+        raise bad_request(f"there is no slot {slot[:9]!r}; they run from 0", "id_slot", "invalid_value")
+    if action not in ("save", "restore", "erase"):
+        raise bad_request("action: must be save, restore or erase", "action", "invalid_value")
+    salt = salt_of(context.key if service.settings.prefix_by_key else "", request.cache_salt)
+    began = perf_counter()
+    about: dict[str, Any] = {"id_slot": int(slot)}
+    components = engine.components
+    if action == "erase":
+        future = engine.between_steps(partial(components.cache.erase, salt))
+        return JSONResponse(
+            {**about, "n_erased": await until_gone(context.http, asyncio.wrap_future(future))}
+        )
+    path = _path(folder, request.filename)
+    work = save_prefixes if action == "save" else restore_prefixes
+    try:
+        counting = engine.between_steps(partial(work, components, path, salt))
+        found = await until_gone(context.http, asyncio.wrap_future(counting))
+    except (OSError, PrefixFileError) as error:
+        raise bad_request(f"filename: {request.filename} is not used: {error}", "filename") from error
+    done, moved = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
+    timings = {f"{action}_ms": (perf_counter() - began) * 1000}
+    about |= {"filename": request.filename, done: found.longest, moved: found.size, "timings": timings}
+    return JSONResponse(about)
+
+
+def _path(folder: Path, name: str) -> Path:
+    if not FILE_NAME.fullmatch(name):
+        message = "filename: must be letters, digits, _, - and ., and no path"
+        raise bad_request(message, "filename", "invalid_value")
+    return folder / name
 
 
 def slots(engine: Engine, *, fail_without: bool = False) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from .errors import (
 )
 from .outputs import Generation
 from .planning.plan import MemoryPlan
+from .prefix_cache import PrefixFileError
 from .sampling import (
     LLAMA_CPP_SAMPLERS,
     LONGEST_GRAMMAR,
@@ -46,7 +47,7 @@ from .sequence import (
     Timings,
 )
 from .settings import EngineSettings
-from .slots import SlotState, slot_states
+from .slots import SlotState, restore_prefixes, save_prefixes, slot_states
 from .stats import EngineStats
 from .vocab import TokenBudget, Vocab
 
@@ -75,6 +76,7 @@ __all__ = [
     "MemoryPlan",
     "ModelLoadError",
     "NoTokenLeft",
+    "PrefixFileError",
     "Progress",
     "Prompt",
     "PromptTooLong",
@@ -89,5 +91,7 @@ __all__ = [
     "TokenBudget",
     "TokenLogprobs",
     "Vocab",
+    "restore_prefixes",
+    "save_prefixes",
     "slot_states",
 ]

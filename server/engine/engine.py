@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -20,11 +21,12 @@ from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .places import Places
 from .planning.fit import plan_memory
-from .profile import StartProfile, StepProfile
+from .profile import StartProfile, StepProfile, kind_of
 from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler, sample
 from .scheduler import Output
 from .sequence import ANYBODY, SchedulingParams, Sequence, Timings
+from .slots import Result, run
 from .stats import EngineStats, ImageStats
 
 if TYPE_CHECKING:
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
     from .batch import Batch
     from .pictures import Picture
-    from .profile import Kind
     from .sampling import Constraint, SamplingParams, ThinkingLimits
     from .sampling.thinking import ThinkingWatch
     from .sequence import FinishReason, Progress, Prompt
@@ -183,6 +184,14 @@ class Engine:
             self._post(generation, add)
         return generation
 
+    def between_steps(self, work: Callable[[], Result]) -> Future[Result]:
+        """Has the engine's thread do `work` between two steps. Raises EngineDead."""
+        if self._error:
+            raise EngineDead(self._error)
+        future: Future[Result] = Future()
+        self._inbox.put(lambda: run(future, work))
+        return future
+
     def stats(self) -> EngineStats:
         """What the engine did so far and does now; safe from any thread."""
         running = 0 if self._error else len(self._scheduler.running)
@@ -305,7 +314,7 @@ class Engine:
         lap("verify")
         self._deliver(batch, scheduler.commit(batch, sampled, held))
         lap("commit")
-        self._profile.finish(_kind(batch), batch.n_rows, batch.n_tokens)
+        self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
 
     def _deliver(self, batch: Batch, outputs: list[Output]) -> None:
         """Book what a step gave, and end what is complete. Whoever goes on is told by the next `_flush`."""
@@ -439,10 +448,3 @@ class Engine:
         self._listeners.clear()
         self._flush()
         self._warm.set()  # nobody needs to wait any longer
-
-
-def _kind(batch: Batch) -> Kind:
-    """What to book a step under."""
-    if batch.prompt_tokens:
-        return "prefill"
-    return "decode" if batch.is_decode else "verify"

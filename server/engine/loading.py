@@ -193,7 +193,7 @@ class Components:
             return
         started = perf_counter()
         try:
-            taken = self.cache.take_in(self._prefix_file(path).read())
+            taken = self.cache.take_in(self.prefix_file(path).read())
         except PrefixFileError as error:
             log.warning("%s is not used: %s", path, error)
             return
@@ -214,7 +214,7 @@ class Components:
             )
             return
         try:
-            file = self._prefix_file(path)
+            file = self.prefix_file(path)
             count, size = file.write(self.cache.entries(), settings.prefix_file_mib * 1024**2)
         except OSError as error:
             log.error("the prefix cache was not written to %s: %s", path, error)
@@ -222,7 +222,8 @@ class Components:
         seconds = perf_counter() - started
         log.info("prefix cache: %d states, %.0f MiB, to %s in %.1f s", count, size / 1024**2, path, seconds)
 
-    def _prefix_file(self, path: Path) -> PrefixFile:
+    def prefix_file(self, path: Path) -> PrefixFile:
+        """A file for states of this model, made as they are made here."""
         settings = self.plan.settings
         made_by = {
             "model": self.plan.spec.file.fingerprint(),

@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from .batch import Batch
+
+
+def kind_of(batch: Batch) -> Kind:
+    """What to book a step under."""
+    if batch.prompt_tokens:
+        return "prefill"
+    return "decode" if batch.is_decode else "verify"
+
 
 class StartProfile:
     """How long each stage of a start took, in the order that they were done."""

@@ -1,13 +1,33 @@
-"""What the slots do, as llama-server tells of its own."""
+"""What the slots do, as llama-server tells of its own; what is kept of prompts, in files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from .errors import GenerationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
+    from pathlib import Path
+
     from .engine import Engine
+    from .loading import Components
+    from .prefix_cache.file import Entry
     from .sampling import SamplingParams
+
+
+Result = TypeVar("Result")
+
+
+def run(future: Future[Result], work: Callable[[], Result]) -> None:
+    """Gives `future` what `work` returns or raises."""
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +65,41 @@ def slot_states(engine: Engine) -> list[SlotState]:
             sequence.limit - len(sequence.tokens),
         )
     return states
+
+
+@dataclass
+class Counted:
+    """Entries that went by, of one salt."""
+
+    salt: str
+    longest: int = 0
+    """Tokens of the longest prefix."""
+    size: int = 0
+    """Bytes of all."""
+
+    def of(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Those of the salt."""
+        for entry in entries:
+            if entry.salt == self.salt:
+                self.longest = max(self.longest, len(entry.tokens))
+                self.size += entry.tokens.nbytes + entry.state.nbytes
+                yield entry
+
+
+def save_prefixes(components: Components, path: Path, salt: str) -> Counted:
+    """Write what is kept for requests with this salt, as `--prefix-file` does. For the engine's thread.
+    Raises OSError, and GenerationError where the model's file was overwritten."""
+    if components.plan.spec.file.overwritten:
+        raise GenerationError("the model's file was overwritten: states may be of either")
+    counted = Counted(salt)
+    limit = components.plan.settings.prefix_file_mib * 1024**2
+    components.prefix_file(path).write(counted.of(components.cache.entries()), limit)
+    return counted
+
+
+def restore_prefixes(components: Components, path: Path, salt: str) -> Counted:
+    """Keep what a file has for requests with this salt, as far as it fits. For the engine's thread. Raises
+    PrefixFileError."""
+    counted = Counted(salt)
+    components.cache.take_in(counted.of(components.prefix_file(path).read()))
+    return counted

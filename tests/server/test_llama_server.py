@@ -16,8 +16,9 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 @pytest.fixture(scope="module")
-def server(nano_f32: Path) -> Iterator[Served]:
-    with serving(nano_f32, parallel=2, batch_size=64, ubatch_size=64) as server:
+def server(nano_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("slots")
+    with serving(nano_f32, parallel=2, batch_size=64, ubatch_size=64, slot_save_path=folder) as server:
         yield server
 
 
@@ -87,3 +88,27 @@ def test_slots(http: httpx.Client) -> None:
     assert following["n_decoded"] > 0
     assert following["n_decoded"] + following["n_remain"] == 4000
     assert "Once" not in json.dumps(slot)
+
+
+def test_what_is_kept_goes_to_a_file_and_back(http: httpx.Client) -> None:
+    def act(action: str, name: str = "one.bin", slot: str = "0") -> Any:
+        return http.post(f"/slots/{slot}", params={"action": action}, json={"filename": name})
+
+    prompt = "It was a dark and stormy night. " * 30
+    first = completed(http, prompt)
+    saved = act("save").json()
+    assert saved.keys() == {"id_slot", "filename", "n_saved", "n_written", "timings"}
+    assert saved["n_saved"] > 64
+    assert completed(http, prompt)["timings"]["cache_n"] > 64
+    assert act("erase").json()["n_erased"] > 0
+    assert completed(http, prompt, cache_prompt=False)["timings"]["cache_n"] == 0
+    restored = act("restore").json()
+    assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
+    again = completed(http, prompt)
+    assert again["timings"]["cache_n"] > 64
+    assert again["content"] == first["content"]
+    for wrong in ("../one.bin", "", "a/b", ".hidden"):
+        assert act("save", wrong).json()["error"]["param"] == "filename"
+    assert act("restore", "nothing.bin").json()["error"]["param"] == "filename"
+    assert act("forget").json()["error"]["param"] == "action"
+    assert act("save", slot="7").status_code == 400

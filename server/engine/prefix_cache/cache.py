@@ -353,6 +353,17 @@ class PrefixCache:
         for node in list(self._held):
             self._evict(node, keep=False)
 
+    def erase(self, salt: str) -> int:
+        """Let go of what requests with this salt share; how many checkpoints that were."""
+        host = [node for node in self._host.nodes if self._tree.salt_of(node) == salt]
+        held = [node for node in self._held if self._tree.salt_of(node) == salt]
+        for node in host:
+            self._host.discard(node)
+            self._tree.prune(node)
+        for node in held:
+            self._evict(node, keep=False)
+        return len({*host, *held})
+
     # --- across a restart ----------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
