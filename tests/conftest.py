@@ -29,6 +29,8 @@ NANO_DRAFT = ROOT / "models" / "nano-dflash"
 CACHE = ROOT / ".work" / "test-models"
 QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
+TEXT = ["--no-vision"]
+"""A tower beside the model would be loaded by every server that a test starts."""
 
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has all of this from the process that started it
@@ -71,9 +73,9 @@ def nano_gguf(quant: str, *, experts: bool = False) -> Path:
     With `experts`, the model of experts that tests/upcycling.py makes of it.
     """
     if not experts:
-        return _converted("nano", quant, lambda _: ["--src", str(NANO), *QUICK])
+        return _converted("nano", quant, lambda _: ["--src", str(NANO), *TEXT, *QUICK])
     return _converted(
-        "nano-moe", quant, lambda folder: ["--src", str(upcycle(NANO, folder / "nano-moe")), *QUICK]
+        "nano-moe", quant, lambda folder: ["--src", str(upcycle(NANO, folder / "nano-moe")), *TEXT, *QUICK]
     )
 
 

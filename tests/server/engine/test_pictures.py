@@ -71,15 +71,20 @@ class Bare:
 
     def greedy(self, prompt: list[Part], n: int) -> list[int]:
         answer: list[int] = []
-        at, row = 0, np.zeros(0, np.float32)
-        for part in prompt:
-            at, row = self._read(part, at)
+        at, row = self.read(prompt)
         while len(answer) < n:
             row[self.eog] = -np.inf
             answer.append(int(row[: self.model.n_real].argmax()))
             at, row = self._read(answer[-1:], at)
         self.context.clear()
         return answer
+
+    def read(self, prompt: list[Part]) -> tuple[int, npt.NDArray[np.float32]]:
+        """The position behind a prompt, and the logits of what follows."""
+        at, row = 0, np.zeros(0, np.float32)
+        for part in prompt:
+            at, row = self._read(part, at)
+        return at, row
 
     def _read(self, part: Part, at: int) -> tuple[int, npt.NDArray[np.float32]]:
         context, n = self.context, len(part)
