@@ -6,7 +6,7 @@ Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call
 
 import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
 
-from .context import Context, ContextOptions
+from .context import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, Context, ContextOptions
 from .device_sampler import N_CANDIDATES, DeviceSampler
 from .devices import (
     CACHE_TYPES,
@@ -29,7 +29,9 @@ from .samplers import DrySampler, SamplerChain
 from .snapshots import SHARED as SHARES_SNAPSHOTS
 
 __all__ = [
+    "BATCH_INVARIANT_TOKENS",
     "CACHE_TYPES",
+    "HAS_BATCH_INVARIANCE",
     "HAS_F16_COPIES",
     "HAS_RING",
     "N_CANDIDATES",

@@ -16,6 +16,7 @@ from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
+from .patches import BATCH_INVARIANT, brings
 from .rows import Rows, matrix
 from .snapshots import Snapshots, n_rs_seq
 
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
 
 ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 """Of a state, what is no key or value; and copied within the device."""
+
+HAS_BATCH_INVARIANCE = brings(BATCH_INVARIANT, "llama_set_batch_invariant")
+"""Whether this build has kernels whose rows do not depend on how many are computed."""
+
+BATCH_INVARIANT_TOKENS = 64
+"""In a pass, at most (`LLAMA_BATCH_INVARIANT_MAX`)."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
@@ -66,6 +73,9 @@ class ContextOptions:
     unified: bool = True
     """All sequences share one pool of cells; otherwise each has `n_ctx` / `n_seq` of its own, and copying one
     to another copies its keys and values on the device."""
+    batch_invariant: bool = False
+    """Of up to 64 tokens in a pass each gives the same bits, whatever the others, where a build and a device
+    have kernels for that; slower. Sequences need cells of their own."""
 
 
 class Context:
@@ -110,6 +120,8 @@ class Context:
         if not self._handle:
             self.close()
             raise LlamaError(reason(lines))
+        if options.batch_invariant and HAS_BATCH_INVARIANCE:
+            _set_batch_invariant(self._handle)
         self._memory = C.llama_get_memory(self._handle)
         self._n_vocab, self._n_embd = model.n_vocab, model.n_embd
         self._n_outputs, self._n_seq = options.n_outputs, options.n_seq
@@ -392,3 +404,9 @@ class Context:
             C.llama_free(self._handle)
             self._handle = None
         self.samplers.close()
+
+
+def _set_batch_invariant(context: int) -> None:
+    function = C._lib.llama_set_batch_invariant
+    function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_bool]
+    function(context, True)

@@ -13,7 +13,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from .errors import LlamaError
 
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
-F16_COPIES = "f16-copies"
+F16_COPIES, BATCH_INVARIANT = "f16-copies", "batch-invariant"
 """Patches without which the server does something else."""
 
 NUMBER = re.compile(r"^\d+-")
@@ -48,7 +48,7 @@ def brings(patch: str, function: str) -> bool:
 def _hidden() -> set[str]:
     """Raises LlamaError for a name that changes nothing here."""
     names = {name for name in os.environ.get(HIDE, "").split(",") if name}
-    known = {AMX, RING, SHARED_SNAPSHOTS, F16_COPIES}
+    known = {AMX, RING, SHARED_SNAPSHOTS, F16_COPIES, BATCH_INVARIANT}
     if unknown := names - known:
         raise LlamaError(f"{HIDE}: {min(unknown)}: want some of {', '.join(sorted(known))}")
     return names

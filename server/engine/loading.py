@@ -9,7 +9,7 @@ from functools import partial
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp import Context, patches, supports_gpu
+from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, Context, patches, supports_gpu
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
@@ -65,7 +65,6 @@ PREFILL_CPU = 128
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
-
 DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
 """Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
 
@@ -92,8 +91,13 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
     # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
     threads = settings.threads or max(1, physical_cores() - 1)
     speculation = settings.speculation
-    if settings.deterministic:
-        speculation = "off"
+    draft_model = settings.draft_model
+    if settings.deterministic and not HAS_BATCH_INVARIANCE:
+        if speculation not in ("auto", "off") or draft_model:
+            log.warning("nothing is drafted: with deterministic that needs the patch batch-invariant")
+        speculation, draft_model = "off", None
+    elif settings.deterministic and speculation == "auto" and on_gpu:
+        speculation = "draft" if draft_model else "off"
     elif speculation == "auto":
         speculation = "both" if on_gpu else "ngram"
     flash_attn = settings.flash_attn
@@ -103,6 +107,7 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
         threads=threads,
         threads_batch=settings.threads_batch or threads,
         speculation=speculation,
+        draft_model=draft_model,
         flash_attn=flash_attn,
         prefix_shrinks=settings.prefix_shrinks and not settings.deterministic,  # no step reads others' cells
         # without a GPU the logits are the host's already
@@ -150,8 +155,10 @@ class Components:
         self.stages.done("first steps")
         if settings.deterministic:
             self._check_rows(counts)
+        alone = self.scheduler.reproducible is not None and self.scheduler.reproducible.alone
+        drafts = settings.speculation != "off" and not alone
+        if settings.deterministic and not drafts:
             return
-        drafts = settings.speculation != "off"
         budget = self.scheduler.prefill_budget
         if known:
             budget.start(known.token_seconds)
@@ -238,16 +245,16 @@ class Components:
     def _check_rows(self, counts: ListLike[int]) -> None:
         """See whether a row has the same bits in any company; if not, each is computed by itself."""
         assert self.scheduler.reproducible is not None
-        sizes = sorted({*range(2, min(8, self.plan.settings.parallel) + 1), *counts} - {1})
-        alone = bool(sizes) and not warmup.rows_are_the_same(self.context, sizes)
+        settings, on_gpu = self.plan.settings, self.plan.on_gpu
+        sizes = sorted(n for n in {2, 4, *counts} if 1 < n <= settings.parallel)
+        lengths = [n for n in warmup.verified_lengths(on_gpu=on_gpu) if n <= verified_rows(settings)]
+        alone = not warmup.rows_are_the_same(self.context, sizes, lengths)
         self.scheduler.reproducible = replace(self.scheduler.reproducible, alone=alone)
-        log.info(
-            "deterministic: prompts are cut every %d tokens; %s",
-            self.scheduler.reproducible.chunk,
-            "rows depend on how many are computed together, so each is computed by itself"
-            if alone
-            else "rows are the same however many are computed together",
-        )
+        said = "rows are the same however many are computed together"
+        if alone:
+            drafts = " and nothing is drafted" if lengths else ""
+            said = f"rows depend on how many are computed together, so each is computed by itself{drafts}"
+        log.info("deterministic: prompts are cut every %d; %s", self.scheduler.reproducible.chunk, said)
 
     def _rehearse(self, n: int, rows: int) -> float:
         """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all; in seconds."""
@@ -319,7 +326,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         context,
         head,
         states,
-        slots=len(ids.rollback),
+        slots=len(ids.drafting),
         most_rows=verified_rows(settings),
         clock=clock,
         draft=(draft[1], spec.draft) if draft and spec.draft else None,
@@ -338,7 +345,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         cell_bytes=spec.cell(settings),
         state_bytes=spec.state,
     )
-    runner = Runner(context, profile)
+    runner = Runner(context, profile, exact=settings.deterministic)
     scheduler = Scheduler(
         slots=settings.parallel,
         batch_size=context.n_batch,
@@ -354,7 +361,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         ends=vocab.eog_ids,
         draft_rows=verified_rows(settings),
         scored_rows=scored_rows(settings),
-        reproducible=Reproducible(cut) if settings.deterministic else None,
+        reproducible=Reproducible(cut, BATCH_INVARIANT_TOKENS) if settings.deterministic else None,
         place=runner.place,
         policy=settings.scheduling_policy,
     )

@@ -28,7 +28,9 @@ which all graphs are planned anew, over what a whole row costs (docs/kernels.md)
 class Runner:
     """The only one that decodes in the context while the engine runs, but for rehearsals before it does."""
 
-    def __init__(self, context: Context, profile: StepProfile) -> None:
+    def __init__(self, context: Context, profile: StepProfile, *, exact: bool = False) -> None:
+        """`exact`: a slot's device sampler is always its request's own, since others add up otherwise."""
+        self._exact = exact
         self._context, self._profile = context, profile
         self._slots: list[int] = []
         """Of each row of the batch, the slot and the index in the batch."""
@@ -79,7 +81,7 @@ class Runner:
         samplers = self._context.samplers
         if not samplers.active:
             return True
-        patience, fits = self._wasted < PATIENCE, True
+        patience, fits = not self._exact and self._wasted < PATIENCE, True
         for chunk in batch.chunks:
             slot, need = chunk.slot, chunk.sequence.sampler.need
             kind = samplers.kinds[slot]

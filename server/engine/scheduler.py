@@ -79,6 +79,8 @@ class Reproducible:
 
     chunk: int
     """Prompts are cut at multiples of it, and read one at a time."""
+    together: int = 1
+    """Most tokens of a step that decodes, where there are fewer slots: of more the bits may be others."""
     alone: bool = False
     """Rows of several sequences are not computed together: the device computes them otherwise then."""
 
@@ -124,6 +126,7 @@ class Scheduler:
         self._free_slots = list(range(slots))
         self._batch_size, self._ubatch_size, self._draft_rows = batch_size, ubatch_size, draft_rows
         self._scored_rows = scored_rows
+        self._decode_size = batch_size if reproducible is None else max(slots, reproducible.together)
         self._place = place
         self.reproducible = reproducible
         self._prefill_is_due = self._oldest_is_due = False
@@ -191,7 +194,9 @@ class Scheduler:
         It may be the very object of the step before: the same sequences, each a token further.
         """
         batch = self._again() or self._anew()
-        batch.draft_room = min(self._batch_size - batch.n_tokens, self._cells.free - batch.n_tokens)
+        batch.draft_room = min(self._decode_size - batch.n_tokens, self._cells.free - batch.n_tokens)
+        if self.reproducible is not None and self.reproducible.alone:
+            batch.draft_room = 0
         return batch
 
     def decoded(self, batch: Batch, seconds: float) -> None:
@@ -351,8 +356,8 @@ class Scheduler:
     def _shares(self, ready: list[Sequence]) -> list[int]:
         """Pending tokens of each, as far as they fit into a batch; at least one."""
         counts = [sequence.pending for sequence in ready]
-        room = self._batch_size - len(ready)
-        if sum(counts) <= self._batch_size:
+        room = self._decode_size - len(ready)
+        if sum(counts) <= self._decode_size:
             return counts
         for i, count in enumerate(counts):
             counts[i] = 1 + min(count - 1, room)

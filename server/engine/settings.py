@@ -135,7 +135,8 @@ class SchedulerSettings(Section, title="scheduler"):
     deterministic: bool = False
     """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
     (ctx_size / parallel, and as many for each state of the prefix cache), prompts are read alone and cut at
-    fixed places, nothing is drafted. Slower; docs/deterministic.md says by how much"""
+    fixed places. Drafts, on the CPU from the text unless speculation says otherwise, need the patch
+    batch-invariant. Slower; docs/deterministic.md says by how much"""
     remember: bool = True
     """keep what a start finds out (seconds of steps, sizes of buffers) for the next one with the same card,
     driver, build, model and settings, in files of the cache folder"""
@@ -284,23 +285,13 @@ class UserSettings(
     """
 
     @model_validator(mode="after")
-    def _nothing_is_drafted_where_answers_are_reproducible(self) -> Self:
-        if self.deterministic and self.speculation not in ("auto", "off"):
-            raise ValueError(
-                f"speculation is {self.speculation!r}, whose verified rows depend on what was drafted; "
-                "with deterministic set it to 'off', or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _a_draft_model_drafts(self) -> Self:
         if self.speculation == "draft" and self.draft_model is None:
             raise ValueError(
                 "speculation is 'draft', which needs draft_model; set that, or another speculation"
             )
-        if self.draft_model is not None and (self.speculation == "off" or self.deterministic):
-            other = "deterministic" if self.deterministic else "speculation 'off'"
-            raise ValueError(f"draft_model is of no use with {other}; leave one of the two out")
+        if self.draft_model is not None and self.speculation == "off":
+            raise ValueError("draft_model is of no use with speculation 'off'; leave one of the two out")
         return self
 
     def replace(self, **changes: Any) -> Self:

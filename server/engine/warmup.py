@@ -25,6 +25,9 @@ the same batch may be computed a little differently with a device sampler and wi
 LONG = 700
 """Tokens of a sequence whose rows are compared: kernels change at 512 cells."""
 
+SHORT = 100
+"""Tokens of the text behind which verifications are compared."""
+
 COMPARED = 4
 """Rows at either end of a decode that are compared."""
 
@@ -56,8 +59,14 @@ def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> fl
     return min(times)
 
 
-def rows_are_the_same(context: Context, counts: Sequence[int]) -> bool:
-    """Whether sequences' logits have the same bits in a decode of one and of each of `counts` sequences.
+def verified_lengths(*, on_gpu: bool) -> tuple[int, ...]:
+    """Tokens of the verifications that are compared: kernels for few, some and many."""
+    return (2, 4, 9, 17, 33, 63) if on_gpu else (2, 9, 17)
+
+
+def rows_are_the_same(context: Context, counts: Sequence[int], lengths: Sequence[int] = ()) -> bool:
+    """Whether sequences' logits have the same bits in a decode of one and of each of `counts` sequences, and
+    token by token as in a decode of each of `lengths` tokens.
 
     For a long sequence beside short ones, as kernels choose by that, too. Each decode has other tokens, and
     several of its rows are compared: two ways to add up agree on many rows where matrices are small.
@@ -90,7 +99,24 @@ def rows_are_the_same(context: Context, counts: Sequence[int]) -> bool:
             for id_ in sorted(ends)
         )
 
+    def verified(lengths: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Rows after each of so many tokens behind a text, in decodes of these lengths."""
+        context.clear()
+        _read(context, 0, SHORT)
+        place, found = SHORT, []
+        for n in lengths:
+            context.tokens[:n] = 7 * np.arange(place, place + n) % 256
+            context.positions[:n] = np.arange(place, place + n)
+            context.sequences[:n], context.outputs[:n] = 0, 1
+            context.decode(n)
+            found.append(context.logits(n).copy())
+            place += n
+        return np.concatenate(found)
+
     found = all(same(n, long) for n in counts for long in {0, n - 1})
+    if found and lengths:
+        each = verified([1] * max(lengths))
+        found = all(np.array_equal(verified([n]), each[:n], equal_nan=True) for n in lengths)
     context.clear()
     if sampled:
         context.set_samplers(DeviceSampler.BEST)

@@ -6,7 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp import HAS_RING, Context, ContextOptions, DeviceSampler, Model, Ring
+from qwen_serve.llamacpp import (
+    BATCH_INVARIANT_TOKENS,
+    HAS_RING,
+    Context,
+    ContextOptions,
+    DeviceSampler,
+    Model,
+    Ring,
+)
 from qwen_serve.llamacpp.draft import DraftContext
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.server.engine.speculation import dflash
@@ -102,12 +110,12 @@ def draft_ring(settings: EngineSettings) -> Ring:
     """Rows of the trunk that wait for the draft model: a window of each sequence that drafts, and what a
     verification may put behind it that turns out wrong."""
     spare = settings.draft_max + 1
-    return Ring(len(SequenceIds.of(settings).rollback), settings.draft_window + spare, spare)
+    return Ring(len(SequenceIds.of(settings).drafting), settings.draft_window + spare, spare)
 
 
 def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
     """Tokens that the draft model's own cache holds."""
-    most = len(SequenceIds.of(settings).rollback)
+    most = len(SequenceIds.of(settings).drafting)
     held = dflash.cells(
         settings.draft_window, settings.parallel, settings.prefix_checkpoints, most, spec.block
     )
@@ -116,10 +124,12 @@ def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
 
 def verified_rows(settings: EngineSettings) -> int:
     """Most rows of a verification: one long draft, or a shorter one of everybody who drafts."""
-    if not (drafting := len(SequenceIds.of(settings).rollback)):
+    if not (drafting := len(SequenceIds.of(settings).drafting)):
         return 0
     rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
-    return min(settings.ubatch_size, settings.batch_size, rows)
+    # one fewer: the delta net has another kernel for as many tokens of one sequence
+    most = BATCH_INVARIANT_TOKENS - 1 if settings.deterministic else rows
+    return min(settings.ubatch_size, settings.batch_size, rows, most)
 
 
 def scored_rows(settings: EngineSettings) -> int:
@@ -146,6 +156,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         n_samplers=0 if settings.sampling == "host" else settings.parallel,
         n_snapshots=settings.snapshots,
         unified=not settings.deterministic,
+        batch_invariant=settings.deterministic,
     )
 
 
@@ -164,6 +175,8 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         n_outputs_per_seq=WIDEST,
         n_snapshots=0,
         sampler=DeviceSampler.GUESS,
+        unified=True,
+        batch_invariant=False,  # answers do not depend on drafts
     )
 
 
@@ -173,7 +186,7 @@ def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
     Who looks in both directions must do so in one pass. Every row of a block is an output. What a checkpoint
     is to share of a prompt, up to a window, is injected by one call.
     """
-    options, most = context_options(settings), len(SequenceIds.of(settings).rollback)
+    options, most = context_options(settings), len(SequenceIds.of(settings).drafting)
     rows = max(options.n_seq, most * spec.block)
     batch = rows + most * spec.block if HAS_RING else rows  # as many are injected with blocks
     batch = max(batch, min(settings.draft_window, settings.ubatch_size))
@@ -187,4 +200,6 @@ def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
         n_samplers=min(options.n_samplers, most),
         n_snapshots=0,
         sampler=DeviceSampler.GUESS,
+        unified=True,
+        batch_invariant=False,  # answers do not depend on drafts
     )

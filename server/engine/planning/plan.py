@@ -144,7 +144,7 @@ class MemoryPlan:
         if settings.prefix_cache:
             budget = "" if settings.deterministic else f" and {settings.prefix_cells:,} cells"
             lines.append(f"prefix cache: {settings.prefix_checkpoints} states{budget}")
-        if rollback := len(SequenceIds.of(settings).rollback):
+        if rollback := len(SequenceIds.of(settings).drafting):
             head = ", the multi-token-prediction head" if uses_mtp(settings, spec) else ""
             draft = f", draft model {spec.draft.file.path}" if spec.draft else ""
             lines.append(f"speculation: {rollback} states to go back to{head}{draft}")
@@ -238,7 +238,8 @@ def arrange(
     last = holder_of(spec.n_blocks)
     n_states = len(ids) + settings.snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
     drafts = by_head or spec.draft is not None
-    n_materializing = len(ids.lone) if settings.snapshots or drafts else 0
+    stashed = ids.drafting if settings.deterministic else ids.lone
+    n_materializing = len(stashed) if settings.deterministic or settings.snapshots or drafts else 0
     for number, layer in enumerate(spec.layers):
         holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_materializing)
     last.add(spec.head, settings)

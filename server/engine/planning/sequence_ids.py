@@ -29,9 +29,12 @@ class SequenceIds:
     slots: range
     """Sequences that run."""
     rollback: range
-    """What the first slots go back to after a wrong draft: the copy of slot s is `rollback[s]`."""
+    """What the first slots go back to after a wrong draft: the copy of slot s is `rollback[s]`. Empty where
+    ids have cells of their own: their states are copied on the device."""
     checkpoints: range
     """States that the prefix cache keeps."""
+    drafting: range
+    """Of the slots those that draft."""
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Self:
@@ -44,8 +47,9 @@ class SequenceIds:
         else:
             drafting = MAX_DRAFTING
         drafting = min(drafting, len(slots), MAX_SEQUENCES - len(slots))
-        rollback = range(slots.stop, slots.stop + drafting)
-        return cls(slots, rollback, range(rollback.stop, rollback.stop + settings.prefix_checkpoints))
+        rollback = range(slots.stop, slots.stop + (0 if settings.deterministic else drafting))
+        checkpoints = range(rollback.stop, rollback.stop + settings.prefix_checkpoints)
+        return cls(slots, rollback, checkpoints, slots[:drafting])
 
     def __len__(self) -> int:
         """How many there are: `n_seq_max` of the context."""
@@ -54,4 +58,4 @@ class SequenceIds:
     @property
     def lone(self) -> range:
         """Slots in which a sequence that decodes alone may go back to snapshots; none if nothing drafts."""
-        return self.slots[: min(LONE_SLOTS, len(self.rollback))]
+        return self.drafting[:LONE_SLOTS]

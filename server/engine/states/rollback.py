@@ -12,6 +12,9 @@ build than the copy.
 
 If its draft is so short that one of the context's snapshots (llama.cpp's `n_rs_seq`) is what it must go back
 to, nothing is copied, and what was right need not be decoded twice.
+
+Where every sequence id has cells of its own, sharing them would be a copy of all: states are copied on the
+device, of every sequence that drafts.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class Rollback:
         """Tokens of the rollback copy's state, by slot."""
         self._by_snapshot = self._by_device = False
         """Which way the step goes back."""
+        self._always_by_device = not context.unified
 
     def rewinds(self, slot: int) -> int:
         """Tokens of the longest draft of which a step of this slot alone keeps what is right."""
@@ -54,7 +58,12 @@ class Rollback:
         one_pass = len(batch.chunks) == 1 and first.n_tokens <= self._context.n_ubatch
         self._by_snapshot = one_pass and drafted <= self.rewinds(slot)
         self._by_device = one_pass and not self._by_snapshot and drafted <= self.keeps_graph(slot)
-        if self._by_device:
+        if self._always_by_device and not self._by_snapshot:
+            self._by_device = True
+            for chunk in batch.chunks:
+                if chunk.draft:
+                    self._context.stash(chunk.slot)
+        elif self._by_device:
             self._context.stash(slot)
         elif not self._by_snapshot:
             for chunk in batch.chunks:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.server.engine import SamplingParams
 from qwen_serve.server.engine.warmup import rows_are_the_same
 from tests.marks import slow_but
-from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, settings
+from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, submit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,6 +155,53 @@ def test_rows_that_differ_now_and_then_are_found(differs: Callable[[int, int], b
     assert rows_are_the_same(context, range(2, 7)) is same
 
 
-def test_drafts_are_refused(nano_q4_k_m: Path) -> None:
-    with pytest.raises(ValueError, match=r"speculation is 'ngram'.*'off'"):
-        settings(nano_q4_k_m, deterministic=True, speculation="ngram")
+async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
+    """An answer's tokens and log-probabilities, to the last bit."""
+    await asyncio.sleep(request.delay)  # requests come when they come
+    generation = submit(engine, request)
+    tokens = [token async for new in generation for token in new]
+    assert generation.logprobs is not None
+    return tokens, repr(generation.logprobs.tokens)
+
+
+def with_drafts(rng: random.Random) -> list[Request]:
+    """Texts that repeat, so that there is something to draft: greedy, seeded, kept to a grammar."""
+    asked: list[Request] = []
+    for length in (5, 40, 128, 150, 260):
+        text = random_prompt(rng, length) * 2
+        greedy = SamplingParams(ignore_eos=True, logprobs=2)
+        seeded = SamplingParams(temperature=0.7, top_k=20, seed=length, ignore_eos=True, logprobs=2)
+        asked += [Request(text, 24, params=params) for params in (greedy, seeded)]
+    asked.append(
+        Request(
+            random_prompt(rng, 50),
+            24,
+            params=SamplingParams(temperature=1.0, seed=3, logprobs=2),
+            grammar="start: /[a-z ]{20,40}/",
+        )
+    )
+    return asked
+
+
+@pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
+@pytest.mark.parametrize("speculation", ["ngram", pytest.param("both", marks=pytest.mark.slow)])
+async def test_drafts_and_company_change_no_bit(speculation: str, nano_q4_k_m: Path) -> None:
+    rng = random.Random(speculation)
+    asked = with_drafts(rng)
+    options: dict[str, Any] = {"deterministic": True, "parallel": 5, "ctx_size": 5 * 1024}
+    with running(nano_q4_k_m, **options, speculation="off", prefix_cache=False) as engine:
+        alone = [await told(engine, request) for request in asked]
+    with running(nano_q4_k_m, **options, speculation=speculation, draft_always=True) as engine:
+        reproducible = engine.components.scheduler.reproducible
+        assert reproducible is not None
+        assert not reproducible.alone
+        for apart in (0.0, 0.5):
+            late = [replace(request, delay=rng.uniform(0, apart)) for request in asked]
+            leaving = [Request(random_prompt(rng, 90), 40, rng.uniform(0, apart), cancel_after=7)] * 2
+            found = await asyncio.gather(
+                *(told(engine, request) for request in late), *(ask(engine, request) for request in leaving)
+            )
+            assert found[: len(asked)] == alone
+        drafts = engine.stats().drafts
+        assert sum(stats.drafted for stats in drafts.values()) > 0
+        assert sum(stats.accepted for stats in drafts.values()) > 0

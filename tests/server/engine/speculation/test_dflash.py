@@ -120,7 +120,6 @@ async def test_it_is_everything_that_a_drafter_can_be(nano_q4_k_m: Path, nano_dr
     [
         ({"speculation": "draft"}, "needs draft_model"),
         ({"speculation": "off", "draft_model": Path("d.gguf")}, "no use with speculation 'off'"),
-        ({"deterministic": True, "draft_model": Path("d.gguf")}, "no use with deterministic"),
         ({"draft_window": 0}, "draft_window"),
     ],
 )
