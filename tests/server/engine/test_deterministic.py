@@ -117,6 +117,15 @@ async def test_the_same_prompt_again_reads_only_what_follows_the_last_cut(nano_q
         assert again == first
 
 
+async def test_the_first_prompt_is_no_longer_than_a_sequence(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU it has a whole ubatch, for which a sequence with cells of its own may have no room."""
+    monkeypatch.setattr("qwen_serve.server.engine.loading.WARM_UP_TOKENS_CPU", 512)
+    with running(nano_q4_k_m, deterministic=True, parallel=4, ctx_size=4 * 256) as engine:
+        assert (await ask(engine, Request(random_prompt(random.Random(1), 20), 4))).tokens
+
+
 class MadeUpContext:
     """Rows that depend on their token, and, for those that `differs` names, on how many are computed."""
 
