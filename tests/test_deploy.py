@@ -73,7 +73,7 @@ def test_one_server_with_its_dashboard() -> None:
     """compose.single.yaml: the image that make builds, its port, its scraper, files that are there."""
     services = load("compose.single.yaml")["services"]
     server = services["server"]
-    make = ["make", "-n", "image", "CUDA=0"]
+    make = ["make", "--no-print-directory", "-n", "image", "CUDA=0"]
     built = run(make, cwd=DEPLOY.parent, check=True).stdout
     words = shlex.split(built.replace("\\\n", " ").splitlines()[-1])
     assert server["image"] == f"${{IMAGE:-{words[words.index('-t') + 1]}}}"

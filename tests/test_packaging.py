@@ -194,7 +194,7 @@ def test_make_submission(tmp_path: Path) -> None:
 
 def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What make would run, a line each."""
-    done = run(["make", "-n", f"VENV={folder}/venv", *arguments], cwd=ROOT)
+    done = run(["make", "--no-print-directory", "-n", f"VENV={folder}/venv", *arguments], cwd=ROOT)
     done.stdout = re.sub(r"\\\n[ \t]*", "", done.stdout)
     return done
 
