@@ -149,9 +149,7 @@ class Components:
         # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
         few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
         many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
-        prefill = min(
-            context.n_batch, context.n_ctx_seq, settings.ubatch_size if on_gpu else WARM_UP_TOKENS_CPU
-        )
+        prefill = min(context.n_ubatch if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx_seq)
         counts = sorted({*few, *many, settings.parallel})
         warmup.warm_up(context, counts, prefill)
         self.stages.done("first steps")
