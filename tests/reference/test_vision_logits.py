@@ -15,25 +15,13 @@ import pytest
 
 from qwen_serve.llamacpp.vision import VisionTower
 from qwen_serve.server.engine.pictures import Picture, row_ids
-from tests.reference.seeing import seeing_nano, write_tower
+from tests.reference.seeing import write_tower
 from tests.server.engine.test_pictures import Bare, Part
 from tests.server.seeing import needs_vision
 
 pytestmark = [pytest.mark.reference, needs_vision]
 
 QUESTION = "Which shape is it?"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing_nano(tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture(scope="module")
-def reader(checkpoint: Path) -> Any:
-    from models.nano.train.see import Reader
-
-    return Reader(checkpoint)
 
 
 @pytest.fixture(scope="module")

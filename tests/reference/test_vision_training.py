@@ -8,21 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.reference.seeing import seeing_nano
-
 pytestmark = pytest.mark.reference
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return seeing_nano(tmp_path_factory.mktemp("seeing"))
-
-
-@pytest.fixture(scope="module")
-def reader(checkpoint: Path) -> Any:
-    from models.nano.train.see import Reader
-
-    return Reader(checkpoint)
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(3, 3), (4, 3), (5, 9)])

@@ -7,13 +7,13 @@ import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from models.nano.train import probe
 from models.nano.train.batches import Batch, Stream
@@ -86,6 +86,17 @@ def optimizers(modules: list[nn.Module], rate: float) -> list[torch.optim.Optimi
     ]
 
 
+def loader(stream: IterableDataset[Any], workers: int, device: torch.device) -> DataLoader[Any]:
+    """Batches of a stream, made by other processes ahead of the steps."""
+    return DataLoader(
+        stream,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=8 if workers else None,
+        pin_memory=device.type == "cuda",
+    )
+
+
 def fit(settings: FitSettings) -> None:
     """Train, probe held-out items along the way, and leave a checkpoint and log.json in `settings.out`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,14 +113,7 @@ def fit(settings: FitSettings) -> None:
     steppers = optimizers([trunk, mtp], settings.rate)
     full = [group["lr"] for stepper in steppers for group in stepper.param_groups]
     stream = Stream(settings.tokenizer, settings.batch_tokens, settings.seed)
-    loader = DataLoader(
-        stream,
-        batch_size=None,
-        num_workers=settings.workers,
-        prefetch_factor=8 if settings.workers else None,
-        pin_memory=device.type == "cuda",
-    )
-    source = iter(loader)
+    source = iter(loader(stream, settings.workers, device))
     probes = probe.load(settings.heldout, tokenizer)
     log: list[dict[str, float]] = []
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -162,6 +166,8 @@ def fit(settings: FitSettings) -> None:
     record()
 
 
-def write_log(settings: FitSettings, log: list[dict[str, float]]) -> None:
+def write_log(settings: Any, log: list[dict[str, float]], **found: Any) -> None:
+    """log.json in `settings.out`: the settings, a dataclass, what was `found` at the end, and the log."""
     shown = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
-    (settings.out / "log.json").write_text(json.dumps({"settings": shown, "log": log}, indent=1) + "\n")
+    text = json.dumps({"settings": shown, **found, "log": log}, indent=1)
+    (settings.out / "log.json").write_text(text + "\n")

@@ -7,26 +7,25 @@ positions count less, exp(-i / DECAY), as in the paper: a draft is of use up to 
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from models.nano.train.batches import Stream
 from models.nano.train.checkpoint import load_checkpoint
 from models.nano.train.dflash import DFlash, DraftShape, features, save
-from models.nano.train.fit import optimizers, rate_at
+from models.nano.train.fit import loader, optimizers, rate_at, write_log
 from models.nano.train.model import initialise
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from models.nano.train.batches import Batch
     from models.nano.train.model import Trunk
 
@@ -120,16 +119,10 @@ def fit_draft(settings: DraftSettings) -> None:
     steppers = optimizers([drafter], settings.rate)
     groups = [group for stepper in steppers for group in stepper.param_groups]
     full = [group["lr"] for group in groups]
-    loader = DataLoader(
-        Stream(settings.tokenizer, settings.batch_tokens, settings.seed),
-        batch_size=None,
-        num_workers=settings.workers,
-        prefetch_factor=8 if settings.workers else None,
-        pin_memory=device.type == "cuda",
-    )
+    stream = Stream(settings.tokenizer, settings.batch_tokens, settings.seed)
     log: list[dict[str, float]] = []
     began, limit, step = time.monotonic(), settings.minutes * 60, 0
-    for batch in loader:
+    for batch in loader(stream, settings.workers, device):
         elapsed = time.monotonic() - began
         if elapsed >= limit:
             break
@@ -157,5 +150,4 @@ def fit_draft(settings: DraftSettings) -> None:
             )
             log.append({"step": step, "seconds": elapsed, "block": block, "loss": value, "right": length})
     save(settings.out, drafter)
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
-    (settings.out / "log.json").write_text(json.dumps({"settings": shown, "log": log}, indent=1) + "\n")
+    write_log(settings, log)

@@ -6,12 +6,10 @@ alone, through all of its layers.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,17 +18,18 @@ import torch.nn.functional as F  # noqa: N812
 from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from models.nano.train import pictures
 from models.nano.train.checkpoint import load_checkpoint, load_tower, save_tower
-from models.nano.train.fit import optimizers, rate_at
+from models.nano.train.fit import loader, optimizers, rate_at, write_log
 from models.nano.train.heldout import COUNT
 from models.nano.train.shape import VisionShape
 from models.nano.train.vision import Tower, initialise_tower
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from models.nano.train.model import Trunk
 
@@ -208,17 +207,11 @@ def fit_vision(settings: VisionSettings) -> None:
     steppers = optimizers([tower], settings.rate)
     groups = [group for stepper in steppers for group in stepper.param_groups]
     full = [group["lr"] for group in groups]
-    loader = DataLoader(
-        Stream(settings.tokenizer, settings.batch_tokens, settings.seed),
-        batch_size=None,
-        num_workers=settings.workers,
-        prefetch_factor=8 if settings.workers else None,
-        pin_memory=device.type == "cuda",
-    )
+    stream = Stream(settings.tokenizer, settings.batch_tokens, settings.seed)
     log: list[dict[str, float]] = []
     began, limit, step = time.monotonic(), settings.minutes * 60, 0
     sums = torch.zeros(3, device=device)
-    for batch in loader:
+    for batch in loader(stream, settings.workers, device):
         elapsed = time.monotonic() - began
         if elapsed >= limit:
             break
@@ -245,7 +238,4 @@ def fit_vision(settings: VisionSettings) -> None:
     print(f"{step} steps; held out: {held_out}", flush=True)
     settings.out.mkdir(parents=True, exist_ok=True)
     save_tower(settings.out / "tower.safetensors", tower)
-    shown = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
-    (settings.out / "log.json").write_text(
-        json.dumps({"settings": shown, "held_out": held_out, "log": log}, indent=1) + "\n"
-    )
+    write_log(settings, log, held_out=held_out)
