@@ -16,6 +16,8 @@ let all = []; // conversations, or their records, the latest first
 let current = null; // the one shown; null for a new one that has no message yet
 let draft = draftOf(null); // what is typed for it
 let seeing = false; // whether the model sees pictures
+let reading = Promise.resolve(); // of pictures that were given, in their order
+let unread = 0; // how often pictures were given that are not all read
 const opened = new Map(); // conversations of which this tab has the messages, by id
 const elsewhere = new Map(); // when another tab last said that a message grows there, by the message's id
 
@@ -110,7 +112,7 @@ async function answer(question) {
 async function send() {
   const content = input.value.trim();
   const { pictures, before: typed, kept } = draft;
-  if (!(content || pictures.length) || busy()) return;
+  if (!(content || pictures.length) || busy() || unread) return;
   const edited = current?.messages.get(draft.editing);
   keepDraft(current, null);
   if (!current) {
@@ -175,10 +177,15 @@ function attach(to, conversation, pictures) {
   if (to === draft) showAttached();
 }
 
-/** Adds pictures' files to what is typed. */
+/** Adds pictures' files to what is typed, behind those given before. Nothing is sent until all are read. */
 async function take(files) {
   const [to, conversation] = [draft, current];
-  await readAll(files, () => to.pictures.length, (url) => attach(to, conversation, [...to.pictures, url]));
+  unread += 1;
+  buttons();
+  await (reading = reading.then(() =>
+    readAll(files, () => to.pictures.length, (url) => attach(to, conversation, [...to.pictures, url]))));
+  unread -= 1;
+  buttons();
   input.focus();
 }
 
@@ -348,7 +355,7 @@ function buttons() {
   $("schema-chip").hidden = !settings.schema.trim();
   $("schema-chip").setAttribute("aria-pressed", settings.useSchema);
   const send = $("send");
-  send.disabled = !busy() && !input.value.trim() && !draft.pictures.length;
+  send.disabled = !busy() && (unread > 0 || !(input.value.trim() || draft.pictures.length));
   send.title = busy() ? "Stop (Esc)" : "Send (Enter)";
   send.setAttribute("aria-label", busy() ? "Stop" : "Send");
   send.querySelector("use").setAttribute("href", busy() ? "#i-stop" : "#i-send");

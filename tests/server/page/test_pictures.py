@@ -83,6 +83,35 @@ def test_pictures_are_attached_sent_and_kept(seeing: Served, page: Any, tmp_path
 
 
 @needs_vision
+def test_they_keep_their_order_and_are_waited_for(seeing: Served, page: Any) -> None:
+    page.goto(seeing.url)
+    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
+    page.reload()
+    sent = bodies(page)
+    page.locator("#attach").wait_for()
+    page.evaluate(
+        """() => {
+          const read = window.createImageBitmap;
+          const first = new Promise((resolve) => { window.release = resolve; });
+          window.createImageBitmap = async (file) => {
+            if (file.name === "1.png") await first;
+            return read(file);
+          };
+        }"""
+    )
+    give(page, "paste", ("1.png", "image/png", png(1)))
+    give(page, "drop", ("2.png", "image/png", png(2)))
+    page.fill("#input", "What are they?")
+    page.keyboard.press("Enter")
+    assert page.locator("#send").is_disabled()
+    assert page.locator(".message").count() == 0
+    page.evaluate("release()")
+    page.locator("#send:enabled").click()
+    page.locator(".figures").wait_for()
+    assert sent_pictures(sent[0]) == [png(1), png(2)]
+
+
+@needs_vision
 def test_a_picture_alone_is_a_message_and_an_edit_takes_it_along(seeing: Served, page: Any) -> None:
     page.goto(seeing.url)
     page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
