@@ -78,7 +78,7 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
 
 
 def decode(body: bytes | bytearray) -> dict[str, Any]:
-    """The object that `body` is in JSON. Raises ApiError 400."""
+    """The object that `body` is in JSON, or an empty one for no body. Raises ApiError 400."""
     if len(body) > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
         raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
     if body.count(b":") > MAX_KEYS and count_keys(body) > MAX_KEYS:
@@ -87,7 +87,7 @@ def decode(body: bytes | bytearray) -> dict[str, Any]:
         message = f"the body's numbers of 19 digits or more have more than {MAX_DIGITS:,} digits together"
         raise bad_request(message, None, "invalid_json")
     try:
-        decoded = from_json(body, allow_inf_nan=False)
+        decoded = from_json(body or b"{}", allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
     if not isinstance(decoded, dict):

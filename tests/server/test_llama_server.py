@@ -100,7 +100,7 @@ def test_what_is_kept_goes_to_a_file_and_back(http: httpx.Client) -> None:
     assert saved.keys() == {"id_slot", "filename", "n_saved", "n_written", "timings"}
     assert saved["n_saved"] > 64
     assert completed(http, prompt)["timings"]["cache_n"] > 64
-    assert act("erase").json()["n_erased"] > 0
+    assert http.post("/slots/0?action=erase").json()["n_erased"] > 0
     assert completed(http, prompt, cache_prompt=False)["timings"]["cache_n"] == 0
     restored = act("restore").json()
     assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
@@ -109,6 +109,8 @@ def test_what_is_kept_goes_to_a_file_and_back(http: httpx.Client) -> None:
     assert again["content"] == first["content"]
     for wrong in ("../one.bin", "", "a/b", ".hidden"):
         assert act("save", wrong).json()["error"]["param"] == "filename"
-    assert act("restore", "nothing.bin").json()["error"]["param"] == "filename"
+    missing = act("restore", "nothing.bin").json()["error"]
+    assert missing["param"] == "filename"
+    assert missing["message"].endswith("it cannot be read: No such file or directory")
     assert act("forget").json()["error"]["param"] == "action"
     assert act("save", slot="7").status_code == 400

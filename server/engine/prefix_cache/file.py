@@ -94,15 +94,9 @@ class PrefixFile:
                     ):
                         raise PrefixFileError(f"entry {number} is no checkpoint")
                     yield Entry(str(salt), tokens, state)
-        except (
-            OSError,
-            zipfile.BadZipFile,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            EOFError,
-        ) as error:
+        except OSError as error:
+            raise PrefixFileError(f"it cannot be read: {error.strerror or error}") from error
+        except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
             raise PrefixFileError(f"it is damaged, or no file of checkpoints: {error}") from error
 
 
