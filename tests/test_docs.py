@@ -9,8 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastapi.routing import APIRoute
 
+from qwen_serve.server.api import routes
+from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
+from qwen_serve.server.api.formats.chat import ChatRequest
+from qwen_serve.server.api.formats.completions import CompletionRequest
+from qwen_serve.server.api.formats.ollama.request import OPTIONS
+from qwen_serve.server.api.observe.metrics import Metrics
+from qwen_serve.server.api.unsupported import unsupported_endpoint
+from qwen_serve.server.engine import EngineStats
 from qwen_serve.server.settings import Settings
+from qwen_serve.server.settings_sources import parser
 from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
@@ -65,3 +75,51 @@ def test_links_in_the_tree_lead_somewhere() -> None:
     ]
     assert len(links) > 50
     assert not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
+
+
+PEERS = sorted((ROOT / "docs").glob("from-*.md"))
+
+
+def rows_of(page: Path, section: str) -> list[tuple[str, str]]:
+    """Rows of a section's table: what another server has, and what the column `qwen-serve` says."""
+    text = page.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    assert lines[0][1].strip() == "qwen-serve"
+    return [(line[0], line[1].strip()) for line in lines[2:]]
+
+
+def sections_of(page: Path) -> list[str]:
+    return re.findall(r"^## (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)[1:]
+
+
+@pytest.mark.parametrize("page", PEERS, ids=lambda page: page.stem)
+def test_flags_beside_those_of_another_server_exist(page: Path) -> None:
+    ours = {"--quant", *re.findall(r"--[a-z][a-z0-9-]*", parser().format_help())}
+    cells = " ".join(cell for section in sections_of(page) for _, cell in rows_of(page, section))
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", cells))
+    assert len(named) > 10
+    assert named <= ours
+
+
+@pytest.mark.parametrize("page", PEERS, ids=lambda page: page.stem)
+def test_endpoints_beside_those_of_another_server_answer_as_said(page: Path) -> None:
+    all_routes = [*routes.answers.routes, *routes.others.routes]
+    served = [route.path_regex for route in all_routes if isinstance(route, APIRoute)]
+    for theirs, here in rows_of(page, "Endpoints"):
+        for path in re.findall(r"`(?:GET )?(/[^`?]*)", theirs):
+            is_served = any(pattern.match(path) for pattern in served)
+            assert is_served == (here == "the same"), path
+            assert bool(unsupported_endpoint(path)) == (here == "501") or is_served, path
+
+
+@pytest.mark.parametrize("page", PEERS, ids=lambda page: page.stem)
+def test_fields_and_metrics_beside_those_of_another_server_exist(page: Path) -> None:
+    idle = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
+    metrics = Metrics().render(idle).decode()
+    known = {*ChatRequest.model_fields, *CompletionRequest.model_fields, *OPTIONS}
+    for section in {"Metrics", "Fields", "Options of a request"} & set(sections_of(page)):
+        for theirs, here in rows_of(page, section):
+            assert all(name in metrics for name in re.findall(r"`(qwen_\w+)`", here))
+            fields = set(re.findall(r"`([a-z_]+)`", theirs)) if section != "Metrics" else set()
+            assert here != "400 that names the field" or fields <= UNSUPPORTED.keys()
+            assert not here.startswith("the same") or fields <= known, fields - known
