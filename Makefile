@@ -83,14 +83,17 @@ NAMED     := $(if $(filter command line environment,$(origin MODEL)),$(MODEL))
 WHOLE     := $(foreach type,F16 BF16 F32,%-$(type).gguf)
 MADE      := $(notdir $(or $(firstword $(foreach file,$(WHOLE) %.gguf,$(patsubst $(file),%,$(filter $(file),$(SRC))))),$(SRC)))
 BAKED     := $(or $(NAMED),models/$(MADE)-$(QUANT).gguf)
+# Its vision tower, by the server's rule: mmproj-NAME-TYPE.gguf beside NAME-*.gguf. Looked for once the model is made.
+MMPROJ    ?= $(shell for tower in $(dir $(BAKED))mmproj-*-*.gguf; do case 'mmproj-$(notdir $(BAKED))' in \
+	("$$(basename "$$tower" | sed 's/-[^-]*$$//')"-*) echo "$$tower";; esac; done)
 
-image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## QUANT=Q4_K_M or VARIANT=fast [SRC=...], or MODEL=models/x.gguf [CUDA_ARCHS=86] [IMAGE=qwen-serve]; CUDA=0: nano on the CPU
+image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## QUANT=Q4_K_M or VARIANT=fast [SRC=...], or MODEL=models/x.gguf [MMPROJ= for one that sees no pictures] [CUDA_ARCHS=86] [IMAGE=qwen-serve]; CUDA=0: nano on the CPU
 	$(if $(and $(VARIANT),$(if $(wildcard variants/$(VARIANT).toml),,no)),$(error VARIANT=$(VARIANT): an image has those of variants/ alone))
 ifeq ($(CUDA),0)
 	$(CONTAINER) build -f Dockerfile.cpu --build-arg QUANT='$(QUANT)' --build-arg VARIANT='$(VARIANT)' \
 		--build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
 else
-	$(CONTAINER) build -f Dockerfile.cuda --build-arg MODEL='$(BAKED)' --build-arg VARIANT='$(VARIANT)' \
+	$(CONTAINER) build -f Dockerfile.cuda --build-arg MODEL='$(BAKED)' --build-arg MMPROJ='$(MMPROJ)' --build-arg VARIANT='$(VARIANT)' \
 		--build-arg CUDA_ARCHS='$(or $(CUDA_ARCHS),86)' --build-arg PATCHES='$(PATCHES)' -t '$(IMAGE)' .
 endif
 
@@ -99,7 +102,7 @@ GATES ?= results
 submission: image $(VENV)/.bench ## `make image` with the same arguments, its rules checked, handed in [GATES=results]; SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM in the environment
 	$(CONTAINER) save -o image.tar '$(IMAGE)'
 	gzip -f image.tar
-	$(PY) -m qwen_serve.bench submit image.tar.gz --model '$(BAKED)' --original '$(SRC)' --gates '$(GATES)' $(ARGS)
+	$(PY) -m qwen_serve.bench submit image.tar.gz --model '$(BAKED)' $(if $(MMPROJ),--model '$(MMPROJ)') --original '$(SRC)' --gates '$(GATES)' $(ARGS)
 
 chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
 	@$(PY) -m qwen_serve.server.client --url '$(URL)' $(ARGS)

@@ -43,7 +43,7 @@ FRAMES = 2
 """Frames that a patch spans; a still picture is shown twice."""
 CHANNELS = 3
 
-WAY_OUT = "--no-vision converts the text model alone"
+WAY_OUT = "`qwen-convert --no-vision` converts the text model alone"
 
 FIXED: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh",

@@ -108,7 +108,7 @@ def test_every_copied_path_exists_and_is_not_ignored(name: str) -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILES[name], re.MULTILINE):
         for source in sources.split():
-            if source == "${MODEL}":
+            if source in ("${MODEL}", "${MMPROJ}"):
                 continue
             assert (ROOT / source).exists(), source
             assert source in allowed or source.split("/")[0] in allowed, (
@@ -179,6 +179,14 @@ def test_make_image(tmp_path: Path, given: list[str], file: str, tag: str, argum
     assert converts == (given == ["QUANT=Q5_K_M"])
 
 
+def test_make_image_has_the_vision_tower_of_its_model(tmp_path: Path) -> None:
+    for name in ("Mine-Q4_K_M", "mmproj-Mine-BF16", "mmproj-Mine-2-F16", "mmproj-Yours-F16"):
+        (tmp_path / f"{name}.gguf").touch()
+    model = f"MODEL={tmp_path}/Mine-Q4_K_M.gguf"
+    assert f"--build-arg MMPROJ='{tmp_path}/mmproj-Mine-BF16.gguf'" in dry_run(tmp_path, "image", model).stdout
+    assert "--build-arg MMPROJ='' " in dry_run(tmp_path, "image", model, "MMPROJ=").stdout
+
+
 def test_make_submission(tmp_path: Path) -> None:
     """The image that is saved is the one that was built, and the rules are asked of what was baked in."""
     said = dry_run(tmp_path, "submission", "VARIANT=exact", "SRC=some/where/Mine", "IMAGE=mine").stdout
@@ -232,15 +240,22 @@ def test_make_says_what_brackets_mean(tmp_path: Path, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "status", "said"), [(0, 0, "mount a folder"), (1, 0, ""), (2, 1, "names 2 files")]
+    ("files", "status", "said"),
+    [
+        ("", 0, "mount a folder"),
+        ("mmproj-a-F16", 0, "mount a folder"),
+        ("a", 0, ""),
+        ("a mmproj-a-F16", 0, ""),
+        ("a b mmproj-a-F16", 1, "names 2 files"),
+    ],
 )
-def test_an_image_has_one_model_or_none(tmp_path: Path, files: int, status: int, said: str) -> None:
+def test_an_image_has_one_model_or_none(tmp_path: Path, files: str, status: int, said: str) -> None:
     """The step of Dockerfile.cuda that looks, in a folder of its own."""
     assert re.search(r"^ARG MODEL=$", DOCKERFILE, re.MULTILINE)  # and so none, unless it is named
-    (step,) = re.findall(r"^RUN (set -- /opt/ml/model(?:.*\\\n)*.*)$", DOCKERFILE, re.MULTILINE)
-    for name in "ab"[:files]:
+    (step,) = re.findall(r"^RUN (GLOBIGNORE=(?:.*\\\n)*.*)$", DOCKERFILE, re.MULTILINE)
+    for name in files.split():
         (tmp_path / f"{name}.gguf").touch()
-    script = step.replace("\\\n", " ").replace("/opt/ml/model/*", f"{tmp_path}/*")
+    script = step.replace("\\\n", " ").replace("/opt/ml/model/", f"{tmp_path}/")
     done = run(["bash", "-c", script], env={"MODEL": "models/*.gguf"})
     assert done.returncode == status
     assert said in done.stdout + done.stderr

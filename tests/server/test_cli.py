@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from qwen_serve.server.cli import main, serve
+from qwen_serve.server.settings import find_mmproj
 from qwen_serve.server.weights import WeightsError, resolve
 from tests.checkpoints import write_checkpoint
 from tests.processes import group_runs
@@ -115,10 +116,11 @@ def test_a_checkpoints_folder_is_converted_into_the_cache(
 ) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "cache"))
     for place in ("one", "two"):
-        write_checkpoint(tmp_path / place / "tiny")
+        write_checkpoint(tmp_path / place / "tiny", vision=True)
     made = {resolve(str(tmp_path / place / "tiny"), "f16") for place in ("one", "two")}
     assert {path.name for path in made} == {"tiny-F16.gguf"}
     assert len(made) == 2
+    assert all(find_mmproj(path) for path in made), "pictures are seen"
     assert not list((tmp_path / "one" / "tiny").glob("*.gguf"))
 
 
