@@ -83,7 +83,8 @@ def _converted(source: str, name: str, place: str, weights: tuple[str, str], *ar
             f"{source} is a checkpoint, and what converts it is not installed ({', '.join(missing)}): "
             "pip install 'qwen-serve[convert]', or name a GGUF"
         )
-    status = _convert(["--src", source, "--name", name, "--no-kld", *weights, "--out", str(folder), *arguments])
+    flags = ("--src", source, "--name", name, "--no-kld", *weights, "--out", str(folder), *arguments)
+    status = _convert([*flags])
     target = _file(folder, wanted)
     if status != 0 or target is None:
         raise WeightsError(f"{source} could not be converted to {level}")

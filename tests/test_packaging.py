@@ -183,7 +183,8 @@ def test_make_image_has_the_vision_tower_of_its_model(tmp_path: Path) -> None:
     for name in ("Mine-Q4_K_M", "mmproj-Mine-BF16", "mmproj-Mine-2-F16", "mmproj-Yours-F16"):
         (tmp_path / f"{name}.gguf").touch()
     model = f"MODEL={tmp_path}/Mine-Q4_K_M.gguf"
-    assert f"--build-arg MMPROJ='{tmp_path}/mmproj-Mine-BF16.gguf'" in dry_run(tmp_path, "image", model).stdout
+    tower = f"{tmp_path}/mmproj-Mine-BF16.gguf"
+    assert f"--build-arg MMPROJ='{tower}' " in dry_run(tmp_path, "image", model).stdout
     assert "--build-arg MMPROJ='' " in dry_run(tmp_path, "image", model, "MMPROJ=").stdout
 
 
