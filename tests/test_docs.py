@@ -123,3 +123,12 @@ def test_fields_and_metrics_beside_those_of_another_server_exist(page: Path) -> 
             fields = set(re.findall(r"`([a-z_]+)`", theirs)) if section != "Metrics" else set()
             assert here != "400 that names the field" or fields <= UNSUPPORTED.keys()
             assert not here.startswith("the same") or fields <= known, fields - known
+
+
+def test_the_chart_of_three_servers_has_the_figures_of_the_page() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    figures = (
+        (ROOT / "docs" / "results" / "peers" / "figures.csv").read_text(encoding="utf-8").splitlines()[1:]
+    )
+    assert figures
+    assert all(f"| {int(line.rpartition(',')[2]):,} |" in page for line in figures)
