@@ -22,8 +22,7 @@ from qwen_serve.bench.variants import stages, weights
 from qwen_serve.bench.variants.plan import Plan
 from qwen_serve.bench.variants.standing import Ranking, rank
 from qwen_serve.server.variant import Variant
-from tests.bench.fake_model import FakeVocabulary
-from tests.bench.fake_server import Body, FakeServer, Script
+from tests.bench.fake_server import VOCABULARY, Body, FakeServer, Script, decode, encode
 from tests.bench.gates.data import all_right, answering, nano_folder
 from tests.processes import run as run_program
 
@@ -36,16 +35,13 @@ Sweeping = Callable[..., int]
 class FakeTokenizer(Vocabulary):
     """The fake server's tokenizer, as a file would bring it."""
 
-    def __init__(self, _: Path) -> None:
-        self.source = "a file"
-        self._vocabulary = FakeVocabulary()
-        self.size = self._vocabulary.size
+    source, size = "a file", VOCABULARY
 
     async def encode(self, text: str) -> list[int]:
-        return self._vocabulary.encode(text)
+        return encode(text)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        return self._vocabulary.decode(ids)
+        return decode(ids)
 
 
 class World:
@@ -107,7 +103,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
     monkeypatch.setattr(weights, "convert", made.convert)
     monkeypatch.setattr(stages, "serving", made.serving)
-    monkeypatch.setattr(stages, "vocabulary_of", FakeTokenizer)
+    monkeypatch.setattr(stages, "vocabulary_of", lambda _: FakeTokenizer())
     return made
 
 

@@ -52,7 +52,7 @@ def test_both_protocols_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert min(values(results, "ttft", protocol)) > 20
         assert values(results, "verified_tokens", protocol) == [128.0] * 3
     assert results.of(metric="latency", workload="official")["round"].tolist() == [1, 2, 3]
-    assert sum(values(results, "cached_tokens", "distinct")) < 4, "of 192: a first word, by chance"
+    assert sum(values(results, "cached_tokens", "distinct")) < 12, "of 192: first letters, by chance"
     shown = capsys.readouterr().out
     assert "latency ms" in shown
     assert "TTFT p50" in shown
@@ -71,12 +71,11 @@ def test_the_official_body_is_as_published(tmp_path: Path) -> None:
     assert sent == [{"prompt": FILLER * 6, "max_tokens": 128, "temperature": 0.0}] * 4
 
 
-@pytest.mark.parametrize("kind", ["natural", "words"])
-def test_distinct_prompts_are_distinct_and_exact(kind: str, tmp_path: Path) -> None:
+def test_distinct_prompts_are_distinct_and_exact(tmp_path: Path) -> None:
     with FakeServer() as server:
-        results = measure(server, tmp_path, "--protocol", "distinct", "--prompts", kind)
+        results = measure(server, tmp_path, "--protocol", "distinct")
         prompts = [body["prompt"] for _, body in server.requests]
-        assert {len(server.vocabulary.encode(prompt)) for prompt in prompts} == {64}
+    assert {len(prompt) for prompt in prompts} == {64}
     assert len(set(prompts)) == len(prompts) == 1 + 3 + 1 + 2
     assert set(values(results, "prompt_tokens", "distinct")) == {64.0}
 

@@ -16,52 +16,25 @@ from qwen_serve.bench.load.vocabulary import (
     Vocabulary,
     find_vocabulary,
 )
-from tests.bench.fake_model import FakeVocabulary
-from tests.bench.fake_server import FakeServer, Script
+from tests.bench.fake_server import VOCABULARY, FakeServer, Script
 
 NANO = Path(__file__).parents[3] / "models" / "nano"
 LENGTHS = (1, 7, 64, 500)
 
 
-class Merging(Vocabulary):
-    """Decoding and encoding again changes the length: neighbours 'a' and 'b' become one token."""
-
-    source = "merging"
-    size = 200
-
-    def __init__(self) -> None:
-        self._inner = FakeVocabulary()
-
-    async def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text)
-
-    async def decode(self, ids: list[int]) -> str:  # type: ignore[override]
-        texts = (self._inner.decode([token]) for token in ids)
-        # Every third word loses its space and so joins its neighbour.
-        return "".join(
-            text.strip() if token % 3 == 0 else text for token, text in zip(ids, texts, strict=True)
-        )
+def nano() -> HuggingFaceVocabulary:
+    """Of random tokens that are joined, some become others."""
+    return HuggingFaceVocabulary(str(NANO))
 
 
 @pytest.mark.parametrize("words", [True, False])
 async def test_random_prompts_hold_their_length(words: bool) -> None:
-    with FakeServer() as server:
-        async with Client(server.url) as client:
-            vocabulary = await find_vocabulary(None, client, None)
-            assert vocabulary is not None
-            prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=words)
-            rng = random.Random(2)
-            made = [await prompts.make(length, rng) for length in LENGTHS for _ in range(5)]
-            counts = [await vocabulary.count(text) for text in made]
-    assert counts == [length for length in LENGTHS for _ in range(5)]
+    vocabulary, rng = nano(), random.Random(2)
+    prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=words)
+    made = [await prompts.make(length, rng) for length in LENGTHS for _ in range(5)]
+    assert [await vocabulary.count(text) for text in made] == [n for n in LENGTHS for _ in range(5)]
     assert len(set(made[5:])) == len(made) - 5
-    assert not any("<" in text for text in made)
-
-
-async def test_random_prompts_are_fixed_until_the_length_holds() -> None:
-    vocabulary = Merging()
-    prompts = await RandomPrompts.build(vocabulary, random.Random(1), words=False)
-    assert await vocabulary.count(await prompts.make(300, random.Random(2))) == 300
+    assert not any("<|" in text for text in made)
 
 
 class Bytes(Vocabulary):
@@ -89,7 +62,7 @@ async def test_a_character_that_the_length_would_cut_is_replaced() -> None:
 async def test_a_seed_makes_the_same_prompts() -> None:
     made = []
     for _ in range(2):
-        prompts = await RandomPrompts.build(Merging(), random.Random(5), words=True)
+        prompts = await RandomPrompts.build(nano(), random.Random(5), words=True)
         rng = random.Random(6)
         made.append([await prompts.make(50, rng) for _ in range(3)])
         natural, rng = NaturalPrompts(Bytes()), random.Random(6)
@@ -109,12 +82,12 @@ async def test_natural_text(nano_f16: Path) -> None:
 
 
 async def test_slices_of_a_text(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
+    vocabulary, file = nano(), tmp_path / "text.txt"
     file.write_text("".join(f" word{'abcdefghij'[n % 10]}" for n in range(1000)))
-    prompts = await TextPrompts.build(Merging(), file)
+    prompts = await TextPrompts.build(vocabulary, file)
     rng = random.Random(1)
     first, second = await prompts.make(300, rng), await prompts.make(300, rng)
-    assert await Merging().count(first) == await Merging().count(second) == 300
+    assert await vocabulary.count(first) == await vocabulary.count(second) == 300
     with pytest.raises(BenchError, match="used up"):
         for _ in range(5):
             await prompts.make(300, rng)
@@ -136,14 +109,14 @@ async def test_the_servers_own_tokenizer(dialect: str) -> None:
             vocabulary = await ServerVocabulary.find(client, "fake")
             assert vocabulary is not None
             assert dialect in vocabulary.source
-            assert vocabulary.size == server.vocabulary.size
+            assert vocabulary.size == VOCABULARY
             ids = await vocabulary.encode("water wood 12")
             assert await vocabulary.decode(ids) == "water wood 12"
 
 
 async def test_a_tokenizer_json_and_a_gguf_count_alike(nano_f16: Path) -> None:
     from_gguf = GgufVocabulary(nano_f16)
-    from_json = HuggingFaceVocabulary(str(NANO))
+    from_json = nano()
     for text in (
         "The quick brown fox jumps over the lazy dog. " * 3,
         "What is 17+25?\n<think>",
