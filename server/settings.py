@@ -78,6 +78,9 @@ class HttpSettings(Section, title="http"):
     """answer /metrics without the API key; else only /ping and /health are"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
     """seconds that running requests get to finish after SIGTERM"""
+    sleep_idle_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """seconds without requests after which the model is unloaded and its memory free; the next request loads
+    it again, and waits for as long as a start takes (default: never)"""
     watchdog: float = Field(120.0, ge=0, allow_inf_nan=False)
     """seconds for which the event loop may stand still before the process writes where it stood and ends with
     1, for its supervisor to start another; 0: for ever"""

@@ -17,7 +17,7 @@ from qwen_serve.server.api.observe.throughput import report_throughput
 from qwen_serve.server.api.observe.tracing import configured_tracer
 from qwen_serve.server.api.openapi import describe
 from qwen_serve.server.api.origin import AllowedSites, KnownSites
-from qwen_serve.server.api.routes import ROUTERS, endpoints
+from qwen_serve.server.api.routes import KNOWN, ROUTERS, endpoints
 from qwen_serve.server.api.service import Backend, Service
 
 if TYPE_CHECKING:
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
 
 def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     """The app, with its Service in `app.state.service`. `load` runs on a thread once the app starts up."""
-    service = Service(settings, Metrics(), load)
+    service = Service(settings, Metrics(), load, KNOWN)
     tracer = configured_tracer()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
-        reporter = asyncio.create_task(report_throughput(service))
+        tasks = [asyncio.create_task(report_throughput(service))]
+        if settings.sleep_idle_seconds is not None:
+            tasks.append(asyncio.create_task(service.sleep_when_idle(settings.sleep_idle_seconds)))
         yield
-        reporter.cancel()
+        for task in tasks:
+            task.cancel()
         await to_thread.run_sync(service.close)
         if tracer is not None:
             await to_thread.run_sync(tracer.close)

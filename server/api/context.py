@@ -30,6 +30,8 @@ class RequestContext:
         self.key = key_of(http.headers, service.keys)
         """The API key that it came with, whether or not one is asked for."""
         self.body = service.bodies.begin()
+        self.needs_model = False
+        """Whether the model is, or would be, loaded for it."""
         self.record = RequestRecord()
         http.scope.setdefault("state", {})["context"] = self
 

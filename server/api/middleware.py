@@ -91,6 +91,8 @@ class Watch:
             await answer(scope, receive, watched)
         finally:
             self._service.in_flight -= 1
+            if context.needs_model:
+                self._service.last_work = time.monotonic()
             seconds = time.perf_counter() - started
             shown = status if complete else CLIENT_LEFT
             what = f"{scope['method']} {shown_path(scope)} {shown}"

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from_validation
 from qwen_serve.server.api.limits import PICTURE_WORK, in_thread, interruptible
 from qwen_serve.server.api.picture_urls import fetch
+from qwen_serve.server.api.service import unavailable
 from qwen_serve.server.chat.bounded_template import TakesLong, briefly
 
 if TYPE_CHECKING:
@@ -55,10 +56,12 @@ SLICE = 2**17
 async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]], type[Schema]]) -> Schema:
     """The body as the schema that `choose` names for it.
 
-    Refused unread while the service has no model to answer with. Raises ApiError 400, 413, 415 and 429. A
-    large body waits here until those before it have become prompts (`prepared`).
+    Refused unread while the service has no model to answer with; one that sleeps is woken. Raises ApiError
+    400, 413, 415, 429 and 503. A large body waits here until those before it have become prompts
+    (`prepared`).
     """
-    _ = context.service.backend
+    if (status := context.service.status) not in ("ready", "sleeping"):
+        raise unavailable(status)
     check_media_type(context.http.headers)
     body = await received(context)
     if context.body.must_wait:
@@ -74,7 +77,16 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
         except ValidationError as error:
             raise from_validation(error) from error
 
-    return await on_thread(work, context.body.size)
+    request = await on_thread(work, context.body.size)
+    await awake(context)
+    return request
+
+
+async def awake(context: RequestContext) -> None:
+    """Returns once there is a model, which this request needs. Raises ApiError 503, and ClientLeft."""
+    context.needs_model = True
+    if context.service.status == "sleeping":
+        await until_gone(context.http, context.service.wake())
 
 
 def decode(body: bytes | bytearray) -> dict[str, Any]:

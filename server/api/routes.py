@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from qwen_serve.server.about import own_version
 from qwen_serve.server.api import tokens
 from qwen_serve.server.api.context import context_of
 from qwen_serve.server.api.errors import ApiError, bad_request
@@ -40,7 +41,7 @@ from qwen_serve.server.api.openapi import (
     documented,
     errors,
 )
-from qwen_serve.server.api.request import read_request
+from qwen_serve.server.api.request import awake, read_request
 from qwen_serve.server.api.service import Service, service_of
 from qwen_serve.server.api.slots import SlotActionRequest, slot_action, slots
 from qwen_serve.server.engine import EngineDead
@@ -176,6 +177,7 @@ _post("/v1/responses/render", tokens.render, ResponsesRequest)
 @others.get("/tokenizer_info")
 async def about_tokenizer(http: Request) -> dict[str, Any]:
     """Special tokens and chat template."""
+    await awake(context_of(http.scope))
     return tokens.tokenizer_info(service_of(http))
 
 
@@ -192,9 +194,10 @@ STATUS: dict[int | str, dict[str, Any]] = {
 @others.get("/ping", responses=STATUS)
 @others.get("/health", responses=STATUS)
 async def ping(http: Request) -> JSONResponse:
-    """200 once the model is loaded and warmed up; 503 before that, while draining and after a failure."""
+    """200 once the model is loaded and warmed up, also while it sleeps; 503 before that, while draining and
+    after a failure."""
     status = service_of(http).status
-    return JSONResponse({"status": status}, status_code=200 if status == "ready" else 503)
+    return JSONResponse({"status": status}, status_code=200 if status in ("ready", "sleeping") else 503)
 
 
 @others.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -215,6 +218,11 @@ async def version(http: Request) -> dict[str, str]:
 async def props(http: Request) -> dict[str, Any]:
     """What llama-server tells of itself: the context of a slot, slots, chat template, defaults."""
     service = service_of(http)
+    return {**service.tell(llama_props), "is_sleeping": service.status == "sleeping"}
+
+
+def llama_props(service: Service) -> dict[str, Any]:
+    """The same, but for whether it sleeps."""
     backend = service.backend
     engine = backend.engine
     bos = engine.vocab.bos_id
@@ -228,7 +236,7 @@ async def props(http: Request) -> dict[str, Any]:
         "chat_template": backend.prompter.template,
         "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
         "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),
-        "build_info": f"qwen-serve {http.app.version}",
+        "build_info": f"qwen-serve {own_version()}",
         "endpoint_metrics": True,
         "endpoint_props": False,
         "endpoint_slots": True,
@@ -238,13 +246,14 @@ async def props(http: Request) -> dict[str, Any]:
 @others.get("/slots", responses=errors(401, 403, 503))
 async def about_slots(http: Request, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
     """What each slot does, as llama-server tells it; with `fail_on_no_slot` 503 where none is idle."""
+    await awake(context_of(http.scope))
     return slots(service_of(http).backend.engine, fail_without=bool(fail_on_no_slot))
 
 
 @others.get("/api/tags", responses=errors(401, 403, 503, answer=OllamaErrorAnswer))
 async def tags(http: Request) -> dict[str, Any]:
     """The models that there are, as Ollama lists them: one."""
-    return model_tags(service_of(http))
+    return service_of(http).tell(model_tags)
 
 
 @others.get("/api/ps", responses=errors(401, 403, 503, answer=OllamaErrorAnswer))
@@ -263,7 +272,7 @@ async def ollama_version() -> dict[str, str]:
 @others.get("/v1/models", responses=errors(401, 403, 503))
 async def models(http: Request) -> dict[str, Any]:
     """A list of one: the one model there is."""
-    return {"object": "list", "data": [model_card(service_of(http))]}
+    return {"object": "list", "data": [service_of(http).tell(model_card)]}
 
 
 @others.get("/v1/models/{model:path}", responses=errors(401, 403, 404, 503))
@@ -273,7 +282,7 @@ async def model(http: Request, model: str) -> dict[str, Any]:
     if model != service.settings.model_id:
         message = f"there is no model {model!r}; this server has {service.settings.model_id!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
-    return model_card(service)
+    return service.tell(model_card)
 
 
 def model_card(service: Service) -> dict[str, Any]:
@@ -300,6 +309,9 @@ def model_card(service: Service) -> dict[str, Any]:
         },
     }
 
+
+KNOWN = (llama_props, model_card, model_tags)
+"""What is told of a model that sleeps, too."""
 
 for read in endpoints():
     if "GET" in (

@@ -1,20 +1,23 @@
-"""The life of the server's one model: loading, ready, draining, failed."""
+"""The life of the server's one model: loading, ready, sleeping, draining, failed."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.limits import Bodies
 from qwen_serve.server.api.picture_urls import AT_ONCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastapi import Request
 
@@ -26,7 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["loading", "ready", "draining", "failed"]
+Status = Literal["loading", "ready", "sleeping", "draining", "failed"]
+
+Facts = dict[str, Any]
+"""What an endpoint tells of the model."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,16 @@ class Service:
     """Holds the backend while there is one, and counts the requests being answered.
 
     `load` makes the backend, warmed up. It runs on a thread of its own, so that the server answers 503, and
-    obeys SIGTERM, meanwhile.
+    obeys SIGTERM, meanwhile. While the model sleeps, what `known` makes of it is told as it was.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics, load: Callable[[], Backend]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        load: Callable[[], Backend],
+        known: Sequence[Callable[[Service], Facts]] = (),
+    ) -> None:
         self.settings = settings
         self.keys = {
             key.key.encode().decode("latin-1"): (number, key)
@@ -66,34 +78,133 @@ class Service:
         self._load = load
         self._backend: Backend | None = None
         self._drain_deadline: float | None = None
+        self.last_work = time.monotonic()
+        """When the model was loaded, or a request that needed it ended."""
+        self._known = known
+        self._asleep: Mapping[Callable[[Service], Facts], Facts] | None = None
+        """What is told of the model while it sleeps; None while it does not."""
+        self._waking: asyncio.Future[ApiError | None] | None = None
+        """Those wait for it who need the model while it is loaded again: it tells why that failed."""
+        self._loader = ThreadPoolExecutor(1, "sleep")
+        """Unloads and loads, one after the other."""
+        self.loads = 0
+        """How often the model was loaded."""
         self._closed = False
         self._close_lock = threading.Lock()
         """Held to close or to take in what was loaded: a model that arrives is freed by one thread alone."""
 
     def start(self) -> None:
         """Begins to load the model."""
-        threading.Thread(target=self._run_load, name="load", daemon=True).start()
 
-    def _run_load(self) -> None:
+        def run() -> None:
+            self.failure = self._take_in()
+
+        threading.Thread(target=run, name="load", daemon=True).start()
+
+    def _take_in(self) -> Exception | None:
+        """Loads the model; what went wrong."""
         try:
             backend = self._load()
         except Exception as error:
             logger.error(
                 "the model could not be loaded: %s", error, exc_info=logger.isEnabledFor(logging.DEBUG)
             )
-            self.failure = error
-            return
+            return error
         with self._close_lock:
             if not self._closed:
                 self._backend = backend
-                return
+                self.loads += 1
+                self.last_work = time.monotonic()
+                return None
         backend.engine.close()  # nobody else knows of it
+        return None
+
+    # --- sleep ---------------------------------------------------------------------------------------------
+
+    async def sleep_when_idle(self, seconds: float) -> None:
+        """Has the model sleep each time that no request has needed it for so long; until it is cancelled."""
+        while True:
+            left = seconds
+            if self.status == "ready" and not self.in_flight:
+                left += self.last_work - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(left)
+            else:
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Unloads the model. Nothing may be in flight: who comes from now on waits in `wake`."""
+        backend = self.backend
+        self.metrics.pause(backend.engine.stats())
+        self._asleep = {about: about(self) for about in self._known}
+        del backend
+        await asyncio.get_running_loop().run_in_executor(self._loader, self._unload)
+        logger.info("asleep: the model is unloaded until the next request")
+
+    def _unload(self) -> None:
+        with self._close_lock:
+            if self._backend is not None and not self._closed:
+                try:
+                    self._backend.engine.close()
+                except Exception:
+                    logger.exception("the model was not unloaded in order")
+                self._backend = None
+        gc.unfreeze()  # what the start froze, which would hold the engine's objects
+        gc.collect()
+
+    async def wake(self) -> None:
+        """Loads the model again where it sleeps; whoever comes meanwhile waits for the same. Raises ApiError
+        503 where that fails, for the next request to try again, or where the server drains."""
+        if self._asleep is None:
+            return
+        if self._waking is None:
+            loop = asyncio.get_running_loop()
+            self._waking = waking = loop.create_future()
+            loop.run_in_executor(self._loader, self._take_in).add_done_callback(
+                partial(self._woken, waking, time.monotonic())
+            )
+        if (error := await asyncio.shield(self._waking)) is not None:
+            raise error
+
+    def _woken(
+        self,
+        waking: asyncio.Future[ApiError | None],
+        began: float,
+        loaded: asyncio.Future[Exception | None],
+    ) -> None:
+        self._waking = None
+        if (failure := loaded.result()) is None:
+            self._asleep = None
+            self.metrics.resume()
+            logger.info("awake again after %.1f s", time.monotonic() - began)
+        self._end_wait(waking, None if failure is None else unloadable(failure))
+
+    def _end_wait(self, waking: asyncio.Future[ApiError | None], error: ApiError | None) -> None:
+        if not waking.done():
+            waking.set_result(error)
+
+    @property
+    def idle_left(self) -> float | None:
+        """Seconds until the model is unloaded unless a request comes; None: it stays."""
+        seconds = self.settings.sleep_idle_seconds
+        if seconds is None or self.in_flight > 1:  # who asks is in flight, too
+            return seconds
+        return max(0.0, seconds + self.last_work - time.monotonic())
+
+    def tell(self, about: Callable[[Service], Facts]) -> Facts:
+        """`about(self)`, one of `known`; while the model sleeps, what that was. Raises ApiError 503."""
+        asleep = self._asleep
+        return about(self) if asleep is None or self.status != "sleeping" else asleep[about]
+
+    # --- state ---------------------------------------------------------------------------------------------
 
     @property
     def status(self) -> Status:
         """ "draining" wins: once a server is told to stop, it stops."""
         if self._drain_deadline is not None:
             return "draining"
+        if self._asleep is not None:
+            return "sleeping"
         if self.failure is not None or (self._backend is not None and not self._backend.engine.ready):
             return "failed"
         return "ready" if self._backend is not None else "loading"
@@ -104,22 +215,20 @@ class Service:
         status = self.status
         if status == "ready" and self._backend is not None:
             return self._backend
-        messages = {
-            "loading": "the model is loading",
-            "draining": "the server is shutting down",
-            "failed": "the engine has stopped",
-        }
-        raise ApiError(503, messages[status], code=status, headers={"Retry-After": "1"})
+        raise unavailable(status)
 
     @property
     def loaded(self) -> Backend | None:
-        """The backend whatever the status, for metrics."""
-        return self._backend
+        """The backend whatever the status, for metrics; None while the model sleeps."""
+        return self._backend if self._asleep is None else None
 
     def drain(self) -> None:
         """New requests get 503 from now on; running ones have `drain_timeout` seconds. Signal-safe."""
         if self._drain_deadline is None:
             self._drain_deadline = time.monotonic() + self.settings.drain_timeout
+            if (waking := self._waking) is not None:
+                refusal = unavailable("draining")
+                waking.get_loop().call_soon_threadsafe(self._end_wait, waking, refusal)
 
     @property
     def drained(self) -> bool:
@@ -148,6 +257,23 @@ class Service:
             self._closed = True
             if self._backend is not None:
                 self._backend.engine.close()
+
+
+def unavailable(status: Status) -> ApiError:
+    """What requests that need the model are told while the service's status is none but "ready"."""
+    messages = {
+        "loading": "the model is loading",
+        "sleeping": "the model is unloaded",
+        "draining": "the server is shutting down",
+        "failed": "the engine has stopped",
+    }
+    return ApiError(503, messages[status], code=status, headers={"Retry-After": "1"})
+
+
+def unloadable(error: Exception) -> ApiError:
+    """What requests are told for which the model could not be loaded again."""
+    message = f"the model could not be loaded: {error}"
+    return ApiError(503, message, code="loading_failed", headers={"Retry-After": "1"})
 
 
 def service_of(http: Request) -> Service:

@@ -140,5 +140,5 @@ def serving(model: Path, **options: Any) -> Iterator[Served]:
     with running(app, settings) as url:
         service = app.state.service
         wait_until(lambda: service.status != "loading", 120)
-        _ = service.backend  # raises where it could not be loaded
+        assert service.backend  # raises where it could not be loaded
         yield Served(url, service)

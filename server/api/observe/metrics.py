@@ -14,6 +14,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from qwen_serve.server.engine import TIERS
 from qwen_serve.server.engine.profile import PHASES
@@ -61,6 +62,8 @@ LOAD = {
     "qwen_kv_cells": ("kv_cells", "KV cache cells there are, in tokens"),
 }
 """Metric -> field of EngineStats: gauges that are there, at zero, before there is an engine to ask."""
+
+Labels = tuple[tuple[str, str], ...]
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -127,12 +130,30 @@ class Metrics:
         self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry)
 
+    def pause(self, stats: EngineStats) -> None:
+        """The engine ends, with these: gauges are 0 until `resume`, and the next one's counts come on top."""
+        self._engine.stats = stats
+        self._engine.pause()
+
+    def resume(self) -> None:
+        """There is an engine again."""
+        self._engine.paused = False
+
 
 class EngineCollector(Collector):
-    """Shows the latest `stats`; LOAD alone before there are any."""
+    """Shows the latest `stats`; LOAD alone before there are any. Counters go on over several engines."""
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
+        self.paused = False
+        self._ended: dict[str, dict[Labels, float]] = {}
+        """Of each counter, what engines that have ended counted."""
+
+    def pause(self) -> None:
+        """Adds what the engine counted to what those before it did."""
+        counters = [metric for metric in self.collect() if isinstance(metric, CounterMetricFamily)]
+        self._ended = {metric.name: _values(metric) for metric in counters}
+        self.paused = True
 
     def describe(self) -> Iterable[Metric]:
         """None are promised: what there is depends on the engine."""
@@ -140,6 +161,19 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
+        for metric in self._running():
+            if isinstance(metric, CounterMetricFamily):
+                ended, counted = self._ended.get(metric.name, {}), {} if self.paused else _values(metric)
+                metric.samples = []
+                for labels in ended | counted:
+                    value = ended.get(labels, 0) + counted.get(labels, 0)
+                    metric.samples.append(Sample(f"{metric.name}_total", dict(labels), value))
+            elif self.paused:
+                metric.samples = [sample._replace(value=0) for sample in metric.samples]
+            yield metric
+
+    def _running(self) -> Iterator[Metric]:
+        """What the engine has counted itself."""
         stats = self.stats
         for name, (field, text) in LOAD.items():
             yield GaugeMetricFamily(name, text, value=_value(stats, field) if stats else 0)
@@ -152,6 +186,10 @@ class EngineCollector(Collector):
         yield from _tiers(stats)
         yield from _drafts(stats)
         yield from _steps(stats)
+
+
+def _values(metric: Metric) -> dict[Labels, float]:
+    return {tuple(sample.labels.items()): sample.value for sample in metric.samples}
 
 
 def _name(field: str) -> str:

@@ -19,15 +19,16 @@ INTERVAL_S = 10.0
 async def report_throughput(service: Service, interval: float = INTERVAL_S) -> None:
     """Logs until it is cancelled; nothing where nothing was computed."""
     before: EngineStats | None = None
+    loads = 0
     last = perf_counter()
     while True:
         await asyncio.sleep(interval)
         if service.loaded is None:
             continue
         stats, now = service.loaded.engine.stats(), perf_counter()
-        if before is not None and stats.steps > before.steps:
+        if before is not None and stats.steps > before.steps and loads == service.loads:
             logger.info("%s", throughput_line(before, stats, now - last))
-        before, last = stats, now
+        before, last, loads = stats, now, service.loads
 
 
 def throughput_line(before: EngineStats, now: EngineStats, seconds: float) -> str:

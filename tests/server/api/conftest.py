@@ -115,7 +115,7 @@ def starter(folder: Path) -> Iterator[Start]:
             )
             server = Server(http, engine, app.state.service)
             if load is None:
-                wait_until(lambda: server.service.status == "ready")
+                wait_until(lambda: server.service.status in ("ready", "sleeping"))
             return server
 
         yield start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,12 @@ def model_tags(service: Service) -> dict[str, Any]:
 
 
 def running_models(service: Service) -> dict[str, Any]:
-    """Those that are loaded: the same, for as long as the server runs."""
-    engine = service.backend.engine
+    """Those that are loaded: the same, for as long as the server runs and the model does not sleep."""
+    if service.status == "sleeping":
+        return {"models": []}
+    engine, left = service.backend.engine, service.idle_left
     about = {
-        "expires_at": NEVER,
+        "expires_at": NEVER if left is None else _time(time.time() + left),
         "size_vram": engine.size_bytes if engine.components.device_runs_alone else 0,
         "context_length": engine.context_size,
     }
@@ -114,4 +117,8 @@ def _typed(metadata: dict[str, str]) -> dict[str, str | int]:
 
 
 def _started(service: Service) -> str:
-    return datetime.fromtimestamp(service.started, UTC).isoformat().replace("+00:00", "Z")
+    return _time(service.started)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -136,7 +136,7 @@ async def test_throughput_is_told_of_work_alone(caplog: pytest.LogCaptureFixture
         engine = Engine()
 
     class Service:
-        loaded = Loaded()
+        loaded, loads = Loaded(), 1
 
     reporter = asyncio.create_task(report_throughput(Service(), interval=0.01))  # type: ignore[arg-type]
     for steps in (0, 5):

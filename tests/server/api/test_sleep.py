@@ -1,0 +1,112 @@
+"""A model that is unloaded while nobody asks for it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+
+import pytest
+
+from qwen_serve.server.api import Backend
+from qwen_serve.server.engine import ModelLoadError
+from tests.server.api.conftest import Server, Start
+from tests.server.api.test_bad_input import error_of
+from tests.waiting import wait_until
+
+SOON_S = 0.05
+
+
+class Loader:
+    """Loads as it is told to: at once, when it may, or not at all."""
+
+    def __init__(self) -> None:
+        self.may, self.failure = threading.Event(), ""
+        self.may.set()
+        self.begun = 0
+
+    def __call__(self, backend: Backend) -> Backend:
+        self.begun += 1
+        assert self.may.wait(20)
+        if self.failure:
+            raise ModelLoadError(self.failure)
+        return backend
+
+
+def asleep(server: Server) -> Server:
+    """The server, once its model is unloaded."""
+    wait_until(lambda: server.service.status == "sleeping" and server.engine.closed)
+    return server
+
+
+def test_what_tells_of_the_model_does_not_wake_it_and_what_needs_it_does(start: Start) -> None:
+    loader = Loader()
+    server = asleep(start("abc", load=loader, sleep_idle_seconds=SOON_S, alias="m"))
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/health").json() == server.http.get("/ping").json() == {"status": "sleeping"}
+    props = server.http.get("/props").json()
+    assert props["is_sleeping"] and props["default_generation_settings"]["n_ctx"] == 4096
+    for path in ("/models", "/v1/models"):
+        assert server.http.get(path).json()["data"][0]["max_model_len"] == 4096
+    assert server.http.get("/v1/models/m").json()["id"] == "m"
+    assert server.http.get("/api/tags").json()["models"][0]["name"] == "m"
+    assert server.http.get("/api/ps").json() == {"models": []}
+    assert "qwen_kv_cells 0.0" in server.http.get("/metrics").text
+    assert error_of(server.post("/v1/completions", prompt=5), 400)
+    assert loader.begun == 1
+    assert server.post("/v1/completions", prompt="x").json()["choices"][0]["text"] == "abc"
+    for number, path in enumerate(("/slots", "/tokenizer_info"), 3):
+        server.engine.closed = False
+        asleep(server)
+        assert server.http.get(path).status_code == 200
+        assert loader.begun == number
+
+
+def test_it_does_not_sleep_while_it_answers(start: Start) -> None:
+    server = start("x" * 20, delay=SOON_S / 2, sleep_idle_seconds=SOON_S)
+    answer = server.post("/v1/completions", prompt="x", max_tokens=30, stream=True)
+    assert '"finish_reason":"stop"' in answer.text
+    assert server.service.loads <= 2, "once at the start, and where it fell asleep before the request"
+    asleep(server)
+
+
+def test_ollama_is_told_when_it_will_sleep(start: Start) -> None:
+    [model] = start("x", sleep_idle_seconds=3600).http.get("/api/ps").json()["models"]
+    left = datetime.fromisoformat(model["expires_at"]).timestamp() - datetime.now().timestamp()
+    assert 3500 < left <= 3600
+
+
+def test_a_wake_that_fails_is_told_and_tried_again(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    loader = Loader()
+    server = asleep(start("abc", load=loader, sleep_idle_seconds=SOON_S))
+    loader.failure = "short by 3 GiB"
+    error = error_of(server.post("/v1/completions", prompt="x"), 503)
+    assert (error["code"], error["message"]) == (
+        "loading_failed",
+        "the model could not be loaded: short by 3 GiB",
+    )
+    assert server.http.get("/health").json() == {"status": "sleeping"}
+    assert "short by 3 GiB" in caplog.text
+    loader.failure = ""
+    assert server.post("/v1/completions", prompt="x").status_code == 200
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_all_wait_for_one_wake_unless_the_server_drains(start: Start, drains: bool) -> None:
+    loader = Loader()
+    server = asleep(start("abc", load=loader, sleep_idle_seconds=SOON_S))
+    loader.may.clear()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(server.post, "/v1/completions", prompt="x") for _ in range(2)]
+            wait_until(lambda: loader.begun == 2 and server.service.in_flight == 2)
+            if drains:
+                server.service.drain()
+                assert [error_of(answer.result(), 503)["code"] for answer in waiting] == ["draining"] * 2
+                wait_until(lambda: server.service.drained)
+            else:
+                loader.may.set()
+                assert [answer.result().status_code for answer in waiting] == [200, 200]
+    finally:
+        loader.may.set()
+    assert loader.begun == 2
