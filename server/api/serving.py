@@ -201,6 +201,17 @@ def sampling_of(service: Service, request: GenerationRequest) -> SamplingParams:
     )
 
 
+def progress_of(generation: TextGeneration, *, read: bool) -> dict[str, Any]:
+    """llama-server's `prompt_progress`, of a prompt that is read as a whole or still being read."""
+    progress, total = generation.generation.progress, generation.prompt_tokens
+    return {
+        "total": total,
+        "cache": generation.cached_tokens,
+        "processed": total if read or progress is None else progress.processed,
+        "time_ms": int(1000 * (time.perf_counter() - generation.generation.timings.started)),
+    }
+
+
 def timings_of(generation: TextGeneration) -> dict[str, Any]:
     """llama-server's, and how long it waited."""
     timings, drafts = generation.generation.timings, generation.generation.drafts

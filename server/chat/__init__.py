@@ -10,9 +10,10 @@ from .errors import PromptError
 from .generation import TextGeneration
 from .messages import plain_text
 from .prompt import Prompter, ReplyOptions
-from .reply import Arguments, Content, Part, Reasoning, Reply, ReplyParser, ToolCall
+from .reply import NOTHING_YET, Arguments, Content, Part, Reasoning, Reply, ReplyParser, ToolCall
 
 __all__ = [
+    "NOTHING_YET",
     "Arguments",
     "Content",
     "Detokenizer",

@@ -58,11 +58,14 @@ class Arguments:
     last: bool = False
 
 
+NOTHING_YET = Content("")
+
 Part = Reasoning | Content | ToolCall | Arguments
 
 
 class Reply:
-    """A generation in parts: `async for part in reply`, once. Raises what the generation raises.
+    """A generation in parts: `async for part in reply`, once. Raises what the generation raises. Where the
+    prompt's progress is wanted, an empty Content says that more of it has been read.
 
     With `one_call` it ends behind its first tool call; without `reasoning` that is left out.
     """
@@ -84,6 +87,8 @@ class Reply:
         text = self.generation
         try:
             async for tokens in text.generation:
+                if not tokens:
+                    yield NOTHING_YET
                 for part in self._parts(text.feed(tokens)):
                     yield part
                     if self._one_call and isinstance(part, Arguments) and part.last:

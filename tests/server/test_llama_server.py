@@ -50,6 +50,21 @@ def test_an_answer_whole_and_streamed(http: httpx.Client) -> None:
     assert completed(http, return_tokens=True)["tokens"] == tokens
 
 
+def test_a_chat_tells_of_a_long_prompts_progress(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    body = {"messages": messages, "max_tokens": 4, "stream": True, "return_progress": True, "n": 2}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        told = [chunk["prompt_progress"] for chunk in own if "prompt_progress" in chunk]
+        processed = [each["processed"] for each in told]
+        assert processed == sorted(processed)
+        assert processed[-1] == told[-1]["total"] > 300
+        assert all("prompt_progress" in chunk for chunk in own[: len(told)]), "before the first token"
+        assert own[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
 def test_samplers_act(http: httpx.Client) -> None:
     """Each by itself changes what is drawn; the same seed draws the same again."""
     base: dict[str, Any] = {"prompt": "Once upon", "temperature": 1.2, "top_k": 0, "seed": 7, "n_predict": 40}

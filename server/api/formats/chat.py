@@ -25,13 +25,14 @@ from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
     compiled,
+    progress_of,
     prompt_budget,
     stop_strings,
     truncated,
 )
 from qwen_serve.server.api.sse import encode, event
 from qwen_serve.server.api.tenant import scheduling_of, sharing_of
-from qwen_serve.server.chat import Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
+from qwen_serve.server.chat import NOTHING_YET, Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
 from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, shown
 from qwen_serve.server.engine import MAX_LOGPROBS
 
@@ -126,7 +127,8 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: values
         for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
-        if name not in ("add_generation_prompt", "continue_final_message", "mm_processor_kwargs")
+        if name
+        not in ("add_generation_prompt", "continue_final_message", "mm_processor_kwargs", "return_progress")
     }
 
     messages: Annotated[
@@ -148,6 +150,11 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     separate_reasoning: bool | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
+    return_progress: bool | None = None
+
+    @property
+    def reports_progress(self) -> bool:
+        return bool(self.return_progress)
 
     @property
     def pixel_bounds(self) -> PixelBounds:
@@ -360,7 +367,7 @@ class ChatWriter(ChunkWriter):
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
-    measure the time to the first token.
+    measure the time to the first token; those that ask for the prompt's progress get that before.
     """
 
     def __init__(self, served: ServedRequest, replies: Sequence[Reply]) -> None:
@@ -368,16 +375,36 @@ class ChatWriter(ChunkWriter):
         self._replies = replies
         self._logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
         self._started: set[int] = set()
+        self._unread = set(range(len(replies))) if served.request.reports_progress else set()
+        """Those that tell of their prompt's progress until they have a token."""
 
     async def write(self, index: int, part: Part | None) -> bytes:
+        told = self._progress(index, read=part != NOTHING_YET) if index in self._unread else b""
+        if part == NOTHING_YET:
+            return told
         delta: dict[str, Any] = {} if part is None else delta_of(part)
+        reason = self._served.check(self._replies[index].finish_reason) if part is None else None
+        logprobs = self._logprobs[index].new()
+        choice = self._choice(index, delta, logprobs, reason)
+        return told + (self._finished(choice) if part is None else event(self._chunk(choice)))
+
+    def _progress(self, index: int, *, read: bool) -> bytes:
+        if read:
+            self._unread.discard(index)
+        progress = progress_of(self._replies[index].generation, read=read)
+        return event({**self._chunk(self._choice(index, {})), "prompt_progress": progress})
+
+    def _choice(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
         if index not in self._started:
             self._started.add(index)
             delta = {"role": "assistant", "content": "", **delta}
-        reason = self._served.check(self._replies[index].finish_reason) if part is None else None
-        logprobs = self._logprobs[index].new()
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return self._finished(choice) if part is None else event(self._chunk(choice))
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def delta_of(part: Part) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -14,7 +13,7 @@ from qwen_serve.server.api.fields.sampling import llama_settings, of_choice
 from qwen_serve.server.api.formats.completions import CompletionRequest, begin, text_of, text_of_ids
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.logprobs import TokenNames
-from qwen_serve.server.api.serving import timings_of
+from qwen_serve.server.api.serving import progress_of, timings_of
 from qwen_serve.server.api.sse import EventWriter, Lazily, encode, event
 from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS
 
@@ -119,7 +118,9 @@ class LlamaAnswer:
         found: list[dict[str, Any]] = []
         if not self._read:
             self._read = bool(text)
-            found.append({**self._so_far(""), "prompt_progress": self._progress()})
+            found.append(
+                {**self._so_far(""), "prompt_progress": progress_of(self.generation, read=self._read)}
+            )
         if text:
             found.append({**self._so_far(text), **self._probabilities()})
         return found
@@ -180,17 +181,6 @@ class LlamaAnswer:
             return {}
         write = partial(self._names.scored, n_top=n_top, with_id=True)
         return {"completion_probabilities": Lazily(write, self.generation.new_logprobs())}
-
-    def _progress(self) -> dict[str, Any]:
-        generation = self.generation.generation
-        progress, started = generation.progress, generation.timings.started
-        total = self.generation.prompt_tokens
-        return {
-            "total": total,
-            "cache": self.generation.cached_tokens,
-            "processed": total if self._read or progress is None else progress.processed,
-            "time_ms": int(1000 * (perf_counter() - started)),
-        }
 
 
 class LlamaCompletionWriter(EventWriter):

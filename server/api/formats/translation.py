@@ -37,6 +37,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "cache_report": (False,),
     "timings_per_token": (False,),
+    "return_progress": (False,),
 }
 """Fields of a chat request that other formats say in other words, or not at all: refused there. Field -> the
 values that ask for nothing special, besides null."""
