@@ -57,7 +57,7 @@ help: ## this text
 	@echo
 	@echo "  ARGS='...' passes more flags on: make serve ARGS='--ctx-size 32768'"
 
-setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice, CUDA=pypi fetches CUDA's compiler; PATCHES=0, NATIVE=0)
+setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice, CUDA=pypi fetches CUDA's compiler; PATCHES=0, NATIVE=0; QWEN_SERVE_WHEELS=folder or URL of a release's wheels, taken instead)
 	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' --advise,:)
 
 convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...] [METHOD=compensated]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model

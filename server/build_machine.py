@@ -37,6 +37,15 @@ def processor() -> str:
     return f"{platform.machine()} {hashlib.sha256('|'.join(lines).encode()).hexdigest()[:16]}"
 
 
+def processor_features() -> frozenset[str]:
+    """What Linux calls them, such as avx512f or asimddp; empty elsewhere."""
+    if sys.platform != "linux":
+        return frozenset()
+    about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    found = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", about)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
 def processors() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

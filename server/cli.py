@@ -16,7 +16,7 @@ USAGE = """\
 usage: qwen-serve serve MODEL [--quant Q4_K_M] [--variant NAME] [--SETTING VALUE ...]   serve a model
        qwen-serve chat [QUESTION]                  talk to a running server
        qwen-serve convert [--src ...] [--quant ...]        checkpoint to GGUF (also qwen-convert)
-       qwen-serve setup        build llama.cpp for this machine, patched
+       qwen-serve setup        build llama.cpp for this machine, patched, or take a release's wheel
        qwen-serve --version
 
 MODEL is a GGUF file, a checkpoint's folder, a hub id such as Qwen/Qwen3.5-4B, or nano, the tiny model that

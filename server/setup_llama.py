@@ -9,17 +9,18 @@ stays in the folder `wheels` of the cache (QWEN_SERVE_CACHE, else $XDG_CACHE_HOM
 the same takes seconds. Machines may share that folder, over a network or as a CI cache: what does not fit a
 machine is not found by it.
 
+Before it builds, it looks for a wheel of this very queue of patches in the folder or at the URL that
+QWEN_SERVE_WHEELS names, such as a release's files. That needs no compiler.
+
 Only the standard library and pip are needed: it is what runs first.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -28,21 +29,22 @@ import sys
 import tarfile
 import tempfile
 import time
-import tomllib
 from collections import deque
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
-from qwen_serve.server import cuda_wheels
-from qwen_serve.server.about import cache_folder, data_folder
-from qwen_serve.server.build_machine import cards, first_line, nvcc, processor, processors
+from qwen_serve.server import cuda_wheels, released_wheels
+from qwen_serve.server.about import cache_folder
+from qwen_serve.server.build_machine import cards, first_line, nvcc, processors
+from qwen_serve.server.llama_build import PACKAGE, Build, SetupError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PACKAGE = "llama-cpp-python"
+    from qwen_serve.server.released_wheels import Released
+
 BUILD_REQUIRES = ("scikit-build-core[pyproject]>=0.9.2",)
 """Its own `build-system.requires`; cmake and ninja are fetched, too, where there are none."""
 
@@ -57,131 +59,6 @@ PROGRESS = re.compile(r"\s*\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
 
 TAIL = 30
 """Lines of the log that are shown when a build fails."""
-
-
-class SetupError(Exception):
-    """What is missing or failed, in words for whoever typed the command."""
-
-
-class Build:
-    """One way to build llama-cpp-python on this machine; `key` is equal where the result is."""
-
-    def __init__(
-        self, *, cuda: bool, cards: str, patched: bool, native: bool, cuda_from_wheels: bool = False
-    ) -> None:
-        """
-        Args:
-            cuda_from_wheels: with the toolkit of `cuda_wheels`, which need not be there yet.
-            cards: CUDA architectures such as "86;89".
-            patched: with the patches of `patches/llama.cpp`.
-            native: for this very processor, else for any of its kind.
-
-        Raises:
-            SetupError: CUDA without nvcc, or from wheels for a card that they do not support.
-        """
-        self.requirement = requirement()
-        self.patched, self.native, self.cuda, self.cards = patched, native, cuda, cards
-        self.cuda_from_wheels = cuda and cuda_from_wheels
-        self._nvcc = (cuda_wheels.nvcc() if cuda_from_wheels else nvcc()) if cuda else None
-        if cuda and self._nvcc is None:
-            raise SetupError(
-                "CUDA=1 needs nvcc: put the CUDA toolkit's bin/ on PATH, or use CUDA=pypi (--cuda pypi)"
-            )
-        if self.cuda_from_wheels and (old := cuda_wheels.too_old(cards)):
-            raise SetupError(
-                f"CUDA=pypi is CUDA {cuda_wheels.VERSION}, which supports cards of compute capability 75 and "
-                f"later, not {';'.join(old)}: install a CUDA 12 toolkit, put its bin/ on PATH and use "
-                "CUDA=1, or name other cards with CUDA_ARCHS (--cuda-archs)"
-            )
-        self._patches = data_folder("patches")
-
-    @property
-    def backend(self) -> str:
-        """cuda-<architectures>, metal or cpu."""
-        if self.cuda:
-            return f"cuda-{self.cards.replace(';', '-')}"
-        return "metal" if sys.platform == "darwin" else "cpu"
-
-    @property
-    def parts(self) -> dict[str, str]:
-        """Everything that the libraries depend on."""
-        return {
-            "package": self.requirement,
-            "backend": self.backend,
-            "patches": self._patches_digest() if self.patched else "none",
-            "processor": processor() if self.native else platform.machine(),
-            "system": " ".join([sys.platform, *platform.libc_ver()]),
-            "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
-            "nvcc": self._compiler_of_cuda(),
-            "cmake_args": shlex.join(
-                arg.replace(str(cuda_wheels.folder()), cuda_wheels.TOOLKIT)
-                for arg in self.cmake_args
-                if str(self._patches) not in arg
-            ),
-        }
-
-    def _compiler_of_cuda(self) -> str:
-        if self._nvcc is None:
-            return "none"
-        if self.cuda_from_wheels:  # a kept wheel is found without the toolkit
-            return cuda_wheels.TOOLKIT
-        return first_line(str(self._nvcc), "--version", line=-1)
-
-    @property
-    def key(self) -> str:
-        """A folder's name: version, backend, and a digest of all parts."""
-        digest = hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:16]
-        return f"{self.requirement.partition('==')[2]}-{self.backend}-{digest}"
-
-    @property
-    def description(self) -> str:
-        """Such as "with CUDA for compute capability 86, patched"."""
-        chosen = {
-            "cpu": f"for the CPU (card: {cards() or 'none'}, nvcc: {nvcc() or 'none'})",
-            "metal": "with Metal",
-        }
-        said = chosen.get(self.backend, f"with CUDA for compute capability {self.cards} ({self._nvcc})")
-        return said + (", patched" if self.patched else "") + ("" if self.native else ", for any processor")
-
-    @property
-    def cmake_args(self) -> list[str]:
-        """What CMake is told; CMAKE_ARGS of the environment comes last and wins."""
-        args = [
-            "-DCMAKE_BUILD_TYPE=Release",
-            "-DMTMD_VIDEO=OFF",
-            "-DLLAMA_ALL_WARNINGS=OFF",
-            f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={self._patches / 'libllama.cmake'}",
-            f"-DCMAKE_PROJECT_INCLUDE={self._patches / 'apply.cmake'}",
-            f"-DLLAMA_PATCHES={'ON' if self.patched else 'OFF'}",
-        ]
-        if not self.native:
-            args.append("-DGGML_NATIVE=OFF")
-        if self.cuda:
-            # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries.
-            # The stubs stand in for the driver's libcuda, which a build has not.
-            compiler = Path(str(self._nvcc))
-            toolkit = (compiler if self.cuda_from_wheels else compiler.resolve()).parents[1]
-            stubs = toolkit / "lib64" / "stubs"
-            args += [
-                "-DGGML_CUDA=ON",
-                f"-DCMAKE_CUDA_COMPILER={self._nvcc}",
-                f"-DCMAKE_CUDA_ARCHITECTURES={self.cards}",
-                f"-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL,-rpath-link,{stubs}",
-            ]
-            # Otherwise CMake may take headers and libraries from /usr/local/cuda. Where nvcc is a link to
-            # ccache, there is no toolkit beside it.
-            if self.cuda_from_wheels or (toolkit / "bin" / "nvcc").exists():
-                args.append(f"-DCUDAToolkit_ROOT={toolkit}")
-            if self.cuda_from_wheels:
-                args.append(f"-DLLAMA_CUDA_LIBRARIES=../../{cuda_wheels.ROOT / 'lib'}")
-        return [*args, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
-
-    def _patches_digest(self) -> str:
-        digest = hashlib.sha256()
-        files = [*self._patches.glob("*.cmake"), *(self._patches / "llama.cpp").glob("*.patch")]
-        for path in sorted(files, key=lambda path: path.name):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        return digest.hexdigest()[:16]
 
 
 def main(
@@ -212,37 +89,98 @@ def main(
         default="1",
         help="0: for any processor of this kind, as for an image (%(default)s)",
     )
+    parser.add_argument(
+        "--wheels",
+        metavar="WHERE",
+        default=released_wheels.place(),
+        help="folder or URL of a release's wheels, looked at before anything is built; '' builds "
+        f"({released_wheels.VARIABLE}, which is %(default)r)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.add_argument("--advise", action="store_true", help="only say what a card without nvcc needs")
     options = parser.parse_args(arguments)
-    advice = card_without_nvcc() if options.cuda == "auto" else ""
-    if options.advise:
-        print(advice, end="")
-        return 0
-    print(advice, end="", flush=True)
     try:
-        found = options.cuda_archs or cards()
-        from_wheels = options.cuda == "pypi" or (options.cuda == "auto" and nvcc() is None)
-        build = Build(
-            cuda=options.cuda in {"1", "pypi"} or (options.cuda == "auto" and card_with_nvcc()),
-            cuda_from_wheels=from_wheels,
-            cards=found or DEFAULT_CARD,
-            patched=options.patches == "1",
-            native=options.native == "1",
-        )
-        if not options.dry_run and installed_key() != build.key:
-            wheel = kept_wheel(build)
-            if build.cuda_from_wheels:
-                install(cuda_wheels.RUNTIME)
-            install("--no-deps", "--force-reinstall", str(wheel))
+        return _set_up(options)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _set_up(options: argparse.Namespace) -> int:
+    """What `main` does once it knows what is asked for; 0. Raises SetupError."""
+    ready, why = _ready(options)
+    installed = installed_key()
+    taken = ready is not None and installed == ready.key
+    advice = card_without_nvcc() if options.cuda == "auto" and not taken else ""
+    if options.advise:
+        print(advice, end="")
+        return 0
+    build, missing = _own_build(options)
+    # A card that has no compiler here is used by a wheel alone.
+    there = build is not None and not (ready is not None and ready.cuda and not build.cuda)
+    there = there and build is not None and (installed == build.key or bool(_kept(build)))
+    if ready is not None and not taken and not there:
+        try:
+            if options.dry_run:
+                name = released_wheels.listed(ready, options.wheels)[0]
+                print(f"would take {name} of {released_wheels.shown(options.wheels)}")
+            else:
+                wheel = released_wheels.fetch(ready, options.wheels)
+                if ready.cuda:
+                    install(released_wheels.CUDA_RUNTIME)
+                install("--no-deps", "--force-reinstall", str(wheel))
+                print(f"taken instead of building: {ready.key} of {released_wheels.shown(options.wheels)}")
+            taken = True
+        except released_wheels.NoWheel as error:
+            why = str(error)
+    if taken and ready is not None:
+        print(f"{PACKAGE} is built {ready.description}")
+        return 0
+    if why and not there:
+        print(f"no ready-made wheel: {why}", flush=True)
+    print(advice, end="", flush=True)
+    if build is None:
+        raise SetupError(missing)
+    if not options.dry_run and installed != build.key:
+        wheel = kept_wheel(build)
+        if build.cuda_from_wheels:
+            install(cuda_wheels.RUNTIME)
+        install("--no-deps", "--force-reinstall", str(wheel))
     print(f"{PACKAGE} is built {build.description}")
     if options.dry_run:
         print(f"{build.key}: cmake {shlex.join(build.cmake_args)}")
     print(advice, end="")
     return 0
+
+
+def _ready(options: argparse.Namespace) -> tuple[Released | None, str]:
+    """The release's wheel to look for, or why there is none to look for."""
+    if not options.wheels:
+        return None, ""
+    try:
+        return released_wheels.fitting(
+            cuda=options.cuda,
+            archs=options.cuda_archs,
+            patched=options.patches == "1",
+            native=options.native == "1",
+        ), ""
+    except released_wheels.NoWheel as error:
+        return None, str(error)
+
+
+def _own_build(options: argparse.Namespace) -> tuple[Build | None, str]:
+    """The build for this machine, or what it lacks."""
+    from_wheels = options.cuda == "pypi" or (options.cuda == "auto" and nvcc() is None)
+    try:
+        return Build(
+            cuda=options.cuda in {"1", "pypi"} or (options.cuda == "auto" and card_with_nvcc()),
+            cuda_from_wheels=from_wheels,
+            cards=options.cuda_archs or cards() or DEFAULT_CARD,
+            patched=options.patches == "1",
+            native=options.native == "1",
+        ), ""
+    except SetupError as error:
+        return None, str(error)
 
 
 def card_with_nvcc() -> bool:
@@ -280,11 +218,11 @@ def card_without_nvcc() -> str:
 
 def kept_wheel(build: Build) -> Path:
     """The wheel in the cache, built first if it is not there; one process at a time. Raises SetupError."""
-    folder = cache_folder() / "wheels"
-    target = folder / build.key
-    if wheels := list(target.glob("*.whl")):  # before anything is written: a shared folder may be read-only
+    if wheels := _kept(build):  # before anything is written: a shared folder may be read-only
         print(f"from the cache: {wheels[0]}")
         return wheels[0]
+    folder = cache_folder() / "wheels"
+    target = folder / build.key
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
@@ -293,7 +231,7 @@ def kept_wheel(build: Build) -> Path:
                 if build.cuda_from_wheels:
                     fetch_cuda()
                 with tempfile.TemporaryDirectory(prefix=".building-", dir=folder) as work:
-                    _build_wheel(build, Path(work))
+                    build_wheel(build, Path(work))
                     (Path(work) / "out" / "build.json").write_text(json.dumps(build.parts, indent=2) + "\n")
                     (Path(work) / "out").rename(target)
     except OSError as error:
@@ -322,13 +260,19 @@ def fetch_cuda() -> None:
     log.unlink()
 
 
-def _build_wheel(build: Build, work: Path) -> None:
-    """Leaves the wheel in `work/out`."""
-    for program in ("patch",) if build.patched else ():
-        if shutil.which(program) is None:
-            raise SetupError(f"llama.cpp's patches need the program {program} (--patches 0 does without)")
-    if not build.parts["compiler"]:
-        raise SetupError("no C++ compiler: install one (build-essential on Debian), or name it in CXX")
+def _kept(build: Build) -> list[Path]:
+    return list((cache_folder() / "wheels" / build.key).glob("*.whl"))
+
+
+def build_wheel(build: Build, work: Path) -> None:
+    """Leaves the wheel in `work/out`. Raises SetupError."""
+    if not first_line(os.environ.get("CXX", "c++"), "--version"):
+        raise SetupError(
+            "no C++ compiler: install one (build-essential on Debian), name it in CXX, or name a release's "
+            f"wheels in {released_wheels.VARIABLE}"
+        )
+    if build.patched and shutil.which("patch") is None:
+        raise SetupError("llama.cpp's patches need the program patch (--patches 0 does without)")
     print(f"building {PACKAGE} {build.description}: once, some minutes", flush=True)
     tools = [*BUILD_REQUIRES, *(name for name in ("cmake", "ninja") if shutil.which(name) is None)]
     environment = {
@@ -375,16 +319,6 @@ def installed_key() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return Path(unquote(urlparse(json.loads(record)["url"]).path)).parent.name if record else None
-
-
-def requirement() -> str:
-    """The pin, `llama-cpp-python==...`: of the checkout around this file, else of the installed package."""
-    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
-    if project.is_file():
-        wanted: list[str] = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
-    else:
-        wanted = importlib.metadata.requires("qwen-serve") or []
-    return next(line for line in wanted if line.startswith(f"{PACKAGE}=="))
 
 
 def follow(command: Sequence[str], environment: Mapping[str, str], what: str, log: IO[str]) -> None:

@@ -286,7 +286,7 @@ def test_data_lies_inside_the_packages(image: Path) -> None:
 from qwen_serve.convert import recipes
 from qwen_serve.server import about
 from qwen_serve.server.__main__ import CHAT_TEMPLATE
-from qwen_serve.server.setup_llama import requirement
+from qwen_serve.server.llama_build import requirement
 from qwen_serve.server.variant import known_variants
 assert len(known_variants()) == 5
 print(recipes.known_recipes() != [], CHAT_TEMPLATE.is_file())

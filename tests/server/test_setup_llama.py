@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from qwen_serve.server import build_machine, cuda_wheels, setup_llama
-from qwen_serve.server.setup_llama import Build, SetupError, installed_key, kept_wheel, main, requirement
+from qwen_serve.server import build_machine, cuda_wheels, llama_build, released_wheels, setup_llama
+from qwen_serve.server.llama_build import Build, SetupError, requirement
+from qwen_serve.server.setup_llama import installed_key, kept_wheel, main
 from tests.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    monkeypatch.delenv(released_wheels.VARIABLE, raising=False)
     monkeypatch.setattr(build_machine, "NVCC", tmp_path / "none")
     return tools
 
@@ -215,6 +217,7 @@ def test_what_was_built_from_wheels_is_installed_with_their_libraries(
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_the_built_library_looks_for_cuda_in_the_environment(tmp_path: Path) -> None:
+    """In the folders of CUDA 12's wheels, which are two; those of CUDA 13 have one."""
     (tmp_path / "a.c").write_text("int a(void) { return 1; }\n")
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.21)\n"
@@ -224,7 +227,7 @@ def test_the_built_library_looks_for_cuda_in_the_environment(tmp_path: Path) -> 
     )
     args = [
         f"-DCMAKE_PROJECT_llama_cpp_INCLUDE={ROOT / 'patches' / 'libllama.cmake'}",
-        "-DLLAMA_CUDA_LIBRARIES=../../nvidia/cu13/lib",
+        f"-DLLAMA_CUDA_LIBRARIES={released_wheels.CUDA_LIBRARIES}",
     ]
     for command in (
         ["-S", str(tmp_path), "-B", str(tmp_path / "b"), *args],
@@ -233,7 +236,7 @@ def test_the_built_library_looks_for_cuda_in_the_environment(tmp_path: Path) -> 
         subprocess.run(["cmake", *command], check=True, capture_output=True)
     made = tmp_path / "b" / "libggml-cuda.so"
     said = run(["readelf", "-d", str(made)], check=True).stdout
-    assert "[$ORIGIN:$ORIGIN/../../nvidia/cu13/lib]" in said
+    assert "[$ORIGIN:$ORIGIN/../../nvidia/cuda_runtime/lib:$ORIGIN/../../nvidia/cublas/lib]" in said
 
 
 def test_a_card_that_cuda_13_does_not_know_is_refused(
@@ -279,7 +282,7 @@ def test_what_differs_has_another_key(machine: Path, monkeypatch: pytest.MonkeyP
     keys.append(build().key)
     program(machine, "nvcc", "echo release 13.1")
     keys.append(build(cuda=True).key)
-    monkeypatch.setattr(setup_llama, "processor", lambda: "another")
+    monkeypatch.setattr(llama_build, "processor", lambda: "another")
     keys.append(build().key)
     assert len(set(keys)) == len(keys)
     assert keys[0].startswith(requirement().partition("==")[2] + "-cpu-")
@@ -291,7 +294,7 @@ def test_a_changed_patch_is_another_build(
     patches = tmp_path / "patches"
     (patches / "llama.cpp").mkdir(parents=True)
     (patches / "llama.cpp" / "0001-a.patch").write_text("a")
-    monkeypatch.setattr(setup_llama, "data_folder", lambda name: tmp_path / name)
+    monkeypatch.setattr(llama_build, "data_folder", lambda name: tmp_path / name)
     first = build().key
     (patches / "llama.cpp" / "0001-a.patch").write_text("b")
     assert build().key != first
