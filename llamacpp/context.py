@@ -273,23 +273,22 @@ class Context:
         self._fills_ring = keep and self.ring is not None
 
     def layer_inputs(
-        self, which: Sequence[int], places: Sequence[int]
+        self, which: Sequence[int], batch_indices: Sequence[int]
     ) -> npt.NDArray[np.float32] | npt.NDArray[np.int32]:
-        """A copy of what went into layers at `places` of the last batch, which must have been kept, in order:
-        shape [len(places), len(which) * n_embd], side by side. Waits for the device, and is there as long as
-        `keeps_rows` says. With a ring, the places there: shape [len(places), 1], at once and until the next.
+        """A copy of what went into layers at `batch_indices` of the last batch, which must have been kept, in
+        order: shape [n, len(which) * n_embd], side by side. Waits for the device, and is there as long as
+        `keeps_rows` says. With a ring, the places there: shape [n, 1], at once and until the next.
         """
         if self.ring is not None:
-            return self._ring_rows[list(places), None]
+            return self._ring_rows[list(batch_indices), None]
         self.wait()
-        n, n_tokens = self._n_embd, places[-1] + 1
-        together = places[-1] - places[0] == len(places) - 1
-        found = np.empty((len(places), len(which) * n), np.float32)
+        first, last = batch_indices[0], batch_indices[-1]
+        n, n_tokens = self._n_embd, last + 1
+        together = last - first == len(batch_indices) - 1
+        found = np.empty((len(batch_indices), len(which) * n), np.float32)
         for index, layer in enumerate(which):
             rows = matrix(layers.get_embeddings_layer_inp(self._handle, layer), n_tokens, n)
-            found[:, index * n : (index + 1) * n] = (
-                rows[places[0] : places[0] + len(places)] if together else rows[places]
-            )
+            found[:, index * n : (index + 1) * n] = rows[first:] if together else rows[batch_indices]
         return found
 
     def best(self, sequences: Sequence[int], indices: Sequence[int]) -> list[int]:

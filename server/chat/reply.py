@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from . import tool_calls
-from .scanner import Reading, Scanner, Trimmed
+from .scanner import Parser, Scanner, Trimmed
 from .tool_calls import CallReader, ToolSchemas
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class ReplyParser:
         self._schemas = ToolSchemas(tools) if tools else None
         self._scanner = Scanner()
         self._parts: list[Part] = []
-        self._reading = self._reply(thinking)
+        self._parser = self._reply(thinking)
         self._plain = False  # nothing is looked for any more, and nothing held back
         self.tool_calls = 0
         """How many complete calls were found so far."""
@@ -157,11 +157,11 @@ class ReplyParser:
         return self._read_on()
 
     def _read_on(self) -> list[Part]:
-        next(self._reading, None)
+        next(self._parser, None)
         parts, self._parts = self._parts, []
         return parts
 
-    def _reply(self, thinking: bool) -> Reading[None]:
+    def _reply(self, thinking: bool) -> Parser[None]:
         tag = (yield from self._think_block()) if thinking else ""
         if self._schemas is None:
             self._plain = True
@@ -173,7 +173,7 @@ class ReplyParser:
             tag = ""
         content.release()
 
-    def _think_block(self) -> Reading[str]:
+    def _think_block(self) -> Parser[str]:
         """Reads the reasoning and the tag behind it, which it returns."""
         ends = (_END_THINK, tool_calls.OPEN) if self._schemas else (_END_THINK,)
         space = yield from self._scanner.spaces()
@@ -191,7 +191,7 @@ class ReplyParser:
             yield from self._scanner.spaces()
         return end
 
-    def _call(self, schemas: ToolSchemas, content: Trimmed) -> Reading[None]:
+    def _call(self, schemas: ToolSchemas, content: Trimmed) -> Parser[None]:
         """Reads what follows a `<tool_call>`; the white space in front of it is still held by `content`."""
         call = CallReader(self._scanner, schemas)
         pieces: list[str] = []

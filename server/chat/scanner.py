@@ -8,14 +8,14 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-Reading = Generator[None, None, Result]
+Parser = Generator[None, None, Result]
 """Reads from a scanner: yields where it needs more text than there is."""
 
 
 class Scanner:
     """What has arrived and was not read yet.
 
-    Whoever drives a reading calls `add`, or sets `ended`, and resumes it. Nothing is looked at twice except
+    Whoever drives a parser calls `add`, or sets `ended`, and resumes it. Nothing is looked at twice except
     for what may be the beginning of a tag, so that reading takes time in proportion to the text, whatever it
     says and however it is cut.
     """
@@ -24,7 +24,7 @@ class Scanner:
         self._text = ""
         self._at = 0
         self.ended = False
-        """No more text will come: readings go on to their end."""
+        """No more text will come: parsers go on to their end."""
         self._tapes: list[list[str]] = []
 
     def add(self, text: str) -> None:
@@ -45,7 +45,7 @@ class Scanner:
         finally:
             self._tapes.pop()
 
-    def spaces(self) -> Reading[str]:
+    def spaces(self) -> Parser[str]:
         """Reads the white space that comes next."""
         pieces = []
         while True:
@@ -57,7 +57,7 @@ class Scanner:
                 return "".join(pieces)
             yield
 
-    def tag(self, *tags: str) -> Reading[str]:
+    def tag(self, *tags: str) -> Parser[str]:
         """Reads the tag that comes next: "" where none of these does."""
         longest = max(map(len, tags))
         while True:
@@ -69,7 +69,7 @@ class Scanner:
                 return ""
             yield
 
-    def name(self) -> Reading[str]:
+    def name(self) -> Parser[str]:
         """Reads the rest of an opening tag, such as `add>`, on one line; "" where it is none.
 
         What was read until that was clear stays read.
@@ -87,7 +87,7 @@ class Scanner:
                 return ""
             yield
 
-    def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Reading[str]:
+    def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Parser[str]:
         """Reads, and emits, all text in front of the first of `tags`; then that tag, "" where the text ends.
 
         A tag's only `<` must be its first character.

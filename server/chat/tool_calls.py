@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .scanner import Reading, Scanner
+    from .scanner import Parser, Scanner
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -62,7 +62,7 @@ class CallReader:
         self.name = ""
         self._key: str | None = None  # of the parameter whose value comes next, if one does
 
-    def begin(self) -> Reading[bool]:
+    def begin(self) -> Parser[bool]:
         """Reads up to the first parameter's value. Whether it is a call; its `name` is known then."""
         yield from self._scanner.spaces()
         if not (yield from self._scanner.tag(_FUNCTION)):
@@ -73,7 +73,7 @@ class CallReader:
         yield from self._scanner.spaces()
         return (yield from self._heading())
 
-    def arguments(self, emit: Callable[[str], None]) -> Reading[bool]:
+    def arguments(self, emit: Callable[[str], None]) -> Parser[bool]:
         """Reads up to the function's end and emits a JSON object in pieces. Whether the text went so far."""
         emit("{")
         written: set[str] = set()
@@ -93,13 +93,13 @@ class CallReader:
         emit("}")
         return True
 
-    def _heading(self) -> Reading[bool]:
+    def _heading(self) -> Parser[bool]:
         """Reads `<parameter=key>` or `</function>`. Whether either is there."""
         tag = yield from self._scanner.tag(_PARAMETER, _END_FUNCTION)
         self._key = (yield from self._scanner.name()) if tag == _PARAMETER else None
         return bool(self._key or tag == _END_FUNCTION)
 
-    def _value(self, value: _Text | _Typed) -> Reading[bool]:
+    def _value(self, value: _Text | _Typed) -> Parser[bool]:
         """Reads a value and the heading behind it. Whether it ended before the text did."""
         body = _Lines(value.add)
         while (yield from self._scanner.until((_END_PARAMETER,), body.add)):

@@ -70,20 +70,20 @@ class DflashDrafter(HiddenDrafter):
     def copy(self, source: int, target: int) -> None:
         """`target` shares the newest entries of `source`, KEPT of them at most."""
         self.free(target)
-        if (reading := self._readings.get(source)) is None:
+        if (state := self._states.get(source)) is None:
             return
-        end = reading.known
-        first = max(reading.first, end - min(KEPT, self.window))
+        end = state.known
+        first = max(state.first, end - min(KEPT, self.window))
         if first >= end:
             return
-        if reading.fed < end:
+        if state.fed < end:
             try:
                 self._inject([source])
             except Exception:
                 self.free(source)
                 raise
         self._context.copy(source, target, first, end)
-        self._readings[target] = DraftCacheState(first, end, end, end, fresh=end)
+        self._states[target] = DraftCacheState(first, end, end, end, fresh=end)
 
     # --- drafting ------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class DflashDrafter(HiddenDrafter):
         FloatingPointError where its logits are no use. Then every sequence begins anew.
         """
         slots = [request.slot for request in requests]
-        waiting = sum(self._readings[slot].end - self._readings[slot].fed for slot in slots)
+        waiting = sum(self._states[slot].end - self._states[slot].fed for slot in slots)
         together = all(map(self._goes_with_a_block, slots))
         try:
             started = perf_counter()
@@ -110,7 +110,7 @@ class DflashDrafter(HiddenDrafter):
             injected = perf_counter()
             drafts = self._fill(requests, together=together)
         except Exception:
-            self._readings.clear()
+            self._states.clear()
             self._context.clear()
             raise
         if waiting <= FEW * len(slots) and not together:
@@ -133,19 +133,19 @@ class DflashDrafter(HiddenDrafter):
     def _goes_with_a_block(self, slot: int) -> bool:
         """Whether the newest rows, as many as a block has, can be injected by the call that guesses: so its
         shape is always the same, and so is its graph. Some of them may have been injected before."""
-        reading = self._readings[slot]
-        first = reading.end - self._block
-        return self._context.source is not None and max(reading.first, reading.fresh) <= first <= reading.fed
+        state = self._states[slot]
+        first = state.end - self._block
+        return self._context.source is not None and max(state.first, state.fresh) <= first <= state.fed
 
     def _fill(self, requests: ListLike[DraftRequest], *, together: bool) -> list[Draft]:
         starts = [len(request.sequence.tokens) - 1 for request in requests]
         if together:
             for request, start in zip(requests, starts, strict=True):
-                reading = self._readings[request.slot]
-                if reading.fed > start - self._block:
-                    self._context.remove(request.slot, start - self._block, reading.fed)
-                reading.rows.clear()
-                reading.fed = reading.start = reading.end
+                state = self._states[request.slot]
+                if state.fed > start - self._block:
+                    self._context.remove(request.slot, start - self._block, state.fed)
+                state.rows.clear()
+                state.fed = state.start = state.end
         guesses = self._put_blocks(
             [(r.slot, start, r.sequence.tokens[-1]) for r, start in zip(requests, starts, strict=True)],
             together=together,
@@ -189,8 +189,8 @@ class DflashDrafter(HiddenDrafter):
         context = self._context
         n = 0
         for sequence_id in ids:
-            reading = self._readings[sequence_id]
-            for rows in reading.rows:
+            state = self._states[sequence_id]
+            for rows in state.rows:
                 start = 0
                 while start < len(rows):
                     if n == context.n_batch:
@@ -198,12 +198,12 @@ class DflashDrafter(HiddenDrafter):
                     part = rows[start : start + context.n_batch - n]
                     end = n + len(part)
                     context.injected[n:end] = part
-                    context.positions[n:end] = np.arange(reading.fed, reading.fed + len(part))
+                    context.positions[n:end] = np.arange(state.fed, state.fed + len(part))
                     context.sequences[n:end] = sequence_id
-                    reading.fed += len(part)
+                    state.fed += len(part)
                     n, start = end, start + len(part)
-            reading.rows.clear()
-            reading.start = reading.fed
+            state.rows.clear()
+            state.start = state.fed
         self._flush(n)
         self._trim(ids)
 
@@ -211,10 +211,10 @@ class DflashDrafter(HiddenDrafter):
         """Cut entries back to one window where they have come to more than RUNNING."""
         context = self._context
         for sequence_id in ids:
-            reading = self._readings[sequence_id]
-            if reading.fed - reading.first > RUNNING * self.window:
-                context.remove(sequence_id, reading.first, reading.fed - self.window)
-                reading.first = reading.fed - self.window
+            state = self._states[sequence_id]
+            if state.fed - state.first > RUNNING * self.window:
+                context.remove(sequence_id, state.first, state.fed - self.window)
+                state.first = state.fed - self.window
 
     def _flush(self, n: int) -> int:
         if n:
@@ -226,7 +226,7 @@ class DflashDrafter(HiddenDrafter):
         try:
             call()
         except NoMemorySlot:
-            held = [sequence_id for sequence_id in self._readings if sequence_id >= self._slots]
+            held = [sequence_id for sequence_id in self._states if sequence_id >= self._slots]
             if not held:
                 raise
             for sequence_id in held:

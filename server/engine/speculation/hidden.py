@@ -56,14 +56,14 @@ class DraftCacheState:
 class SavedDraftCache:
     """A `DraftCacheState`, and its entries in host memory; None where there are none."""
 
-    reading: DraftCacheState
+    state: DraftCacheState
     cache: npt.NDArray[np.uint8] | None
 
     @property
     def nbytes(self) -> int:
         """Its size."""
         entries = 0 if self.cache is None else self.cache.nbytes
-        return entries + sum(piece.nbytes for piece in self.reading.rows)
+        return entries + sum(piece.nbytes for piece in self.state.rows)
 
 
 class HiddenDrafter:
@@ -88,45 +88,45 @@ class HiddenDrafter:
         """Sequence ids below `slots` run; the others hold copies."""
         self.window = window
         self._context, self._slots = context, slots
-        self._readings: dict[int, DraftCacheState] = {}
+        self._states: dict[int, DraftCacheState] = {}
         self.lost = 0
         """States that the state store could not copy, save, restore or free."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[Any]) -> None:
         """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or as
         `Context.layer_inputs` gives them, at most `window` of them, to be kept."""
-        reading = self._readings.setdefault(slot, DraftCacheState(start, start, start, start, fresh=start))
-        reading.length = None
-        if start > reading.end:
-            reading.rows.clear()
-            reading.end = reading.fresh = start
+        state = self._states.setdefault(slot, DraftCacheState(start, start, start, start, fresh=start))
+        state.length = None
+        if start > state.end:
+            state.rows.clear()
+            state.end = state.fresh = start
             self._drop_entries(slot, start)
-        if not len(new := rows[reading.end - start :]):
+        if not len(new := rows[state.end - start :]):
             return  # read again after a rejection
-        reading.rows.append(new)
-        reading.end += len(new)
-        while (surplus := reading.end - self.window - reading.start) > 0:
-            piece = reading.rows.pop(0)
+        state.rows.append(new)
+        state.end += len(new)
+        while (surplus := state.end - self.window - state.start) > 0:
+            piece = state.rows.pop(0)
             if len(rest := piece[surplus:]):
-                reading.rows.insert(0, rest)
-            reading.start += len(piece) - len(rest)
-        if reading.start > reading.fed:  # it missed some
-            self._drop_entries(slot, reading.start)
+                state.rows.insert(0, rest)
+            state.start += len(piece) - len(rest)
+        if state.start > state.fed:  # it missed some
+            self._drop_entries(slot, state.start)
 
     def rolled_back(self, slot: int, length: int) -> None:
         """The slot went back to its first `length` tokens; what was read of those that follow stays right."""
-        if (reading := self._readings.get(slot)) is not None:
-            reading.length = length
+        if (state := self._states.get(slot)) is not None:
+            state.length = length
 
     def pause(self) -> None:
         """From now on there are no rows: what slots have of them is of no more use."""
-        for slot in [slot for slot in self._readings if slot < self._slots]:
+        for slot in [slot for slot in self._states if slot < self._slots]:
             self.free(slot)
 
     def can_draft(self, request: DraftRequest) -> bool:
         """Whether the rows of all tokens but the newest are there."""
-        reading = self._readings.get(request.slot)
-        return reading is not None and reading.first < reading.end == len(request.sequence.tokens) - 1
+        state = self._states.get(request.slot)
+        return state is not None and state.first < state.end == len(request.sequence.tokens) - 1
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing to do: what is known belongs to sequence ids."""
@@ -139,21 +139,21 @@ class HiddenDrafter:
 
     def free(self, sequence_id: int) -> None:
         """Nothing is known of a sequence id any more. Idempotent; must not raise."""
-        if sequence_id in self._readings:
+        if sequence_id in self._states:
             self._drop_entries(sequence_id, 0)
-            del self._readings[sequence_id]
+            del self._states[sequence_id]
 
     def clear(self) -> None:
         """All ids are empty: nothing is left in their entries, either."""
-        self._readings.clear()
+        self._states.clear()
         self._context.clear(data=True)
 
     def save(self, sequence_id: int) -> SavedDraftCache | None:
         """What is known of an id that runs nothing, its entries in host memory; None if nothing is."""
-        if (reading := self._readings.get(sequence_id)) is None:
+        if (state := self._states.get(sequence_id)) is None:
             return None
-        cache = self._context.save(sequence_id) if reading.fed > reading.first else None
-        return SavedDraftCache(replace(reading, rows=[*reading.rows]), cache)
+        cache = self._context.save(sequence_id) if state.fed > state.first else None
+        return SavedDraftCache(replace(state, rows=[*state.rows]), cache)
 
     def restore(self, sequence_id: int, saved: SavedDraftCache) -> None:
         """Put what was saved into an id; nothing of it where the drafter's cache has no room."""
@@ -164,12 +164,12 @@ class HiddenDrafter:
             except LlamaError:  # it begins anew
                 self._context.remove(sequence_id)
                 return
-        reading = saved.reading
-        self._readings[sequence_id] = replace(reading, rows=[*reading.rows], fresh=reading.end)
+        state = saved.state
+        self._states[sequence_id] = replace(state, rows=[*state.rows], fresh=state.end)
 
     def _drop_entries(self, sequence_id: int, start: int) -> None:
         """Its cache is emptied; what comes next begins with the row of position `start`."""
-        reading = self._readings[sequence_id]
-        if reading.fed > reading.first:
+        state = self._states[sequence_id]
+        if state.fed > state.first:
             self._context.remove(sequence_id)
-        reading.first = reading.fed = reading.start = start
+        state.first = state.fed = state.start = start

@@ -79,18 +79,18 @@ class MtpDrafter(HiddenDrafter):
     def copy(self, source: int, target: int) -> None:
         """`target` becomes what `source` is, but for unused rows further back than KEPT."""
         self.free(target)
-        if (reading := self._readings.get(source)) is None or (end := reading.known) <= reading.start:
+        if (state := self._states.get(source)) is None or (end := state.known) <= state.start:
             return
-        start = max(reading.start, end - KEPT)
-        fed = min(reading.fed, end - 1)
-        rows = [reading.between(start, end)]
-        if reading.first < fed and start <= fed:
+        start = max(state.start, end - KEPT)
+        fed = min(state.fed, end - 1)
+        rows = [state.between(start, end)]
+        if state.first < fed and start <= fed:
             self._context.copy(source, target)
-            if fed < reading.fed:
+            if fed < state.fed:
                 self._context.remove(target, fed + 1)
-            self._readings[target] = DraftCacheState(reading.first, fed, start, end, rows)
+            self._states[target] = DraftCacheState(state.first, fed, start, end, rows)
         else:
-            self._readings[target] = DraftCacheState(start, start, start, end, rows)
+            self._states[target] = DraftCacheState(start, start, start, end, rows)
 
     # --- drafting ------------------------------------------------------------------------------------------
 
@@ -98,8 +98,8 @@ class MtpDrafter(HiddenDrafter):
         """Whether the trunk's rows of all tokens but the newest are there, and the last is not yet used."""
         if not super().can_draft(request):
             return False
-        reading = self._readings[request.slot]
-        return reading.fed < reading.end
+        state = self._states[request.slot]
+        return state.fed < state.end
 
     def cost(self, n: int, depth: int) -> float:
         """A decode for each token, and what comes besides."""
@@ -143,8 +143,8 @@ class MtpDrafter(HiddenDrafter):
         for request in requests:
             self.free(request.slot)
             self._context.remove(request.slot)  # what was fed before it failed
-        for idle, reading in self._readings.items():  # they go on from the rows that they still have
-            self._drop_entries(idle, reading.start)
+        for idle, state in self._states.items():  # they go on from the rows that they still have
+            self._drop_entries(idle, state.start)
 
     def _draft(self, requests: ListLike[DraftRequest]) -> tuple[list[Draft], int, float]:
         """The drafts, the tokens that the head caught up on, and about the seconds of its decodes."""
@@ -176,9 +176,9 @@ class MtpDrafter(HiddenDrafter):
         context = self._context
         feeds = []
         for request in requests:
-            reading, tokens = self._readings[request.slot], request.sequence.tokens
-            hidden = reading.between(reading.fed, reading.end)
-            feeds.append((request.slot, reading.fed + 1, tokens[reading.fed + 1 :], hidden))
+            state, tokens = self._states[request.slot], request.sequence.tokens
+            hidden = state.between(state.fed, state.end)
+            feeds.append((request.slot, state.fed + 1, tokens[state.fed + 1 :], hidden))
         total = sum(len(tokens) for _, _, tokens, _ in feeds)
         if total > context.n_batch:  # all but the newest tokens first, piece by piece
             for slot, first, tokens, hidden in feeds:
@@ -197,12 +197,12 @@ class MtpDrafter(HiddenDrafter):
             rows.append(n - 1)
         self._decode(n)
         for slot, _, _, hidden in feeds:
-            reading = self._readings[slot]
-            reading.start, reading.fed, reading.rows = reading.end - 1, reading.end, [hidden[-1:].copy()]
-            if reading.fed - reading.first > self._span:
-                first = reading.fed - self._span // 2
-                context.remove(slot, reading.first + 1, first + 1)
-                reading.first = first
+            state = self._states[slot]
+            state.start, state.fed, state.rows = state.end - 1, state.end, [hidden[-1:].copy()]
+            if state.fed - state.first > self._span:
+                first = state.fed - self._span // 2
+                context.remove(slot, state.first + 1, first + 1)
+                state.first = first
         return rows, total
 
     def _next(

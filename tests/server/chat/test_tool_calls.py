@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_serve.server.chat.scanner import Reading, Scanner
+from qwen_serve.server.chat.scanner import Parser, Scanner
 from qwen_serve.server.chat.tool_calls import CLOSE, OPEN, CallReader, ToolSchemas
 from tests.chat_templates.test_templates import template
 
@@ -23,7 +23,7 @@ def read(text: str, tools: list[dict[str, Any]]) -> tuple[str, str | None]:
     call = CallReader(scanner, ToolSchemas(tools))
     pieces: list[str] = []
 
-    def whole() -> Reading[tuple[str, str | None]]:
+    def whole() -> Parser[tuple[str, str | None]]:
         if not (yield from call.begin()):
             return "", None
         complete = yield from call.arguments(pieces.append)

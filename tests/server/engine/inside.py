@@ -36,9 +36,9 @@ def policy(speculator: Speculator) -> Policy:
     return speculator._policy
 
 
-def readings(drafter: HiddenDrafter) -> dict[int, DraftCacheState]:
+def draft_states(drafter: HiddenDrafter) -> dict[int, DraftCacheState]:
     """What it has of each sequence id."""
-    return drafter._readings
+    return drafter._states
 
 
 def held(cache: PrefixCache) -> list[Node]:
@@ -102,10 +102,10 @@ def check_contexts(engine: Engine) -> None:
     for sequence in range(len(SequenceIds.of(engine.settings))):
         assert parts.states.length(sequence) == depths.get(sequence, 0)
         assert _tokens(parts.context, sequence) == depths.get(sequence, 0)
-        reading = readings(head).get(sequence)
-        fed = reading.fed if reading and reading.fed > reading.first else 0
+        state = draft_states(head).get(sequence)
+        fed = state.fed if state and state.fed > state.first else 0
         assert _tokens(head._context, sequence) == fed + (fed > 0 and isinstance(head, MtpDrafter))
-        assert reading is None or reading.end <= depths[sequence]
+        assert state is None or state.end <= depths[sequence]
 
 
 def _tokens(context: Context, sequence: int) -> int:

@@ -19,7 +19,7 @@ from tests import heldout
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, running, settings
-from tests.server.engine.inside import readings
+from tests.server.engine.inside import draft_states
 
 ALONE: dict[str, Any] = {"speculation": "draft", "draft_always": True, "ctx_size": 8192}
 
@@ -101,7 +101,7 @@ async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_d
         await ask(engine, Request(engine.vocab.tokenize(text * 8, special=True), 64))
         counts = engine.stats().drafts["dflash"]
         [drafter] = engine.components.states.hidden_drafters
-        held = [reading.end - reading.first for reading in readings(drafter).values()]
+        held = [state.end - state.first for state in draft_states(drafter).values()]
     assert counts.steps > 2
     assert not counts.failed
     assert max(held) <= 3 * 16

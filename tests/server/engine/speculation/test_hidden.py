@@ -12,7 +12,7 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.engine.speculation.dflash import DflashDrafter, host_bytes
-from tests.server.engine.inside import readings
+from tests.server.engine.inside import draft_states
 
 WINDOW, WIDTH, SLOTS = 32, 6, 2
 
@@ -67,11 +67,11 @@ def test_while_it_rests_rows_are_neither_moved_nor_piled_up(drafter: DflashDraft
     drafter.collect(0, 0, prompt)
     for position in range(WINDOW, 5 * WINDOW):
         drafter.collect(0, position, rows(position, 1))
-        reading = readings(drafter)[0]
-        assert reading.end - reading.start == WINDOW == sum(map(len, reading.rows))
+        state = draft_states(drafter)[0]
+        assert state.end - state.start == WINDOW == sum(map(len, state.rows))
         if position < 2 * WINDOW - 1:
-            assert reading.rows[0].base is prompt, "the prompt's rows are where they were"
-        held = {id(owner): owner.nbytes for piece in reading.rows for owner in [_owner(piece)]}
+            assert state.rows[0].base is prompt, "the prompt's rows are where they were"
+        held = {id(owner): owner.nbytes for piece in state.rows for owner in [_owner(piece)]}
         assert sum(held.values()) <= host_bytes(1, WINDOW, WIDTH)
 
 
@@ -88,7 +88,7 @@ def test_what_was_missed_is_forgotten(drafter: DflashDrafter, cache: Cache) -> N
         drafter.collect(0, start, rows(start, 5))
     assert not cache.entries[0]
     drafter.copy(0, SLOTS + 1)
-    end = readings(drafter)[0].end
+    end = draft_states(drafter)[0].end
     assert cache.entries[SLOTS + 1] == {p: float(p) for p in range(end - WINDOW, end)}
 
 
@@ -99,7 +99,7 @@ def test_a_copy_that_fails_leaves_no_reading_that_the_cache_has_not(
     cache.error = LlamaError("no")
     with pytest.raises(LlamaError):
         drafter.copy(0, SLOTS)
-    assert not readings(drafter), "neither of the source nor of the copy"
+    assert not draft_states(drafter), "neither of the source nor of the copy"
     cache.error = None
     drafter.collect(0, 20, rows(20, 5))
     drafter.copy(0, SLOTS)

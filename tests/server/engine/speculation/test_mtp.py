@@ -17,7 +17,7 @@ from qwen_serve.server.engine.planning.sequence_ids import MTP_SEQUENCES
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.speculation.base import Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
-from tests.server.engine.inside import readings
+from tests.server.engine.inside import draft_states
 from tests.server.engine.speculation.helpers import sequence
 
 SLOTS = 3
@@ -254,7 +254,7 @@ def test_host_memory_is_what_was_planned(head: Head) -> None:
             mtp.copy(SLOTS + rng.randrange(checkpoints), (slot + 1) % SLOTS)
             mtp.free((slot + 1) % SLOTS)
         mtp.free(slot)
-        kept = [piece for reading in readings(mtp).values() for piece in reading.rows]
+        kept = [piece for state in draft_states(mtp).values() for piece in state.rows]
         assert all(piece.base is None for piece in kept), "a view keeps the whole alive"
         assert max(len(piece) for piece in kept) <= KEPT
         assert sum(piece.nbytes for piece in kept) <= host_bytes(SLOTS, checkpoints, window, WIDTH)
@@ -265,7 +265,7 @@ def test_in_a_pause_slots_keep_nothing_and_checkpoints_do(head: Head) -> None:
     mtp.collect(0, 0, rows(0, 40))
     mtp.copy(0, SLOTS)
     mtp.pause()
-    assert set(readings(mtp)) == {SLOTS}
+    assert set(draft_states(mtp)) == {SLOTS}
     one = running(list(range(61)))
     mtp.collect(0, 50, rows(50, 10))
     assert draft(mtp, (one, 1)) == [[61]]
