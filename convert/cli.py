@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from qwen_serve.convert.adapter import convert_adapter, is_adapter
 from qwen_serve.convert.cards import BANDWIDTH
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.draft import DraftCheckpoint, is_draft
@@ -29,6 +30,8 @@ from qwen_serve.llamacpp.evaluation import Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from qwen_serve.convert.source import Source
 
 DEFAULT_SOURCE = "Qwen/Qwen3.5-4B"
 DEFAULT_QUANT = "Q4_K_M"
@@ -51,6 +54,7 @@ Files go to --out, each under its final name only when it is complete:
   <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
   <name>.search.txt, .json  the text that a search measures on, and all that it has measured
   <name>.stages.json        which of these are finished, what each was made from, and how long it took
+A LoRA adapter (PEFT) becomes <name>-F32.gguf alone, for the server's --lora.
 A block drafter (DFlash) needs its model as --target; it gets no texts, no importance matrix, no divergence.
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
@@ -69,6 +73,7 @@ examples:
   qwen-convert --src models/nano --quant auto --target-size 4.0MB
   qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
   qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
+  qwen-convert --src ./my-adapter --base Qwen/Qwen3.5-4B
   qwen-convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
 """
 
@@ -102,6 +107,11 @@ def _convert(arguments: argparse.Namespace) -> None:
     if arguments.method != METHODS[0] and not recipes and search is None:
         raise ConvertError(f"--method {arguments.method} wants a --quant that is quantized, not a float type")
     source = resolve(arguments.src, arguments.revision)
+    if is_adapter(source.path):
+        _convert_adapter(source, arguments)
+        return
+    if arguments.base is not None:
+        raise ConvertError(f"--base is for LoRA adapters (PEFT), and {arguments.src} is none")
     whole = WholeModel.open(source.path) if source.is_gguf else None
     options = Options(
         out=arguments.out,
@@ -134,6 +144,20 @@ def _convert(arguments: argparse.Namespace) -> None:
         raise ConvertError(f"--target {arguments.target}: is a file; want the checkpoint that it drafts for")
     target = Checkpoint.open(target_source.path)
     DraftPipeline(source, DraftCheckpoint.open(source.path, target), options).run()
+
+
+def _convert_adapter(source: Source, arguments: argparse.Namespace) -> None:
+    """Raises ConvertError, for flags that mean nothing for an adapter, too."""
+    untouched = parser().parse_args([])
+    others = ["quant", "recipe", "target", "mmproj_outtype", "keep_vocab", "method", "calibration"]
+    if given := [name for name in others if getattr(arguments, name) != getattr(untouched, name)]:
+        raise ConvertError(
+            f"--{given[0].replace('_', '-')}: {arguments.src} is a LoRA adapter, which is converted as it is "
+            "(--outtype, F32 unless given); convert its model apart"
+        )
+    outtype: FloatType = arguments.outtype or "F32"
+    name = arguments.name or source.name
+    convert_adapter(source, arguments.base, arguments.out, name, outtype, force=arguments.force)
 
 
 def select_target(arguments: argparse.Namespace) -> Target | None:
@@ -216,12 +240,19 @@ def parser() -> argparse.ArgumentParser:
         "--src",
         metavar="SRC",
         default=DEFAULT_SOURCE,
-        help="a checkpoint folder, a hub id, or a GGUF in F16, BF16 or F32 (%(default)s)",
+        help="a checkpoint folder, a hub id, a LoRA adapter's folder (PEFT), or a GGUF in F16, BF16 or F32 "
+        "(%(default)s)",
     )
     what.add_argument(
         "--target",
         metavar="SRC",
         help="where --src is a block drafter (DFlash): the checkpoint that it drafts for, folder or hub id",
+    )
+    what.add_argument(
+        "--base",
+        metavar="SRC",
+        help="where --src is a LoRA adapter (PEFT): the checkpoint that it was trained for, a folder with "
+        "its config.json, or a hub id (what adapter_config.json names)",
     )
     what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id (its main branch)")
     what.add_argument(
@@ -277,7 +308,7 @@ def parser() -> argparse.ArgumentParser:
         type=str.upper,
         choices=FLOAT_TYPES,
         help="type of the whole model's file, from which the rest is made "
-        f"({DEFAULT_OUTTYPE}; a GGUF has its own)",
+        f"({DEFAULT_OUTTYPE}; a GGUF has its own; F32 for an adapter)",
     )
     how.add_argument(
         "--mmproj-outtype",

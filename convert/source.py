@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     RepositoryNotFoundError,
@@ -20,7 +20,7 @@ from qwen_serve.convert.progress import size
 from qwen_serve.convert.tensors import FLOAT_TYPES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
-PATTERNS = (*TEXT_FILES, *PREPROCESSOR_FILES, INDEX, "*.safetensors", "LICENSE*")
+PATTERNS = (*TEXT_FILES, *PREPROCESSOR_FILES, INDEX, "*.safetensors", "adapter_config.json", "LICENSE*")
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,27 @@ def resolve(src: str, revision: str | None = None) -> Source:
             f"--src {src}: no such folder, and it could not be fetched from the hub: {_first_line(error)}"
         ) from None
     return Source(downloaded, repo_id=src, revision=downloaded.name)
+
+
+def resolve_config(src: str) -> Path:
+    """The config.json of a checkpoint, in a folder or on the hub, from which nothing else is fetched.
+
+    Raises:
+        ConvertError: there is none, or the hub cannot be reached.
+    """
+    path = Path(src).expanduser()
+    if path.exists():
+        if not (config := path / "config.json").is_file():
+            raise ConvertError("there is no config.json: want the folder of a checkpoint, or its hub id")
+        return config
+    if not HUB_ID.fullmatch(src):
+        raise ConvertError("no such folder, and not a hub id such as Qwen/Qwen3.5-4B")
+    try:
+        return Path(hf_hub_download(src, "config.json"))
+    except Exception as error:  # of whichever HTTP library the installed hub client is built on
+        raise ConvertError(
+            f"no such folder, and it could not be fetched from the hub: {_first_line(error)}"
+        ) from None
 
 
 def _recognise(path: Path) -> Source:

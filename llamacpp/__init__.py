@@ -6,6 +6,7 @@ Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call
 
 import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
 
+from .adapter import LoraAdapter
 from .context import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, Context, ContextOptions
 from .device_sampler import N_CANDIDATES, DeviceSampler
 from .devices import (
@@ -42,6 +43,7 @@ __all__ = [
     "Device",
     "DeviceSampler",
     "DrySampler",
+    "LoraAdapter",
     "Model",
     "Ring",
     "Rows",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from .adapter import LoraAdapter
     from .model import Model
 
 ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
@@ -215,6 +216,14 @@ class Context:
         self._n_reserved = max(rows, self._n_seq)
         if self.n_snapshots:
             self._snapshots.decoded(sequences)
+
+    def set_adapters(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
+        """From now on these LoRA adapters are applied to every token, each at its scale, and no others. What
+        has been decoded stays as it is. Others than before have the next decode plan its graphs anew."""
+        handles = (C.llama_adapter_lora_p_ctypes * len(adapters))(*(one._handle for one, _ in adapters))
+        scales = (ctypes.c_float * len(adapters))(*(scale for _, scale in adapters))
+        if status := C.llama_set_adapters_lora(self._handle, handles, len(adapters), scales):
+            raise LlamaError(f"llama_set_adapters_lora returned {status}")
 
     @property
     def graphs_reused(self) -> int:
