@@ -83,8 +83,7 @@ class Batch:
     placements: list[Placement] = field(default_factory=list)
     """One for each chunk; the runner writes this."""
     greedy: bool = False
-    """Every row's best token is what its request wants, and none but the usual ones end it; the runner writes
-    this."""
+    """All requests are greedy and have no stop tokens of their own. The runner sets this."""
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Read the next `count` pending tokens of `sequence`: text or a picture, as those already in it."""

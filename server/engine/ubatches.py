@@ -13,8 +13,8 @@ def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[t
 
     A batch that is written in this order has its outputs where llama.cpp leaves them. The recurrent layers
     want as many tokens of each, so a pass ends where the shortest does (`split_equal`, llama-batch.cpp). With
-    a `tail` above 0, the last so many tokens of a sequence stay in one pass: who would be parted there waits
-    for the next, with all behind, so the shortest come first.
+    a `tail` above 0, the last so many tokens of a sequence stay in one pass: a sequence that would be split
+    there waits for the next ubatch, with all behind it, so the shortest come first.
     """
     left = dict(enumerate(lengths))
     if tail:

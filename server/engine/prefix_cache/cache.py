@@ -37,8 +37,7 @@ HEAD = 4
 """Tokens of a chat turn that say whose it is, and whether it brings what a tool gave."""
 
 FULL = 1 / 2
-"""Share of prompt tokens that were read before from which on the budget of cells is used whole; below it in
-proportion."""
+"""Reuse ratio of prompt tokens from which the full cell budget is allowed; below, it is proportional."""
 
 MIN_RESTORE = 128
 """Tokens that a copy in host memory must save beyond what the device holds: bringing it back takes time."""

@@ -30,7 +30,7 @@ class DeferredReads:
         self._batch_indices: list[int] = []
         """In the last batches, of the first row that is to be read on the host."""
         self._limits: dict[int, int] = {}
-        """Tokens that slots may come to before rows are lost in the ring that copies of them take."""
+        """Slot -> length, in tokens, at which the ring overwrites rows that are still needed."""
 
     def __bool__(self) -> bool:
         return bool(self._calls)
