@@ -13,12 +13,8 @@ from scipy.stats import sem
 
 from qwen_serve.bench.arguments import Natural, Positive, StoreOptions
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.report.perplexity import (
-    FEW_TOKENS,
-    WORKLOAD,
-    positions,
-    show_perplexity,
-)
+from qwen_serve.bench.report.perplexity import FEW_TOKENS, WORKLOAD, positions
+from qwen_serve.bench.report.views import show
 from qwen_serve.bench.store import Run
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
@@ -111,7 +107,7 @@ def perplexity(
             tokens = measured.values["scored_tokens"]
             run.note(f"only {tokens:,.0f} tokens: the 99% quantile rests on a handful")
         run.add(gguf.name, WORKLOAD, reading.cell, 1, measured.values)
-        show_perplexity(run.results())
+        show(run)
     return 0
 
 

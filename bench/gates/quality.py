@@ -3,7 +3,7 @@
 from qwen_serve.bench.arguments import StoreOptions
 from qwen_serve.bench.gates.options import GateOptions, GateServer
 from qwen_serve.bench.provenance import is_local
-from qwen_serve.bench.report.quality import show_quality
+from qwen_serve.bench.report.views import show
 from qwen_serve.bench.store import Run
 
 SAMPLES = "samples.jsonl"
@@ -42,5 +42,5 @@ def quality(
         try:
             ask_gates(run, name, loaded, gates, server=server, model=model, samples=run.folder / SAMPLES)
         finally:
-            show_quality(run.results())
+            show(run)
     return 0

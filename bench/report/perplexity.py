@@ -32,12 +32,6 @@ def positions(first: int, last: int, context: int) -> str:
     return f"positions {first} to {last} of {context}"
 
 
-def show_perplexity(results: Results) -> None:
-    """Print the tables of every run and file; nothing where nothing was measured."""
-    for table in perplexity_tables(results):
-        table.print()
-
-
 def perplexity_tables(results: Results) -> list[Table]:
     """For each run, file and range of positions a row a figure, with its standard error."""
     made: list[Table] = []

@@ -13,12 +13,6 @@ COUNTS = ("cut", "thinking cut", "empty")
 THINKING = {True: "on", False: "off", None: "default"}
 
 
-def show_quality(results: Results) -> None:
-    """Print the tables of every run and subject; nothing where nothing was measured."""
-    for table in quality_tables(results):
-        table.print()
-
-
 def quality_tables(results: Results) -> list[Table]:
     """For each run and subject a row a gate, and what should be known about its replies."""
     made: list[Table] = []

@@ -15,27 +15,6 @@ from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.stages import Output, StageRecord, fingerprint, locked, replacing
 
 
-def test_a_finished_output_replaces_the_old_one(tmp_path: Path) -> None:
-    target = tmp_path / "x.gguf"
-    target.write_text("old")
-    with replacing(target) as part:
-        part.write_text("new")
-        assert target.read_text() == "old"
-    assert target.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_a_failure_leaves_the_old_one_and_no_remains(tmp_path: Path, error: type[BaseException]) -> None:
-    target = tmp_path / "x.gguf"
-    target.write_text("old")
-    with pytest.raises(error), replacing(target) as part:
-        part.write_text("half")
-        raise error
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-
-
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     path = tmp_path / "x.gguf"
@@ -126,25 +105,6 @@ def test_the_lock_keeps_others_waiting(tmp_path: Path) -> None:
             other.wait(0.5)
     out, _ = other.communicate(timeout=60)
     assert out == b"in\n"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's disk without room")
-def test_a_full_disk_names_the_file_that_is_written(tmp_path: Path) -> None:
-    target = tmp_path / "model.gguf"
-    with (
-        pytest.raises(OSError, match="No space left") as caught,
-        replacing(target),
-        Path("/dev/full").open("wb", buffering=0) as full,
-    ):
-        full.write(b"x")
-    assert caught.value.filename == str(target)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_else_goes_wrong_is_passed_on(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "a"):
-        (tmp_path / "missing").read_bytes()
-    assert caught.value.filename == str(tmp_path / "missing")
 
 
 def test_another_s_file_is_not_overwritten(tmp_path: Path) -> None:

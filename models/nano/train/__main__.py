@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from models.nano.train.heldout import FAMILIES
 from models.nano.train.shape import Shape
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
 
 NANO = Path(__file__).resolve().parents[1]
 
@@ -33,62 +40,28 @@ def make_heldout(args: argparse.Namespace) -> None:
     write(args.out / "heldout")
 
 
+def given(settings: type[S], args: argparse.Namespace, **more: Any) -> S:
+    """Those settings, each by the flag of its name."""
+    named = {one.name: getattr(args, one.name) for one in fields(settings) if one.name not in more}
+    return settings(**named, **more)
+
+
 def run_fit(args: argparse.Namespace) -> None:
     from models.nano.train.fit import FitSettings, fit
 
-    fit(
-        FitSettings(
-            tokenizer=args.tokenizer,
-            heldout=args.heldout,
-            out=args.out,
-            minutes=args.minutes,
-            shape=args.shape,
-            start_from=args.start_from,
-            batch_tokens=args.batch_tokens,
-            accumulate=args.accumulate,
-            workers=args.workers,
-            probe_every=args.probe_every,
-            rate=args.rate,
-            seed=args.seed,
-            compiled=args.compile,
-        )
-    )
+    fit(given(FitSettings, args))
 
 
 def run_fit_draft(args: argparse.Namespace) -> None:
     from models.nano.train.fit_draft import DraftSettings, fit_draft
 
-    fit_draft(
-        DraftSettings(
-            tokenizer=args.target / "tokenizer.json",
-            target=args.target,
-            out=args.out,
-            minutes=args.minutes,
-            rows=args.rows,
-            batch_tokens=args.batch_tokens,
-            workers=args.workers,
-            rate=args.rate,
-            seed=args.seed,
-        )
-    )
+    fit_draft(given(DraftSettings, args, tokenizer=args.target / "tokenizer.json"))
 
 
 def run_fit_vision(args: argparse.Namespace) -> None:
     from models.nano.train.fit_vision import VisionSettings, fit_vision
 
-    fit_vision(
-        VisionSettings(
-            tokenizer=args.model / "tokenizer.json",
-            model=args.model,
-            out=args.out,
-            minutes=args.minutes,
-            batch_tokens=args.batch_tokens,
-            workers=args.workers,
-            rate=args.rate,
-            seed=args.seed,
-            start_from=args.start_from,
-        )
-    )
+    fit_vision(given(VisionSettings, args, tokenizer=args.model / "tokenizer.json"))
 
 
 def run_put_tower(args: argparse.Namespace) -> None:
@@ -125,6 +98,11 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m models.nano.train", description=__doc__)
     verbs = top.add_subparsers(required=True, metavar="VERB")
 
+    training = argparse.ArgumentParser(add_help=False)
+    training.add_argument("--batch-tokens", type=int, default=32_768)
+    training.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
+    training.add_argument("--seed", type=int, default=1)
+
     verb = verbs.add_parser("tokenizer", help="train the tokenizer")
     verb.add_argument("--out", type=Path, default=NANO)
     verb.set_defaults(run=make_tokenizer)
@@ -133,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument("--out", type=Path, default=NANO)
     verb.set_defaults(run=make_heldout)
 
-    verb = verbs.add_parser("fit", help="train trunk and draft head")
+    verb = verbs.add_parser("fit", parents=[training], help="train trunk and draft head")
     verb.add_argument("--tokenizer", type=Path, default=NANO / "tokenizer.json")
     verb.add_argument("--heldout", type=Path, default=NANO / "heldout", help="to probe along the way")
     verb.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and log.json")
@@ -151,37 +129,28 @@ def parser() -> argparse.ArgumentParser:
         metavar="SIZE=NUMBER,...",
         help="another shape than nano's: hidden=512,layers=4,ffn=1024,heads=8",
     )
-    verb.add_argument("--batch-tokens", type=int, default=32_768)
     verb.add_argument("--accumulate", type=int, default=2, help="batches a step")
     verb.add_argument("--workers", type=int, default=14, help="processes that draw documents")
     verb.add_argument(
         "--probe-every", type=float, default=60.0, help="seconds between looks at held-out items"
     )
-    verb.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
-    verb.add_argument("--seed", type=int, default=1)
-    verb.add_argument("--compile", action="store_true", help="torch.compile the layers")
+    verb.add_argument("--compile", dest="compiled", action="store_true", help="torch.compile the layers")
     verb.set_defaults(run=run_fit)
 
-    verb = verbs.add_parser("fit-draft", help="train the block drafter of a trunk")
+    verb = verbs.add_parser("fit-draft", parents=[training], help="train the block drafter of a trunk")
     verb.add_argument("--target", type=Path, default=NANO, help="checkpoint that it drafts for")
     verb.add_argument("--out", type=Path, required=True, help="folder for its checkpoint and log.json")
     verb.add_argument("--minutes", type=float, default=3.0, help="training time")
     verb.add_argument("--rows", type=int, default=32_768, help="rows of blocks in a batch")
-    verb.add_argument("--batch-tokens", type=int, default=32_768)
     verb.add_argument("--workers", type=int, default=14, help="processes that draw documents")
-    verb.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
-    verb.add_argument("--seed", type=int, default=1)
     verb.set_defaults(run=run_fit_draft)
 
-    verb = verbs.add_parser("fit-vision", help="train the vision tower of a text model")
+    verb = verbs.add_parser("fit-vision", parents=[training], help="train the vision tower of a text model")
     verb.add_argument("--model", type=Path, default=NANO, help="checkpoint whose text model it is for")
     verb.add_argument("--out", type=Path, required=True, help="folder for the tower's tensors and log.json")
     verb.add_argument("--start-from", type=Path, help="tower.safetensors of an earlier run to go on from")
     verb.add_argument("--minutes", type=float, default=2.0, help="training time")
-    verb.add_argument("--batch-tokens", type=int, default=32_768)
     verb.add_argument("--workers", type=int, default=14, help="processes that draw pictures")
-    verb.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
-    verb.add_argument("--seed", type=int, default=1)
     verb.set_defaults(run=run_fit_vision)
 
     verb = verbs.add_parser("put-tower", help="replace a checkpoint's vision tower")
