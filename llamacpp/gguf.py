@@ -40,6 +40,9 @@ _U32, _STRING, _ARRAY, _U64 = 4, 8, 9, 10
 MAX_DIMENSIONS = 4
 """`GGML_MAX_DIMS`."""
 
+SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS = "split.count", "split.no", "split.tensors.count"
+"""Keys of a part of a model: parts, which this one is (from 0), and tensors in all of them."""
+
 ALIGNMENT = 32
 """Of tensors' data in bytes, where `general.alignment` does not say another."""
 
@@ -94,6 +97,8 @@ class Header:
     """Of the arrays in the metadata."""
     tables: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     """The I64 tensors, whole and flat."""
+    keys_end: int = 0
+    """Where the metadata ends in the file and the table of tensors begins, in bytes."""
 
     @property
     def name(self) -> str:
@@ -168,6 +173,32 @@ def read_header(path: Path, setting: str = "") -> Header:
         raise ModelLoadError(f"{name} is not a whole GGUF file ({error})") from error
 
 
+def read_model(path: Path, setting: str = "") -> Header:
+    """`read_header` of a model, with the tensors of all parts where `path` is the first of several
+    (`NAME-00001-of-00003.gguf`), which llama.cpp finds by their names; offsets are those in the parts.
+
+    Raises ModelLoadError, also where `path` is another part, or one is missing or is of another model.
+    """
+    header = read_header(path, setting)
+    count, number = header.metadata.get(SPLIT_COUNT, 0), header.metadata.get(SPLIT_NUMBER, 0)
+    if not isinstance(count, int) or count < 2:
+        return header
+    name, end = _named(path, setting), f"-{1:05}-of-{count:05}.gguf"
+    if number != 0:
+        raise ModelLoadError(f"{name} is part {number} (from 0) of {count}; name the first, ...{end}")
+    if not path.name.endswith(end):
+        raise ModelLoadError(f"{name} is the first of {count} parts; its name must end in {end}")
+    stem, tensors = path.name.removesuffix(end), dict(header.tensors)
+    for part in range(1, count):
+        other = read_header(path.with_name(f"{stem}-{part + 1:05}-of-{count:05}.gguf"), setting)
+        if (other.metadata.get(SPLIT_NUMBER), other.metadata.get(SPLIT_COUNT)) != (part, count):
+            raise ModelLoadError(f"{other.name} is not part {part} (from 0) of {count}")
+        tensors |= other.tensors
+    if len(tensors) != (total := header.metadata.get(SPLIT_TENSORS)):
+        raise ModelLoadError(f"{name}: the {count} parts have {len(tensors)} tensors, not {total}")
+    return replace(header, tensors=tensors)
+
+
 def _named(path: Path, setting: str) -> str:
     return f"{setting}: {path}" if setting else str(path)
 
@@ -197,6 +228,7 @@ class _Reader:
             metadata[key], length = self._value()
             if length is not None:
                 lengths[key] = length
+        keys_end = self._at
         tensors: dict[str, TensorInfo] = {}
         for _ in range(n_tensors):
             name = self._name(tensors, "tensor")
@@ -216,7 +248,7 @@ class _Reader:
             for name, tensor in tensors.items()
             if tensor.type == I64
         }
-        return Header(path, status, metadata, tensors, setting, lengths, tables)
+        return Header(path, status, metadata, tensors, setting, lengths, tables, keys_end)
 
     def _tensor(self, name: str) -> TensorInfo:
         """Its offset is from where the data begin."""

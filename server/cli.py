@@ -14,15 +14,18 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: qwen-serve serve MODEL [--quant Q4_K_M] [--variant NAME] [--SETTING VALUE ...]   serve a model
+       qwen-serve list         the models that are in the caches
+       qwen-serve rm NAME      removes one
        qwen-serve chat [QUESTION]                  talk to a running server
        qwen-serve convert [--src ...] [--quant ...]        checkpoint to GGUF (also qwen-convert)
        qwen-serve setup        build llama.cpp for this machine, patched, or take a release's wheel
        qwen-serve --version
 
-MODEL is a GGUF file, a checkpoint's folder, a hub id such as Qwen/Qwen3.5-4B, or nano, the tiny model that
-comes with the package. A checkpoint is fetched and converted to --quant (Q4_K_M) once, into the folder that
-QWEN_SERVE_CACHE names (~/.cache/qwen-serve). A variant, such as fast or small, names a quant and settings
-together: docs/variants.md. Each command has --help."""
+MODEL is a GGUF file, or one on the Hugging Face hub (hf:owner/name:Q4_K_M; also -hf owner/name[:quant]), a
+checkpoint's folder or its hub id, such as Qwen/Qwen3.5-4B, or nano, the tiny model that comes with the
+package. A GGUF is fetched once, into the hub's own cache (HF_HOME). A checkpoint is fetched and converted to
+--quant (Q4_K_M) once, into the folder that QWEN_SERVE_CACHE names (~/.cache/qwen-serve). A variant, such as
+fast or small, names a quant and settings together: docs/variants.md. Each command has --help."""
 
 
 def main() -> int:
@@ -42,6 +45,10 @@ def main() -> int:
             from qwen_serve.server import setup_llama
 
             return setup_llama.main(arguments, prog="qwen-serve setup")
+        case "list" | "rm":
+            from qwen_serve.server import models
+
+            return models.main([command, *arguments], prog="qwen-serve")
         case "--version":
             print(f"qwen-serve {own_version()}, llama-cpp-python {llama_version()}")
         case "--help" | "-h":
@@ -55,6 +62,7 @@ def main() -> int:
 def serve(arguments: Sequence[str]) -> int:
     """`serve [MODEL] [--quant NAME] [--variant NAME] ...`: MODEL stands first and becomes --model; the exit
     status."""
+    from qwen_serve.server.settings import ENV_PREFIX
     from qwen_serve.server.settings_sources import SettingsError, load_variant, named_variant
     from qwen_serve.server.weights import WeightsError, resolve
 
@@ -63,16 +71,28 @@ def serve(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="qwen-serve serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--quant")
     parser.add_argument("--variant")
+    # llama-server's
+    parser.add_argument("-hf", "-hfr", "--hf-repo", dest="repo")
+    parser.add_argument("-hff", "--hf-file", dest="file")
     options, settings = parser.parse_known_args(rest)
     if options.variant is not None:
         settings = ["--variant", options.variant, *settings]
     if {"--help", "-h"} & set(settings):
         print(f"{USAGE}\n\nThe settings of serve:\n", flush=True)
-    elif named:
+    elif (options.repo or options.file) and (named or not options.repo):
+        what = f"{named[0]} is named, too" if named else "--hf-file is a file of --hf-repo"
+        print(f"error: -hf names the model: {what}", file=sys.stderr)
+        return 2
+    elif named or options.repo:
         try:
             chosen = options.variant or named_variant()
             variant = load_variant(chosen) if chosen else None
-            settings = ["--model", str(resolve(named[0], options.quant, variant)), *settings]
+            chosen_tower = f"{ENV_PREFIX}MMPROJ" in os.environ or any(
+                word.partition("=")[0] == "--mmproj" for word in settings
+            )
+            name = named[0] if named else f"hf:{options.repo.removeprefix('hf:')}"
+            model = resolve(name, options.file or options.quant, variant, vision=not chosen_tower)
+            settings = ["--model", str(model), *settings]
         except SettingsError as error:
             print(error, file=sys.stderr)
             return 2

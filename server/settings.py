@@ -17,6 +17,7 @@ from pydantic_settings import (
 )
 
 from qwen_serve.server.engine.settings import EngineSettings, ModelSettings, Section, UserSettings
+from qwen_serve.server.hub_files import is_later_part, tower_beside
 from qwen_serve.server.keys import ApiKey, read_keys
 from qwen_serve.server.weights import HUB_ID
 
@@ -233,13 +234,16 @@ def _split(value: str | None) -> list[str]:
 
 
 def find_mmproj(model: Path) -> Path | None:
-    """The vision tower that a conversion left beside `model`: mmproj-NAME-TYPE.gguf, where the model is
-    NAME-*.gguf. None where there is none, several (which is said), or llama.cpp was built without libmtmd."""
+    """The vision tower that came with `model` from the hub, or that a conversion left beside it:
+    mmproj-NAME-TYPE.gguf, where the model is NAME-*.gguf. None where there is none, several (which is said),
+    or llama.cpp was built without libmtmd."""
     found = [
         path
         for path in sorted(model.parent.glob("mmproj-*-*.gguf"))
         if model.stem.startswith(path.stem.removeprefix("mmproj-").rpartition("-")[0] + "-")
     ]
+    if tower := tower_beside(model):
+        found = [tower]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         log.warning(
@@ -269,7 +273,9 @@ def find_model(path: Path) -> Path:
     models = sorted(
         file
         for file in path.glob("*.gguf")
-        if not file.name.startswith("mmproj-") and not file.name.endswith(".imatrix.gguf")
+        if not file.name.startswith("mmproj-")
+        and not file.name.endswith(".imatrix.gguf")
+        and not is_later_part(file.name)
     )
     if not models and (path / "config.json").is_file():
         raise ValueError(f"{path} is a checkpoint, not a GGUF; {_conversion(str(path), path.resolve().name)}")

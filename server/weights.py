@@ -1,4 +1,4 @@
-"""What `qwen-serve serve MODEL` names: a GGUF, or a checkpoint that is converted once into the cache.
+"""What `qwen-serve serve MODEL` names: a GGUF, here or on the hub, or a checkpoint, which is converted once.
 
 A checkpoint is a folder, a hub id such as Qwen/Qwen3.5-4B, or `nano`, the tiny model that the package
 brings. The converter is a program of its own and runs as one, in a process that ends with this one: what it
@@ -19,36 +19,51 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.common.children import end_with_parent
 from qwen_serve.server.about import cache_folder, data_folder
+from qwen_serve.server.hub_files import DEFAULT_QUANT, HubError
 
 if TYPE_CHECKING:
     from qwen_serve.server.variant import Variant
 
 NANO = "nano"
-DEFAULT_QUANT = "Q4_K_M"
 
-CONVERTING = ("gguf", "huggingface_hub", "scipy", "tqdm")
+CONVERTING = ("gguf", "scipy")
 """What the extra `convert` installs, by the names of imports."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
 """What a model on the Hugging Face hub is called: owner/name."""
 
 
+HUB_GGUF = re.compile(
+    rf"(?:(hf:|(?:https://)?(?:hf\.co|huggingface\.co)/))?({HUB_ID.pattern})(?::([\w./-]+))?", re.IGNORECASE
+)
+"""A finished GGUF there: hf:owner/name or hf.co/owner/name, and after a colon its quant or file."""
+
+
 class WeightsError(Exception):
     """What was named cannot be served; the message says what can."""
 
 
-def resolve(model: str, quant: str | None, variant: Variant | None = None) -> Path:
-    """The GGUF, or a folder with one, for `model`; converts a checkpoint to `quant`, else to what `variant`
-    says, if that was not done yet. A GGUF is served as it is, whatever the variant's weights are.
+def resolve(model: str, quant: str | None, variant: Variant | None = None, *, vision: bool = True) -> Path:
+    """The GGUF, or a folder with one, for `model`: fetches one from the hub, with `vision` its tower, too,
+    or converts a checkpoint to `quant`, else to what `variant` says, if that was not done yet. A GGUF is
+    served as it is, whatever the variant's weights are.
 
     Raises:
-        WeightsError: nothing of that name, a quant for what is a GGUF already, or a conversion that failed.
+        WeightsError: nothing of that name, a quant for what is a GGUF already, or a fetch or conversion that
+            failed.
     """
     path = Path(model).expanduser()
     if path.exists() and not (path / "config.json").is_file():
         if quant is not None:
             raise WeightsError(f"--quant {quant}: {model} is no checkpoint; a GGUF is served as it is")
         return path
+    if not path.exists():
+        if (named := HUB_GGUF.fullmatch(model)) and (named[1] or named[2].upper().endswith("-GGUF")):
+            wanted = _one(model, named[3], quant) or (variant.quant if variant else None)
+            return _fetched(named[2], wanted, vision)
+        name, _, level = model.partition(":")
+        if level and (name == NANO or HUB_ID.fullmatch(name)):  # as `qwen-serve list` has them
+            model, quant = name, _one(model, level, quant)
     weights = ("--quant", quant or DEFAULT_QUANT)
     if variant is not None and quant is None:
         weights = ("--quant", variant.quant) if variant.quant else ("--recipe", str(variant.recipe))
@@ -63,9 +78,26 @@ def resolve(model: str, quant: str | None, variant: Variant | None = None) -> Pa
     if HUB_ID.fullmatch(model):
         return _converted(model, model.rpartition("/")[2], model.replace("/", "--"), weights)
     raise WeightsError(
-        f"{model}: no such file or folder, not a hub id such as Qwen/Qwen3.5-4B, and not {NANO}, "
-        "the model that comes with the package"
+        f"{model}: no such file or folder, not a hub id such as Qwen/Qwen3.5-4B or "
+        f"hf:unsloth/Qwen3.5-4B-GGUF:Q4_K_M, and not {NANO}, the model that comes with the package"
     )
+
+
+def _one(model: str, level: str | None, quant: str | None) -> str | None:
+    """The quant that MODEL names behind a colon, or --quant. Raises WeightsError where both do."""
+    if level and quant:
+        raise WeightsError(f"--quant {quant}: {model} says which already")
+    return level or quant
+
+
+def _fetched(repo: str, quant: str | None, vision: bool) -> Path:
+    from qwen_serve.llamacpp.vision import has_vision
+    from qwen_serve.server.hub import fetch  # its client takes a while to import
+
+    try:
+        return fetch(repo, quant, vision=vision and has_vision())
+    except HubError as error:
+        raise WeightsError(str(error)) from None
 
 
 def _converted(source: str, name: str, place: str, weights: tuple[str, str], *arguments: str) -> Path:

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
-from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.gguf import read_model
 
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .loading import build_engine, resolve_settings
@@ -52,7 +52,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         stages = StartProfile()
         settings = resolve_settings(settings)
-        self.plan = plan_memory(settings, read_header(settings.model, "model"))
+        self.plan = plan_memory(settings, read_model(settings.model, "model"))
         self.settings = self.plan.settings
         """The settings with every choice made; a `prefill_budget` of 0 is measured."""
         log.info("memory for %s:\n%s", settings.model, self.plan)

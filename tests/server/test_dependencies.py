@@ -54,8 +54,8 @@ def test_a_checkpoint_without_the_extra_is_told_of_it(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(WeightsError, match=r"not installed \(tqdm\): pip install 'qwen-serve\[convert\]'"):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(WeightsError, match=r"not installed \(scipy\): pip install 'qwen-serve\[convert\]'"):
         resolve(model, None)
 
 

@@ -1,0 +1,125 @@
+"""A GGUF in several files, as llama-gguf-split writes them: `NAME-00001-of-00003.gguf`.
+
+The first part has the metadata, and each has as many whole tensors as fit. llama.cpp, given the first, finds
+the others by name.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.progress import BYTES, Progress, size
+from qwen_serve.convert.stages import replacing
+from qwen_serve.llamacpp.gguf import ALIGNMENT, SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS, read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from qwen_serve.llamacpp.gguf import Header, TensorInfo
+
+MAGIC, VERSION = b"GGUF", 3
+COUNTS = 4 + 4 + 8 + 8
+"""Bytes in front of the keys: magic, version, tensors, keys."""
+U16, I32 = (2, "<H"), (5, "<i")
+"""ggml's number of a value's type, and `struct`'s name for it."""
+COPY_BYTES = 16 * 2**20
+
+
+def part_names(path: Path, count: int) -> list[Path]:
+    """The files that `path` is made into."""
+    return [path.with_name(f"{path.stem}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+
+
+def plan_parts(tensors: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
+    """Tensors, in their order, in as few parts as have at most `most` bytes of them each.
+
+    Raises:
+        ConvertError: one tensor is larger than that.
+    """
+    parts: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        n_bytes = _padded(tensor.n_bytes)
+        if n_bytes > most:
+            raise ConvertError(
+                f"--split-max-size: {tensor.name} alone has {size(n_bytes)}; tensors stay whole, so parts "
+                "have to be as large"
+            )
+        if filled + n_bytes > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(tensor)
+        filled += n_bytes
+    return parts
+
+
+def split(source: Path, path: Path, most: int) -> list[Path]:
+    """Writes the GGUF `source` in parts of at most `most` bytes of weights, named after `path`; they appear
+    under their names when all of one is there, the first one last.
+
+    Raises:
+        ConvertError: a tensor is larger than a part.
+    """
+    header = read_header(source)
+    parts = plan_parts(list(header.tensors.values()), most)
+    names = part_names(path, len(parts))
+    total = sum(tensor.n_bytes for tensor in header.tensors.values())
+    with source.open("rb") as file, Progress(f"Splitting {path.name}", total, BYTES) as progress:
+        for number in reversed(range(len(parts))):
+            with replacing(names[number]) as part, part.open("wb") as out:
+                _write(out, file, header, number, parts, progress)
+    return names
+
+
+def _write(
+    out: BinaryIO,
+    file: BinaryIO,
+    header: Header,
+    number: int,
+    parts: Sequence[Sequence[TensorInfo]],
+    progress: Progress,
+) -> None:
+    tensors = parts[number]
+    given = header.metadata.get("general.alignment", ALIGNMENT) if number == 0 else ALIGNMENT
+    alignment = given if isinstance(given, int) else ALIGNMENT
+    file.seek(COUNTS)
+    keys = file.read(header.keys_end - COUNTS) if number == 0 else b""
+    n_keys = len(header.metadata) if number == 0 else 0
+    keys += _key(SPLIT_NUMBER, number, U16) + _key(SPLIT_COUNT, len(parts), U16)
+    keys += _key(SPLIT_TENSORS, len(header.tensors), I32)
+    out.write(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), n_keys + 3) + keys)
+    offset = 0
+    for tensor in tensors:
+        name = tensor.name.encode()
+        out.write(struct.pack("<Q", len(name)) + name + struct.pack("<I", len(tensor.shape)))
+        out.write(struct.pack(f"<{len(tensor.shape)}QIQ", *tensor.shape, tensor.type, offset))
+        offset += _padded(tensor.n_bytes, alignment)
+    out.write(bytes(_padded(out.tell(), alignment) - out.tell()))
+    for tensor in tensors:
+        file.seek(tensor.offset)
+        left = tensor.n_bytes
+        while left:
+            block = file.read(min(left, COPY_BYTES))
+            if not block:
+                raise ConvertError(f"{header.path}: ends before {tensor.name} does; copy it again")
+            out.write(block)
+            left -= len(block)
+            progress.advance(len(block))
+        out.write(bytes(_padded(tensor.n_bytes, alignment) - tensor.n_bytes))
+
+
+def _key(name: str, value: int, kind: tuple[int, str]) -> bytes:
+    return (
+        struct.pack("<Q", len(name))
+        + name.encode()
+        + struct.pack("<I", kind[0])
+        + struct.pack(kind[1], value)
+    )
+
+
+def _padded(n_bytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-n_bytes // alignment) * alignment
