@@ -50,28 +50,66 @@ endif
 .DEFAULT_GOAL := help
 .PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify docs lint bump clean
 
+# What `make help` says of variables: name and default, the targets that read it, what it means.
+#= QUANT=Q4_K_M       convert, image  one or more with commas; auto searches types (TARGET, BPW, KLD or MS)
+#= VARIANT=           convert, serve, image  quant and settings under one name, such as fast (docs/variants.md)
+#= SRC=Qwen/Qwen3.5-4B  convert, image  hub id, checkpoint's folder, or a GGUF in F16, BF16 or F32
+#= OUT=models         convert  where files go
+#= RECIPE=            convert  a TOML file of types in place of QUANT's
+#= CALIBRATION=       convert  text for the importance matrix
+#= METHOD=nearest     convert  compensated: errors of rounding are made up for by other columns
+#= TARGET=            convert  size with QUANT=auto, such as 2.4GB; of a block drafter the model it drafts for
+#= BPW= KLD= MS=      convert  other targets of QUANT=auto: bits a weight, KL divergence, milliseconds
+#= FOR=               convert  the card that MS is for: A10G, L4, H100, H200
+#= MODEL=nano         serve, serve-cluster, image, soak  the GGUF file
+#= MMPROJ=            image  the vision tower's file; empty for none
+#= HOST=127.0.0.1 PORT=8080  serve, serve-cluster  the address
+#= REPLICAS=2 GPUS=   serve-cluster  how many, and on which cards (GPUS=0,1)
+#= IMAGE=qwen-serve   image  its name
+#= URL=http://127.0.0.1:8080  chat, verify  the server
+#= CUDA=auto          setup, image  0 or 1 decides by hand; pypi fetches CUDA's compiler
+#= CUDA_ARCHS=        setup, image  other compute capabilities than this machine's, such as "86;89"
+#= PATCHES=1         setup, image  0: llama.cpp as it comes
+#= NATIVE=1          setup  0: for any processor of this kind
+#= QWEN_SERVE_WHEELS=  setup  folder or URL of a release's wheels, taken instead of building
+#= WORKERS=           test  how many at a time
+#= SINCE=main         check  the commit to compare with
+#= FUZZ_CASES=625     fuzz  for each endpoint
+#= MINUTES=30         soak  how long
+#= TASKS=nano         verify  official asks the official gates
+#= GATES=results      submission  store with the model's gates; SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM from the environment
+#= VERSION=           bump  the release of llama-cpp-python, such as 0.3.37
+#= ARGS=              most  more flags for the program: make serve ARGS='--ctx-size 32768'
+
 help: ## this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "  make setup                                       # once"
+	@echo "  make serve                                       # the bundled model"
+	@echo "  make convert QUANT=Q4_K_M                        # Qwen/Qwen3.5-4B"
+	@echo "  make serve MODEL=models/Qwen3.5-4B-Q4_K_M.gguf PORT=8000"
 	@echo
-	@echo "  ARGS='...' passes more flags on: make serve ARGS='--ctx-size 32768'"
+	@echo "Targets:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "Variables:"
+	@awk -F '   *' '/^#= / { sub(/^#= */, ""); printf "  %-27s %-36s %s\n", $$1, $$2, $$3 }' $(MAKEFILE_LIST)
 
-setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine (CUDA=0 or 1 overrides the choice, CUDA=pypi fetches CUDA's compiler; PATCHES=0, NATIVE=0; QWEN_SERVE_WHEELS=folder or URL of a release's wheels, taken instead)
+setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine, or take a release's wheel
 	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' --advise,:)
 
-convert: setup ## QUANT=Q4_K_M[,...] or VARIANT=fast [SRC=hub id, folder or whole GGUF] [OUT=models] [RECIPE=...] [CALIBRATION=...] [METHOD=compensated]; QUANT=auto with TARGET=2.4GB, BPW=4.5, KLD=0.01 or MS=4.5 FOR=A10G; a drafter with TARGET=its model
+convert: setup ## convert a checkpoint to GGUF and quantize it
 	$(PY) -m qwen_serve.convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
 		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') $(if $(METHOD),--method '$(METHOD)') \
 		$(if $(TARGET),$(if $(filter auto,$(QUANT)),--target-size,--target) '$(TARGET)') \
 		$(if $(BPW),--target-bpw '$(BPW)') $(if $(KLD),--target-kld '$(KLD)') \
 		$(if $(MS),--target-ms '$(MS)') $(if $(FOR),--for '$(FOR)') $(ARGS)
 
-serve: setup $(if $(VARIANT),,$(if $(filter $(NANO),$(MODEL)),$(NANO))) ## [MODEL=path.gguf] [HOST=127.0.0.1] [PORT=8080]: without MODEL the bundled nano; VARIANT=fast: MODEL may be a checkpoint
+serve: setup $(if $(VARIANT),,$(if $(filter $(NANO),$(MODEL)),$(NANO))) ## serve a model: MODEL, or the bundled nano
 	$(PY) -m qwen_serve.server$(if $(VARIANT),.cli serve '$(or $(NAMED),nano)' --variant '$(VARIANT)', --model '$(MODEL)') \
 		--host '$(HOST)' --port '$(PORT)' $(ARGS)
 
-serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## REPLICAS=2 [GPUS=0,1] [MODEL=...] [HOST=...] [PORT=8080]: replicas behind a router
+serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## serve replicas behind a router
 	$(PY) -m qwen_serve.server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
 		--model '$(MODEL)' $(ARGS)
 
@@ -87,7 +125,7 @@ BAKED     := $(or $(NAMED),models/$(MADE)-$(QUANT).gguf)
 MMPROJ    ?= $(shell for tower in $(dir $(BAKED))mmproj-*-*.gguf; do case 'mmproj-$(notdir $(BAKED))' in \
 	("$$(basename "$$tower" | sed 's/-[^-]*$$//')"-*) echo "$$tower";; esac; done)
 
-image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## QUANT=Q4_K_M or VARIANT=fast [SRC=...], or MODEL=models/x.gguf [MMPROJ= for one that sees no pictures] [CUDA_ARCHS=86] [IMAGE=qwen-serve]; CUDA=0: nano on the CPU
+image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## a container image with the model baked in (CUDA=0: nano on the CPU)
 	$(if $(and $(VARIANT),$(if $(wildcard variants/$(VARIANT).toml),,no)),$(error VARIANT=$(VARIANT): an image has those of variants/ alone))
 ifeq ($(CUDA),0)
 	$(CONTAINER) build -f Dockerfile.cpu --build-arg QUANT='$(QUANT)' --build-arg VARIANT='$(VARIANT)' \
@@ -99,12 +137,12 @@ endif
 
 GATES ?= results
 
-submission: image $(VENV)/.bench ## `make image` with the same arguments, its rules checked, handed in [GATES=results]; SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM in the environment
+submission: image $(VENV)/.bench ## `make image`, the competition's rules checked, handed in
 	$(CONTAINER) save -o image.tar '$(IMAGE)'
 	gzip -f image.tar
 	$(PY) -m qwen_serve.bench submit image.tar.gz --model '$(BAKED)' $(if $(MMPROJ),--model '$(MMPROJ)') --original '$(SRC)' --gates '$(GATES)' $(ARGS)
 
-chat: $(VENV)/.serve ## talk to a running server in the terminal [URL=http://127.0.0.1:8080]
+chat: $(VENV)/.serve ## talk to a running server in the terminal
 	@$(PY) -m qwen_serve.server.client --url '$(URL)' $(ARGS)
 
 # one more than there are cores, since a third of the tests wait for a server or a browser
@@ -113,41 +151,41 @@ QUICK    := not slow and not reference and not image
 TOGETHER  = -n $(WORKERS) --dist worksteal
 SINCE    ?= main
 
-test: setup $(VENV)/.dev ## the tests (no torch, no GPU, no network), [WORKERS=3 at a time]; the long ones are test-slow's
+test: setup $(VENV)/.dev ## the tests: no torch, no GPU, no network
 	$(PY) -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-test-slow: setup $(VENV)/.dev ## the long tests and those that want the machine to themselves, one after the other
+test-slow: setup $(VENV)/.dev ## the long tests, and those that want the machine to themselves
 	$(PY) -m pytest -m 'slow and not reference and not image' $(ARGS)
 
 # every floor of pyproject.toml is one that was tested: an environment of the lowest versions, kept apart
-test-lowest: setup ## make test with the lowest version of each direct dependency, in .venv-lowest/
+test-lowest: setup ## `make test` with the lowest version of each direct dependency
 	$(PY) -m pip --disable-pip-version-check install -q uv
 	$(PY) -m uv venv -q --clear --seed --python $(PY) .venv-lowest
 	$(PY) -m uv pip install --python .venv-lowest/bin/python --resolution lowest-direct -e '.[cluster,bench,dev]' \
 		"llama-cpp-python @ $$($(PY) -c 'import importlib.metadata as m, json; print(json.loads(m.distribution("llama-cpp-python").read_text("direct_url.json"))["url"])')"
 	.venv-lowest/bin/python -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of what differs from main [SINCE=main]
+check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of what differs from SINCE
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(PY) -m tests.changed --since '$(SINCE)' -- -m '$(QUICK)' $(TOGETHER) -q $(ARGS)
 
-fuzz: setup $(VENV)/.dev ## 10,000 requests made from /openapi.json, and requests made to hurt [FUZZ_CASES=625]
+fuzz: setup $(VENV)/.dev ## 10,000 made-up requests, and requests made to hurt
 	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_openapi.py \
 		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers, stock llama.cpp and its programs
 	$(PY) -m pytest -m reference --timeout 1800 tests/reference tests/patches $(ARGS) # the first use builds llama.cpp
 
-test-image: setup $(VENV)/.dev ## the steps of Dockerfile.cpu in a chroot, and its server (root, mmdebstrap, ten minutes)
+test-image: setup $(VENV)/.dev ## the steps of Dockerfile.cpu in a chroot (root, mmdebstrap, ten minutes)
 	$(PY) -m pytest -m image --timeout 3600 tests/test_image.py $(ARGS)
 
 SOAK_PORT ?= 8099
 MINUTES   ?= 30
 
-soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MINUTES=30]: 32 clients, mixed requests, one deterministic server: failures, drift, leaks, answers that depend on load
+soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## 32 clients on one deterministic server: failures, drift, leaks
 	$(PY) -m qwen_serve.server --model '$(MODEL)' --port $(SOAK_PORT) --parallel 32 --ctx-size 65536 --deterministic \
 		--log-level warning & pid=$$!; trap 'kill $$pid; wait $$pid' EXIT; \
 	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
@@ -155,7 +193,7 @@ soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## [MINUTES=30
 
 TASKS ?= nano
 
-verify: $(VENV)/.bench ## a running server, as it will be judged: contract, latency, sampled gates, long answers [URL=...] [TASKS=official]
+verify: $(VENV)/.bench ## a running server as it will be judged: contract, latency, gates, long answers
 	$(PY) -m qwen_serve.bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
 
 docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
@@ -168,7 +206,7 @@ lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(VENV)/bin/hadolint Dockerfile.cuda Dockerfile.cpu deploy/Dockerfile.router
 
-bump: llama $(VENV)/.dev ## VERSION=0.3.37: moves the patches to another llama-cpp-python (patches/moving-the-pin.md) [ARGS=--survey|--skip-build|--accept]
+bump: llama $(VENV)/.dev ## move the patches to another llama-cpp-python (patches/moving-the-pin.md)
 	$(PY) patches/bump.py '$(or $(VERSION),$(error VERSION=? names a release of llama-cpp-python))' $(ARGS)
 
 clean: ## remove .venv/, caches and test output; converted models stay
