@@ -35,17 +35,10 @@ def test_every_load_is_measured_by_tenant(tmp_path: Path, capsys: pytest.Capture
         assert figure in shown
     prompts = [body["prompt"] for body in bodies]
     assert len({*prompts}) == len(prompts), "none is sent twice"
-    assert {body["max_tokens"] for body in bodies} > {4, 8}
-
-
-def test_first_answers_end_one_after_the_other_and_the_server_s_steps_are_recorded(tmp_path: Path) -> None:
-    """Answers of one length that were asked for at once end together for ever, a round of prompts later."""
-    with FakeServer(Script(token_delay=0.005)) as server:
-        assert measure(server, tmp_path) == 0
-        bodies = [body for path, body in server.requests if path == "/v1/completions"]
-    long = [body["max_tokens"] for body in bodies if body["max_tokens"] > 4]
-    assert {5, 6, 7} & {*long}
-    steps = load([tmp_path / "out"]).of(metric="step_tokens")
+    lengths = {body["max_tokens"] for body in bodies}
+    assert lengths > {4, 8}
+    assert {5, 6, 7} & lengths, "answers of one length, asked for at once, would end together for ever"
+    steps = results.of(metric="step_tokens")
     assert {name.removesuffix(", decode, 1 rows") for name in steps["cell"]} == {
         f"tenants, {load}" for load in LOADS
     }

@@ -135,7 +135,7 @@ def test_identical_variants_are_told_apart_no_more_often_than_they_should_be(tmp
 
 
 def test_six_percent_are_found_at_the_default_rounds(tmp_path: Path) -> None:
-    runs = 40
+    runs = 20
     found = 0
     for seed in range(runs):
         variants = (Made("a", 100, [PASS], scatter=0.06), Made("b", 106, [PASS], scatter=0.06))
