@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
@@ -36,9 +36,10 @@ from .planning.sequence_ids import SequenceIds
 from .planning.vision import MOST_TOKENS, WITHOUT
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
+from .reproducible import Reproducible, chunk_of, reproduced
 from .runner import Runner
 from .sampling import GrammarCompiler, Sampler, SamplingParams, sample
-from .scheduler import Reproducible, Scheduler
+from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
 from .speculation import build_speculator
 from .states import StateStore
@@ -64,9 +65,6 @@ PREFILL_CPU = 128
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
-
-DETERMINISTIC_GPU, DETERMINISTIC_CPU = 512, 128
-"""Tokens at whose multiples prompts are cut with `deterministic`, when `prefill_budget` does not say."""
 
 TOKENIZER_CACHE = 2**20
 """Tokens of long texts whose ids are kept for when they come again: some 10 MiB."""
@@ -157,8 +155,6 @@ class Components:
             self._check_rows(counts)
         alone = self.scheduler.reproducible is not None and self.scheduler.reproducible.alone
         drafts = settings.speculation != "off" and not alone
-        if settings.deterministic and not drafts:
-            return
         budget = self.scheduler.prefill_budget
         if known:
             budget.start(known.token_seconds)
@@ -243,18 +239,12 @@ class Components:
         return PrefixFile(path, made_by)
 
     def _check_rows(self, counts: ListLike[int]) -> None:
-        """See whether a row has the same bits in any company; if not, each is computed by itself."""
-        assert self.scheduler.reproducible is not None
-        settings, on_gpu = self.plan.settings, self.plan.on_gpu
-        sizes = sorted(n for n in {2, 4, *counts} if 1 < n <= settings.parallel)
-        lengths = [n for n in warmup.verified_lengths(on_gpu=on_gpu) if n <= verified_rows(settings)]
-        alone = not warmup.rows_are_the_same(self.context, sizes, lengths)
-        self.scheduler.reproducible = replace(self.scheduler.reproducible, alone=alone)
-        said = "rows are the same however many are computed together"
-        if alone:
-            drafts = " and nothing is drafted" if lengths else ""
-            said = f"rows depend on how many are computed together, so each is computed by itself{drafts}"
-        log.info("deterministic: prompts are cut every %d; %s", self.scheduler.reproducible.chunk, said)
+        """See in which passes a row has the same bits; the others are not used."""
+        settings = self.plan.settings
+        found = reproduced(self.context, settings, counts, on_gpu=self.plan.on_gpu)
+        self.scheduler.reproducible, self.cache.chunk = found, found.chunk
+        drafts, experts = settings.speculation != "off", self.plan.spec.has_experts
+        log.info("deterministic: %s", found.told(drafts=drafts, experts=experts))
 
     def _rehearse(self, n: int, rows: int) -> float:
         """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all; in seconds."""
@@ -318,7 +308,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
     ids = SequenceIds.of(settings)
     vocab = Vocab(model, cached=TOKENIZER_CACHE)
     grammars = GrammarCompiler(partial(llguidance_tokenizer, model), model.eos, vocab.added_tokens)
-    cut = _chunk(settings, on_gpu=plan.on_gpu) if settings.deterministic else 1
+    cut = chunk_of(settings, on_gpu=plan.on_gpu) if settings.deterministic else 1
     copied = _longest_draft(plan) if plan.on_gpu else 0
     states = StateStore(context, settings.parallel, ids.rollback, device_copies=copied)
     speculator = build_speculator(
@@ -367,12 +357,6 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
     )
     made = (vocab, grammars, states, speculator, cache, runner, scheduler)
     return Components(plan, stages, model, context, head, draft, encoder, *made, clock, plan.fully_offloaded)
-
-
-def _chunk(settings: EngineSettings, *, on_gpu: bool) -> int:
-    """Tokens at whose multiples prompts are cut."""
-    wanted = settings.prefill_budget or (DETERMINISTIC_GPU if on_gpu else DETERMINISTIC_CPU)
-    return min(wanted, settings.ubatch_size, settings.batch_size)
 
 
 def _longest_draft(plan: MemoryPlan) -> int:

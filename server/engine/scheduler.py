@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
+    from .reproducible import Reproducible
     from .sampling import SampleResult
     from .scheduling_policy import SchedulingPolicy
     from .sequence import FinishReason, Sequence
@@ -68,21 +69,6 @@ class Output:
     tokens: list[int]
     done: FinishReason | Exception | None
     """Why it has ended, if it has; a sampler's exception where that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reproducible:
-    """What makes a sequence's logits the same, bit for bit, whatever else is computed.
-
-    Each sequence needs KV cells of its own, too, as attention adds up in the order of cells.
-    """
-
-    chunk: int
-    """Prompts are cut at multiples of it, and read one at a time."""
-    together: int = 1
-    """Most tokens of a step that decodes, where there are fewer slots: of more the bits may be others."""
-    alone: bool = False
-    """Rows of several sequences are not computed together: the device computes them otherwise then."""
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
@@ -373,22 +359,29 @@ class Scheduler:
         if not prompts:
             return
         prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]
-        if self.reproducible is not None:
-            self._oldest_is_due = not self._oldest_is_due
-            first = prompts[0] if self._oldest_is_due else min(prompts, key=lambda one: one.pending)
-            chunk = self.reproducible.chunk
-            batch.add(first, min(first.pending_alike, chunk - first.computed % chunk))
-            return
         budget = self.prefill_budget.tokens
         if not any(sequence.ready for sequence in self.running):
             budget = max(budget, self._ubatch_size)
+        if self.reproducible is not None and self.reproducible.chunk > 1:
+            self._schedule_pieces(batch, prompts, self.reproducible, min(budget, self._ubatch_size))
+            return
+        most = self._batch_size if self.reproducible is None else self.reproducible.together - 1
         rows = self._scored_rows
-        for sequence, count in self._divide(min(self._batch_size, budget), prompts).items():
+        for sequence, count in self._divide(min(most, budget), prompts).items():
             fitting = min(count, self._cells.available - batch.n_tokens, _with_rows(sequence, rows))
             if fitting > 0:
                 self._cache.make_room(batch.n_tokens + fitting)
                 batch.add(sequence, fitting)
                 rows -= len(batch.chunks[-1].scored)
+
+    def _schedule_pieces(self, batch: Batch, prompts: list[Sequence], how: Reproducible, budget: int) -> None:
+        """The next piece of the oldest prompt or, in turn, of the shortest, and those that it can have
+        beside."""
+        self._oldest_is_due = not self._oldest_is_due
+        first = prompts[0] if self._oldest_is_due else min(prompts, key=lambda one: one.pending)
+        pieces = {one: min(one.pending_alike, how.chunk - one.computed % how.chunk) for one in prompts}
+        for one in sorted(how.group(first, pieces, budget), key=lambda one: one.slot or 0):
+            batch.add(one, pieces[one])
 
     def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
         """How many tokens of each prompt: half for the oldest, half for those with less to go.

@@ -134,9 +134,9 @@ class SchedulerSettings(Section, title="scheduler"):
     arrive at once"""
     deterministic: bool = False
     """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
-    (ctx_size / parallel, and as many for each state of the prefix cache), prompts are read alone and cut at
-    fixed places. Drafts, on the CPU from the text unless speculation says otherwise, need the patch
-    batch-invariant. Slower; docs/deterministic.md says by how much"""
+    (ctx_size / parallel, and as many for each state of the prefix cache), and prompts are read in small
+    passes, or cut at fixed places. Drafts, on the CPU from the text unless speculation says otherwise, need
+    the patch batch-invariant. Slower; docs/deterministic.md says by how much"""
     remember: bool = True
     """keep what a start finds out (seconds of steps, sizes of buffers) for the next one with the same card,
     driver, build, model and settings, in files of the cache folder"""

@@ -109,6 +109,7 @@ class ModelSpec:
     embedding_type: int
     """ggml's number for its type (`enum ggml_type`)."""
     output_is_tied: bool
+    has_experts: bool = False
     draft: DraftSpec | None = None
     """The draft model beside it, if there is one."""
     vision: VisionSpec | None = None
@@ -187,6 +188,7 @@ class ModelSpec:
             input_weights=sum(tensor.n_bytes for tensor in inputs),
             embedding_type=embedding.type if embedding else 0,
             output_is_tied=is_tied,
+            has_experts=bool(metadata.get("expert_count")),
         )
 
 

@@ -121,8 +121,8 @@ class PrefixCache:
         self._free = sorted(ids, reverse=True)
         self._max_cells = max_cells
         self._shrinks, self._interval = shrinks, interval
-        self._chunk = chunk
-        """Checkpoints are only where a multiple of this was read of a prompt."""
+        self.chunk = chunk
+        """Checkpoints are only where a multiple of this was read of a prompt; 1: everywhere."""
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._tool_ids = np.array(sorted(tool_ids), np.int32)
         """With one of these a turn begins that brings what tools gave, and is no question."""
@@ -199,7 +199,7 @@ class PrefixCache:
         """Whether what a running sequence has computed can be kept while others have its slot."""
         if sequence.computed == 0:
             return True
-        if not self.enabled or self._chunk > 1 or sequence.slot is None:
+        if not self.enabled or self.chunk > 1 or sequence.slot is None:
             return False
         whole = self._cells.length(sequence.slot) == sequence.computed
         return whole and (bool(self._free) or self._spare(sequence) is not None)
@@ -287,7 +287,7 @@ class PrefixCache:
         if not self.enabled:
             return
         self._read(sequence, depth)
-        if self._chunk > 1:  # what was generated would be read otherwise
+        if self.chunk > 1:  # what was generated would be read otherwise
             return
         if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
             return  # the last: drafts behind the end were computed too, and can not be taken back
@@ -391,7 +391,7 @@ class PrefixCache:
             node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
             saved = SavedState(entry.state, (None,) * len(self._states.hidden_drafters), length)
             fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
-            if node.depth % self._chunk or node.seq_id is not None:
+            if node.depth % self.chunk or node.seq_id is not None:
                 pass
             elif fits and self._bring_back(node, saved):
                 resident.append(node)
@@ -424,9 +424,9 @@ class PrefixCache:
         places.update((np.flatnonzero((tokens[:-1] < 0) & (tokens[1:] >= 0)) + 1).tolist())  # pictures' ends
         if self._interval:
             places.update(range(self._interval, len(tokens), self._interval))
-        if self._chunk > 1:
+        if self.chunk > 1:
             places.update((known, len(tokens)))
-            places = {place // self._chunk * self._chunk for place in places}
+            places = {place // self.chunk * self.chunk for place in places}
         return [*sorted(places - {0, len(tokens)}), len(tokens)]
 
     def _question(self, tokens: npt.NDArray[np.int32], turns: npt.NDArray[np.intp]) -> list[int]:
@@ -451,7 +451,7 @@ class PrefixCache:
             worth = node.depth > since and node.depth - previous >= MIN_GAIN
             if node.seq_id is not None:
                 previous = node.depth
-            elif worth and node.depth % self._chunk == 0:
+            elif worth and node.depth % self.chunk == 0:
                 previous = node.depth
                 yield node
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
-from qwen_serve.server.engine import SamplingParams
-from qwen_serve.server.engine.warmup import rows_are_the_same
+from qwen_serve.server.engine import SamplingParams, SchedulingParams
+from qwen_serve.server.engine.reproducible import rows_are_the_same
 from tests.marks import slow_but
 from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, submit
 
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine import Engine
 
+INVARIANT = pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
+
 MODES: dict[str, dict[str, Any]] = {
     "as it is": {"threads": 2},
     "flash attention": {"threads": 2, "flash_attn": "on"},
     "few states": {"prefix_checkpoints": 1, "prefix_interval": 128},
     "host": {"prefix_checkpoints": 2, "prefix_host_mib": 8, "prefix_interval": 128},
     "rows by themselves": {},
+    "chunks": {"prefill_budget": 128},
     "in the graph": {"sampling": "device"},
 }
 
@@ -72,7 +75,7 @@ async def test_an_answer_is_the_same_in_any_company(
     rng = random.Random(mode)
     asked = requests(rng)
     if mode == "rows by themselves":
-        monkeypatch.setattr("qwen_serve.server.engine.warmup.rows_are_the_same", lambda *_: False)
+        monkeypatch.setattr("qwen_serve.server.engine.reproducible.rows_are_the_same", lambda *_: False)
     if mode == "host":
         monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 64)
     options = {"deterministic": True, "parallel": 6, "ctx_size": 6 * 1024, **MODES[mode]}
@@ -104,17 +107,25 @@ async def test_without_it_answers_do_depend_on_company(nano_q4_k_m: Path) -> Non
     assert differing > 0
 
 
-async def test_the_same_prompt_again_reads_only_what_follows_the_last_cut(nano_q4_k_m: Path) -> None:
-    with running(nano_q4_k_m, deterministic=True) as engine:
+@INVARIANT
+@pytest.mark.parametrize(("chunk", "again", "next_turn"), [(0, 1, 1 + 30), (128, 400 - 384, 450 - 384)])
+async def test_what_is_read_once_more(chunk: int, again: int, next_turn: int, nano_q4_k_m: Path) -> None:
+    """Of the same prompt, and of one that goes on from the answer: from the last cut on, where there are
+    cuts."""
+    with running(nano_q4_k_m, deterministic=True, prefill_budget=chunk) as engine:
         reproducible = engine.components.scheduler.reproducible
         assert reproducible is not None
-        assert reproducible.chunk == 128
+        assert reproducible.chunk == (chunk or 1)
         prompt = random_prompt(random.Random(1), 400)
         first = await ask(engine, Request(prompt, 20))
-        before = engine.stats()
-        again = await ask(engine, Request(prompt, 20))
-        assert engine.stats().prompt_tokens - before.prompt_tokens == 400 - 384
-        assert again == first
+        for asked, read in (
+            (prompt, again),
+            ([*prompt, *first.tokens, *random_prompt(random.Random(2), 30)], next_turn),
+        ):
+            before = engine.stats().prompt_tokens
+            answer = await ask(engine, Request(asked, 20))
+            assert engine.stats().prompt_tokens - before == read
+            assert asked is not prompt or answer == first
 
 
 async def test_the_first_prompt_is_no_longer_than_a_sequence(
@@ -165,10 +176,14 @@ def test_rows_that_differ_now_and_then_are_found(differs: Callable[[int, int], b
 
 
 async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
-    """An answer's tokens and log-probabilities, to the last bit."""
+    """An answer's tokens and log-probabilities, to the last bit; as far as its listener stays."""
     await asyncio.sleep(request.delay)  # requests come when they come
     generation = submit(engine, request)
-    tokens = [token async for new in generation for token in new]
+    tokens: list[int] = []
+    async for new in generation:
+        tokens += new
+        if request.cancel_after is not None and len(tokens) >= request.cancel_after:
+            generation.cancel()
     assert generation.logprobs is not None
     return tokens, repr(generation.logprobs.tokens)
 
@@ -192,7 +207,7 @@ def with_drafts(rng: random.Random) -> list[Request]:
     return asked
 
 
-@pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
+@INVARIANT
 @pytest.mark.parametrize("speculation", ["ngram", pytest.param("both", marks=pytest.mark.slow)])
 async def test_drafts_and_company_change_no_bit(speculation: str, nano_q4_k_m: Path) -> None:
     rng = random.Random(speculation)
@@ -214,3 +229,70 @@ async def test_drafts_and_company_change_no_bit(speculation: str, nano_q4_k_m: P
         drafts = engine.stats().drafts
         assert sum(stats.drafted for stats in drafts.values()) > 0
         assert sum(stats.accepted for stats in drafts.values()) > 0
+
+
+def conversations(rng: random.Random, known: list[list[int]]) -> list[Request]:
+    """Up to five at once: new, again, or going on from a part of what was read or written; some leave."""
+    asked: list[Request] = []
+    for _ in range(rng.randint(1, 5)):
+        base = rng.choice(known) if known and rng.random() < 0.8 else []
+        kept = base[: rng.choice((len(base), rng.randint(0, len(base))))]
+        prompt = [*kept, *random_prompt(rng, rng.choice((1, 3, 20, 70, 150)))][:900]
+        params = SamplingParams(ignore_eos=True, logprobs=2)
+        if rng.random() < 0.4:
+            params = replace(params, temperature=1.0, top_k=30, seed=rng.randint(0, 9))
+        asked.append(
+            Request(
+                prompt,
+                rng.randint(1, 40),
+                rng.uniform(0, 0.1),
+                cancel_after=rng.randint(1, 20) if rng.random() < 0.15 else None,
+                params=params,
+                scheduling=SchedulingParams(priority=rng.randint(0, 2)),
+            )
+        )
+    return asked
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "anywhere": {},
+    "in turns": {"parallel": 2, "scheduling_policy": "priority"},
+    "host": {"prefix_checkpoints": 2, "prefix_host_mib": 8},
+    "chunks": {"prefill_budget": 128},
+}
+
+
+@INVARIANT
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", KEPT)
+async def test_a_kept_state_has_the_bits_of_a_fresh_prefill(
+    kept: str, nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever kept it: a prompt that was read in some company, an answer, or one that was put off."""
+    if kept == "host":
+        monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 64)
+    rng = random.Random(kept)
+    options: dict[str, Any] = {"deterministic": True, "parallel": 5, **KEPT[kept]}
+    options["ctx_size"] = 1024 * options["parallel"]
+    asked: list[Request] = []
+    found: list[tuple[list[int], str]] = []
+    with running(nano_q4_k_m, **options, speculation="ngram", draft_always=True) as engine:
+        known: list[list[int]] = []
+        for _ in range(11):
+            now = conversations(rng, known)
+            told_now = await asyncio.gather(*(told(engine, request) for request in now))
+            for request, (tokens, logprobs) in zip(now, told_now, strict=True):
+                known.append([*request.prompt, *tokens])
+                if request.cancel_after is None:
+                    asked.append(request)
+                    found.append((tokens, logprobs))
+        stats = engine.stats()
+        assert stats.prefix.hits > 2
+        assert kept == "chunks" or stats.prefix.evictions > 0
+        if kept == "in turns":
+            assert stats.preemptions > 0
+        if kept == "host":
+            assert stats.prefix.restores > 0
+    with running(nano_q4_k_m, **options, speculation="off", prefix_cache=False) as engine:
+        for request, before in zip(asked, found, strict=True):
+            assert await told(engine, replace(request, delay=0.0)) == before

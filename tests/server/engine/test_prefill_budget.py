@@ -110,7 +110,7 @@ def test_what_somebody_says_stays() -> None:
 
 
 def test_what_no_start_has_measured_is_not_learnt() -> None:
-    """With `deterministic`, or where neither drafts nor the budget depend on it."""
+    """Where neither drafts nor the budget depend on it."""
     budget = PrefillBudget(0.15, 16, 64)
     took(budget, 64, 1e-6)
     assert (budget.tokens, budget.each) == (64, 0.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
+from qwen_serve.server.engine.reproducible import Reproducible
 from qwen_serve.server.engine.sampling import SampleResult
-from qwen_serve.server.engine.scheduler import Reproducible
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, store, used
 
@@ -270,6 +270,32 @@ def test_reproducible_prompts_are_read_one_at_a_time_and_cut_at_fixed_places() -
             if chunk.is_prompt:
                 seen.setdefault(chunk.sequence.prompt_length, []).append(chunk.count)
     assert seen == {50: [20, 20, 10], 30: [20, 10], 1: [1]}
+
+
+@pytest.mark.parametrize(
+    ("how", "together"),
+    [
+        (Reproducible(16, 8), {(2, 5)}),
+        (Reproducible(16, 8, abreast=2), {(2, 5), (16, 16)}),
+        (Reproducible(16, 8, abreast=3), {(2, 5), (16, 16)}),
+        (Reproducible(16, 8, alone=True), set()),
+    ],
+)
+def test_reproducible_pieces_of_prompts(how: Reproducible, together: set[tuple[int, ...]]) -> None:
+    """Each is as long as it would be alone; together go whole chunks, or pieces that a small pass has room
+    for."""
+    s = scheduler(batch=64, ubatch=32, budget=16, reproducible=how)
+    for length in (37, 40, 2, 5):
+        s.add(sequence(length))
+    steps, pieces = set(), {37: [16, 16, 5], 40: [16, 16, 8], 2: [2], 5: [5]}
+    seen: dict[int, list[int]] = {}
+    while any(not running.decoding for running in s.running) or s.waiting:
+        chunks = [chunk for chunk in advance(s).chunks if chunk.is_prompt]
+        for chunk in chunks:
+            seen.setdefault(chunk.sequence.prompt_length, []).append(chunk.count)
+        steps.add(tuple(chunk.count for chunk in chunks))
+    assert seen == pieces
+    assert {step for step in steps if len(step) > 1} == together
 
 
 @pytest.mark.parametrize(("alone", "order"), [(False, [0, 1, 2]), (True, [2, 1, 0])])

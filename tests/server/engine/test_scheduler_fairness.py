@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_serve.server.engine.scheduler import Reproducible
+from qwen_serve.server.engine.reproducible import Reproducible
 from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, used
 

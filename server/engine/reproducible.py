@@ -1,0 +1,219 @@
+"""What `deterministic` needs to know: in which passes a token has the same bits, found by computing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, DeviceSampler
+
+from .planning.contexts import scored_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from collections.abc import Sequence as ListLike
+
+    import numpy.typing as npt
+
+    from qwen_serve.llamacpp import Context
+
+    from .sequence import Sequence
+    from .settings import EngineSettings
+
+CHUNK_GPU, CHUNK_CPU = 512, 128
+"""Tokens at whose multiples prompts are cut where they may not be cut anywhere."""
+
+LONG = 700
+"""Tokens of a sequence whose rows are compared: kernels change at 512 cells."""
+
+SHORT = 100
+"""Tokens of the text behind which verifications are compared."""
+
+SINGLE = 17
+"""Tokens behind it that are computed one by one."""
+
+COMPARED = 4
+"""Rows at either end of a decode that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reproducible:
+    """What makes a sequence's logits the same, bit for bit, whatever else is computed.
+
+    Each sequence needs KV cells of its own, too, as attention adds up in the order of cells.
+    """
+
+    chunk: int
+    """Prompts are cut at multiples of it; 1: anywhere, as a token has the same bits in all passes of less
+    than `together`."""
+    together: int = 1
+    """Most tokens of a step that decodes, where there are fewer slots: of more the bits may be others."""
+    abreast: int = 1
+    """Whole chunks of so many prompts have the same bits in one pass as each alone."""
+    alone: bool = False
+    """Rows of several sequences are not computed together: the device computes them otherwise then."""
+
+    def group(self, first: Sequence, pieces: Mapping[Sequence, int], budget: int) -> list[Sequence]:
+        """Of the next `pieces` of prompts, in tokens, which cuts end, those that are computed with that of
+        `first`.
+
+        Short ones share a small pass with others, whole chunks do up to a budget, where their bits are the
+        same; any other piece is a pass of its own.
+        """
+        count, taken = pieces[first], [first]
+        if count < self.together and not self.alone:
+            room = self.together - 1 - count
+            for one, more in pieces.items():
+                if one is not first and more <= room:
+                    taken.append(one)
+                    room -= more
+        elif count == self.chunk:
+            alike = (one for one, more in pieces.items() if more == count and one is not first)
+            taken += islice(alike, max(0, min(self.abreast, budget // count) - 1))
+        return taken
+
+    def told(self, *, drafts: bool, experts: bool) -> str:
+        """What holds, in words."""
+        if self.alone:
+            who = "rows of a model with experts" if experts else "rows"
+            rest = " and nothing is drafted" if drafts else ""
+            return (
+                f"{who} depend on how many are computed together, so each is computed by itself{rest}; "
+                f"prompts are cut every {self.chunk}, and none starts from the end of an answer"
+            )
+        same = "rows are the same however many are computed together"
+        if self.chunk == 1:
+            return f"{same}, and prompts wherever they are cut"
+        beside = f"{self.abreast} at once" if self.abreast > 1 else "each alone"
+        return f"{same}; prompts are cut every {self.chunk}, whole chunks of them are read {beside}"
+
+
+def chunk_of(settings: EngineSettings, *, on_gpu: bool) -> int:
+    """Tokens at whose multiples prompts are cut, where they may not be cut anywhere."""
+    wanted = settings.prefill_budget or (CHUNK_GPU if on_gpu else CHUNK_CPU)
+    return min(wanted, settings.ubatch_size, settings.batch_size)
+
+
+def reproduced(
+    context: Context, settings: EngineSettings, counts: ListLike[int], *, on_gpu: bool
+) -> Reproducible:
+    """Compute the same rows in passes of several sizes, and see where their bits are the same.
+
+    On the CPU prompts are cut anywhere then. A GPU would read them in eight times as many passes.
+    """
+    chunk, together = chunk_of(settings, on_gpu=on_gpu), BATCH_INVARIANT_TOKENS
+    sizes = sorted(n for n in {2, 4, *counts} if 1 < n <= settings.parallel)
+    most = min(scored_rows(settings), context.n_ctx_seq - SHORT)
+    lengths = [n for n in verified_lengths(on_gpu=on_gpu) if n <= most]
+    if not rows_are_the_same(context, sizes, lengths):
+        return Reproducible(chunk, together, alone=True)
+    anywhere = chunk < together if settings.prefill_budget else not on_gpu
+    if anywhere and HAS_BATCH_INVARIANCE:
+        return Reproducible(1, together)
+    most = min(settings.ubatch_size // chunk, settings.parallel) if chunk < context.n_ctx_seq else 1
+    same = most > 1 and chunks_are_the_same(context, chunk, sorted({2, most}))
+    return Reproducible(chunk, together, abreast=most if same else 1)
+
+
+def verified_lengths(*, on_gpu: bool) -> tuple[int, ...]:
+    """Tokens of one sequence in passes that are compared: kernels for few, some and many."""
+    return (2, 4, 9, 17, 33, 63) if on_gpu else (2, 9, 17, 63)
+
+
+def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike[int] = ()) -> bool:
+    """Whether sequences' logits have the same bits in a decode of one and of each of `counts` sequences, and
+    token by token as in a decode of each of `lengths` tokens.
+
+    For a long sequence beside short ones, as kernels choose by that, too. Each decode has other tokens, and
+    several of its rows are compared: two ways to add up agree on many rows where matrices are small.
+    """
+    sampled = context.samplers.active
+    context.set_samplers(None)
+    length = min(LONG, context.n_batch, context.n_ubatch, context.n_ctx_seq - 1)
+
+    def rows(ids: ListLike[int], tokens: ListLike[int], long: int) -> npt.NDArray[np.float32]:
+        context.clear()
+        if long in ids:
+            _read(context, long, length)
+        n = len(ids)
+        context.tokens[:n] = tokens
+        context.positions[:n] = [length if id_ == long else 0 for id_ in ids]
+        context.sequences[:n] = ids
+        context.outputs[:n] = 1
+        context.decode(n)
+        logits: npt.NDArray[np.float32] = context.logits(n).copy()
+        return logits
+
+    alone = rows([0], [0], 0)[0]  # the long sequence; its prompt is what takes time
+
+    def same(n: int, long: int) -> bool:
+        tokens = [0 if id_ == long else (31 * n + 7 * id_ + long) % 256 for id_ in range(n)]
+        together = rows(range(n), tokens, long)
+        ends = {*range(n)[:COMPARED], *range(n)[-COMPARED:]} - {long}
+        return np.array_equal(alone, together[long], equal_nan=True) and all(
+            np.array_equal(rows([id_], [tokens[id_]], long)[0], together[id_], equal_nan=True)
+            for id_ in sorted(ends)
+        )
+
+    def verified(lengths: ListLike[int]) -> npt.NDArray[np.float32]:
+        """Rows after each of so many tokens behind a text, in decodes of these lengths."""
+        context.clear()
+        _read(context, 0, SHORT)
+        place, found = SHORT, []
+        for n in lengths:
+            context.tokens[:n] = 7 * np.arange(place, place + n) % 256
+            context.positions[:n] = np.arange(place, place + n)
+            context.sequences[:n], context.outputs[:n] = 0, 1
+            context.decode(n)
+            found.append(context.logits(n).copy())
+            place += n
+        return np.concatenate(found)
+
+    found = all(same(n, long) for n in counts for long in {0, n - 1})
+    if found and lengths:
+        single = min(max(lengths), SINGLE)
+        each = verified([1] * single + [max(lengths) - single] * (max(lengths) > single))
+        found = all(np.array_equal(verified([n]), each[:n], equal_nan=True) for n in lengths)
+    context.clear()
+    if sampled:
+        context.set_samplers(DeviceSampler.BEST)
+    return found
+
+
+def chunks_are_the_same(context: Context, chunk: int, counts: ListLike[int]) -> bool:
+    """Whether the first `chunk` tokens of a prompt have the same bits alone and beside as many of others, of
+    each of `counts` prompts in all: in the row at their end, and in the one after the next token."""
+    sampled = context.samplers.active
+    context.set_samplers(None)
+
+    def rows(ids: ListLike[int]) -> npt.NDArray[np.float32]:
+        context.clear()
+        found, n = [], len(ids)
+        for start, length in ((0, chunk), (chunk, 1)):
+            places = np.arange(start, start + length)
+            context.tokens[: n * length] = [(7 * at + 31 * id_) % 256 for id_ in ids for at in places]
+            context.positions[: n * length] = np.tile(places, n)
+            context.sequences[: n * length] = np.repeat(ids, length)
+            context.outputs[: n * length] = np.tile(places == places[-1], n)
+            context.decode(n * length)
+            found.append(context.logits(n).copy())
+        return np.stack(found, axis=1)
+
+    alone = np.concatenate([rows([id_]) for id_ in range(max(counts))])
+    same = all(np.array_equal(rows(range(n)), alone[:n], equal_nan=True) for n in counts)
+    context.clear()
+    if sampled:
+        context.set_samplers(DeviceSampler.BEST)
+    return same
+
+
+def _read(context: Context, slot: int, length: int) -> None:
+    context.tokens[:length] = np.arange(length) % 256
+    context.positions[:length] = np.arange(length)
+    context.sequences[:length] = slot
+    context.outputs[:length] = 0
+    context.outputs[length - 1] = 1
+    context.decode(length)
