@@ -48,7 +48,7 @@ $(error brackets mark what may be left out: make TARGET NAME=value, without [ an
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify docs lint bump clean
+.PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify record docs lint bump clean
 
 # What `make help` says of variables: name and default, the targets that read it, what it means.
 #= QUANT=Q4_K_M       convert, image  one or more with commas; auto searches types (TARGET, BPW, KLD or MS)
@@ -195,6 +195,10 @@ TASKS ?= nano
 
 verify: $(VENV)/.bench ## a running server as it will be judged: contract, latency, gates, long answers
 	$(PY) -m qwen_serve.bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
+
+# a model that is named is taken for the real one, whose gates are the official ones
+record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## MODEL=path.gguf: an hour on one card, in one file to send in [TASKS=official|nano] [ARGS=--quick]; goes on after an interruption
+	$(PY) -m qwen_serve.bench record '$(MODEL)' --tasks '$(if $(filter file,$(origin TASKS)),$(if $(NAMED),official,nano),$(TASKS))' $(ARGS)
 
 docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site

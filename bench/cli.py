@@ -49,6 +49,10 @@ COMMANDS = {
     "experiment": Command(
         "A series of measurements, described in TOML.", "qwen_serve.bench.experiments.run:experiment"
     ),
+    "record": Command(
+        "An hour on one card: latency, throughput, gates, start, clocks, in one file to send in.",
+        "qwen_serve.bench.record.command:record",
+    ),
     "soak": Command(
         "Mixed load for minutes or hours: failures, drift, leaks.", "qwen_serve.bench.load.soak:soak"
     ),

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from qwen_serve.bench.record.page import community, records_in  # noqa: E402
 from qwen_serve.server.api.observe.metrics import Metrics  # noqa: E402
 from qwen_serve.server.engine import EngineStats  # noqa: E402
 from qwen_serve.server.settings import described_settings  # noqa: E402
@@ -32,6 +33,8 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 """File of the tree -> page of the site."""
+
+COMMUNITY = "results/community/README.md"
 
 MADE = {"server/engine/settings.py": "settings.md", "server/api/observe/metrics.py": "metrics.md"}
 """Where a page is made from code, the file that a link names in the tree."""
@@ -98,3 +101,6 @@ for path in (ROOT / "docs").glob("*.md"):
 for page, text in {"settings.md": settings_page(), "metrics.md": metrics_page()}.items():
     with mkdocs_gen_files.open(page, "w") as out:
         out.write(text)
+with mkdocs_gen_files.open(COMMUNITY, "w") as out:
+    page = ROOT / "docs" / COMMUNITY
+    out.write(page.read_text(encoding="utf-8") + "\n" + community(records_in(page.parent)))

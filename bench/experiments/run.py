@@ -138,7 +138,7 @@ def experiment(
             print(shlex.join(["qwen-bench", *words]))
             continue
         began = monotonic()
-        state = "is there" if _is_there(words, store.out / one.name) else _run(words)
+        state = "is there" if finished_run(words, store.out / one.name) else run_part(words)
         lines.append([one.name, state, (monotonic() - began) / 60])
         print(f"{one.name}: {state}", file=sys.stderr, flush=True)
     if lines:
@@ -146,7 +146,7 @@ def experiment(
     return 1 if any(state not in ("finished", "is there") for _, state, _ in lines) else 0
 
 
-def _run(words: Sequence[str]) -> str:
+def run_part(words: Sequence[str]) -> str:
     """Run a part in a process of its own. Returns how it went."""
     process = subprocess.Popen(
         [sys.executable, "-m", "qwen_serve.bench", *words],
@@ -162,9 +162,12 @@ def _run(words: Sequence[str]) -> str:
     return "finished" if status == 0 else f"exit status {status}"
 
 
-def _is_there(words: Sequence[str], folder: Path) -> bool:
+def finished_run(words: Sequence[str], folder: Path) -> Path | None:
+    """The last finished run of a command in a part's store; None where there is none."""
     wanted = ["qwen-bench", *words]
-    return any(one.command == wanted and one.status == "finished" for one in manifests(folder).values())
+    found = manifests(folder).items()
+    done = [run for run, one in found if one.command == wanted and one.status == "finished"]
+    return done[-1] if done else None
 
 
 def _flag(name: str, value: Option, variables: Mapping[str, str]) -> list[str]:

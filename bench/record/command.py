@@ -1,0 +1,147 @@
+"""``qwen-bench record``: an hour on one card, as one file and one page."""
+
+import hashlib
+import platform
+import socket
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from qwen_serve.bench import provenance
+from qwen_serve.bench.errors import BenchError
+from qwen_serve.bench.experiments import run as series
+from qwen_serve.bench.experiments.run import Experiment, finished_run
+from qwen_serve.bench.gates.gate import NANO_NAMES, OFFICIAL
+from qwen_serve.bench.record.clocks import clocks, sampled
+from qwen_serve.bench.record.document import Machine, Model, Record, Row, plain, plain_versions, rows_of
+from qwen_serve.bench.record.page import html, tables
+from qwen_serve.bench.servers.launch import PYTHON_PATH, ServerProcess
+from qwen_serve.bench.store import load, write_atomically
+
+GATES = {"official": tuple(gate.name for gate in OFFICIAL), "nano": NANO_NAMES}
+GATES_PART = "gates"
+JSON, PAGE, CLOCKS = "record.json", "record.html", "clocks.jsonl"
+
+
+async def record(
+    model: Path,
+    /,
+    *,
+    tasks: str = "official",
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    port: int = 8098,
+    out: Path | None = None,
+) -> int:
+    """An hour on one card: start, latency, throughput at 1, 8 and 64, a tenth of the gates, in one file.
+
+    Our server as it comes, on the bundled experiment `card`. What is finished is not measured again: run the
+    same command after an interruption. OUT/record.json names the card, its driver and clocks, the processor,
+    versions and the model's file, and no host, user, path or key; OUT/record.html shows it.
+
+    Parameters
+    ----------
+    model
+        The GGUF.
+    tasks
+        official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: of the bundled model.
+    quick
+        Only whether everything runs: no figures to be sent in.
+    port
+        Where the server for the gates listens.
+    out
+        The store, and where the file and the page go (results/record; results/record-quick).
+    """
+    if not model.is_file():
+        raise BenchError(f"{model}: not a file; want a GGUF")
+    if tasks not in GATES:
+        raise BenchError(f"--tasks {tasks}: want {' or '.join(GATES)}")
+    described = Experiment.read(Path("card-quick" if quick else "card"))
+    out = out or Path("results/record-quick" if quick else "results/record")
+    variables = {"gguf": str(model.resolve()), "url": f"http://127.0.0.1:{port}", "tasks": tasks}
+    lines = {
+        part.name: [*described.words(part, variables, {}), "--out", str(out / part.name)]
+        for part in described.parts
+        if part.name != GATES_PART
+    }
+    (gates,) = (part for part in described.parts if part.name == GATES_PART)
+    asked = {
+        gate: [*described.words(gates, {**variables, "tasks": gate}, {}), "--out", str(out / gate)]
+        for gate in GATES[tasks]
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with sampled(out / CLOCKS):
+            for name, words in lines.items():
+                _measure(name, words, out)
+            if any(finished_run(words, out / name) is None for name, words in asked.items()):
+                _free(port)
+                async with _server(variables["gguf"], port, out / "server.log"):
+                    for name, words in asked.items():
+                        _measure(name, words, out)
+    except (KeyboardInterrupt, SystemExit):
+        print("what is finished is kept: the same command goes on", file=sys.stderr)
+        raise
+    made = make(model, {**lines, **asked}, out, quick=quick)
+    write_atomically(out / JSON, made.text())
+    write_atomically(out / PAGE, html(made))
+    for table in tables(made):
+        table.print()
+    print(f"wrote {out / JSON} and {out / PAGE}")
+    missing = [name for name, state in made.parts.items() if state == "missing"]
+    if missing:
+        print(f"missing: {', '.join(missing)}; the same command measures them", file=sys.stderr)
+    return 1 if missing else 0
+
+
+def make(model: Path, lines: dict[str, list[str]], out: Path, *, quick: bool) -> Record:
+    """The record of what a store has of some parts, by name their command lines."""
+    found = {name: finished_run(words, out / name) for name, words in lines.items()}
+    rows: list[Row] = []
+    for name, folder in found.items():
+        rows += rows_of(name, load([folder])) if folder is not None else []
+    card, driver = provenance.card()
+    host = provenance.host()
+    with model.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Record(
+        made=datetime.now(UTC).date(),
+        quick=quick,
+        model=Model(file=plain(model.name), bytes=model.stat().st_size, sha256=digest),
+        machine=Machine(
+            card=plain(card) if card else None,
+            driver=plain(driver) if driver else None,
+            processor=plain(host["processor"]),
+            cores=int(host["cores"]),
+            memory=host["memory"],
+            system=plain(" ".join([platform.system(), platform.machine(), *platform.libc_ver()]).strip()),
+        ),
+        versions=plain_versions(provenance.versions()),
+        commit=provenance.commit(),
+        clocks=clocks(out / CLOCKS),
+        parts={name: "missing" if folder is None else "finished" for name, folder in found.items()},
+        rows=rows,
+    )
+
+
+def _measure(name: str, words: list[str], out: Path) -> None:
+    state = "is there" if finished_run(words, out / name) is not None else series.run_part(words)
+    print(f"{name}: {state}", file=sys.stderr, flush=True)
+
+
+def _free(port: int) -> None:
+    """Raises BenchError where another server would be measured."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise BenchError(f"--port {port}: something listens there; want a free one for the gates' server")
+
+
+def _server(gguf: str, port: int, log: Path) -> ServerProcess:
+    """Ours as it comes, for the gates."""
+    command = [sys.executable, "-m", "qwen_serve.server", "--model", gguf, "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    return ServerProcess(
+        "qwen-serve", command, url, ready_path="/ping", log=log, environment=dict(PYTHON_PATH)
+    )

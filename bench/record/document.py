@@ -1,0 +1,157 @@
+"""The file of a record: what was measured with what, and nothing of whose machine it was.
+
+Its strings are names of cards, processors, versions, workloads: none may hold a slash, a backslash or an
+e-mail address, so that no path and no URL gets in. The schema of the repository's copies is
+docs/results/community/schema.json.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from qwen_serve.bench.errors import BenchError, first_problem
+from qwen_serve.bench.metrics import METRICS
+from qwen_serve.bench.report.publish import summarize
+from qwen_serve.bench.store import Results
+
+MOST_BYTES = 200_000
+"""Of the file."""
+
+KEPT = (
+    *("latency", "ttft", "itl", "output_rate", "total_rate", "request_rate", "failed", "spot_checks_failed"),
+    *("ms_per_token", "start_time", "drafted_tokens", "accepted_tokens"),
+    *("score", "score_low", "score_high", "threshold", "baseline", "items", "items_in_all"),
+    *("cut_answers", "cut_thinking", "empty_answers"),
+)
+"""Metrics of the store that the file has."""
+
+Plain = Annotated[str, Field(max_length=120, pattern=r"^[^/\\\\]*$")]
+State = Literal["finished", "missing"]
+MetricName = Annotated[str, Field(json_schema_extra={"enum": list(KEPT)})]
+
+
+class Part(BaseModel):
+    """Of a record: strict, and without fields that nobody knows."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Model(Part):
+    """The GGUF that was served."""
+
+    file: Plain
+    bytes: int = Field(gt=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class Machine(Part):
+    """``card`` None: measured on the processor. ``system``: kernel's name and C library."""
+
+    card: Plain | None
+    driver: Plain | None
+    processor: Plain
+    cores: int = Field(ge=1)
+    memory: Plain
+    system: Plain
+
+
+class Spread(Part):
+    """Of values in time."""
+
+    p10: float
+    p50: float
+    p90: float
+
+
+class Clocks(Part):
+    """nvidia-smi's, while the card was at work: ``sm`` and ``memory`` in MHz, ``power`` in W, ``temperature``
+    in degrees Celsius; what the card allows at most, where it tells."""
+
+    samples: int = Field(ge=1)
+    sm: Spread
+    memory: Spread
+    power: Spread
+    temperature: Spread
+    sm_most: float | None
+    memory_most: float | None
+    power_limit: float | None
+
+
+class Row(Part):
+    """One metric of one part's cell: its values' spread over rounds and requests."""
+
+    part: Plain
+    workload: Plain
+    cell: Plain
+    metric: MetricName
+    rounds: int = Field(ge=1)
+    values: int = Field(ge=1)
+    p10: float
+    p50: float
+    p90: float
+
+
+class Record(Part):
+    """``quick``: only whether everything runs. ``parts``: what was measured. ``rows``: what came out."""
+
+    format: Literal[1] = 1
+    made: date
+    quick: bool
+    model: Model
+    machine: Machine
+    versions: dict[Plain, Plain]
+    commit: Annotated[str, Field(pattern=r"^[\w.-]{4,80}$")] | None
+    clocks: Clocks | None
+    parts: dict[Plain, State]
+    rows: list[Row]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """A file. Raises BenchError that names what is wrong, too large among it."""
+        data = path.read_bytes()
+        if len(data) > MOST_BYTES:
+            raise BenchError(f"{path}: {len(data):,} bytes; want at most {MOST_BYTES:,}")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise BenchError(f"{path}: {first_problem(error, 'the record')}") from error
+
+    def text(self) -> str:
+        """What the file holds. Raises BenchError where that is too much."""
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in self.model_dump(mode="json")["rows"])
+        head = json.dumps(self.model_dump(mode="json", exclude={"rows"}), indent=1)
+        made = head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
+        if len(made.encode()) > MOST_BYTES:
+            raise BenchError(f"the record has {len(made.encode()):,} bytes; want at most {MOST_BYTES:,}")
+        return made
+
+
+def rows_of(part: str, results: Results) -> Iterable[Row]:
+    """The file's rows of what one run measured."""
+    frame = results.frame
+    summary = summarize(frame[frame["metric"].isin(KEPT)])
+    for one in summary.itertuples():
+        spread = {name: float(f"{getattr(one, name):.6g}") for name in ("p10", "p50", "p90")}
+        named = {"workload": one.workload, "cell": one.cell, "metric": one.metric}
+        yield Row(part=part, rounds=one.rounds, values=one.values, **named, **spread)
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of the file, as the repository has it."""
+    made = Record.model_json_schema()
+    assert set(KEPT) <= METRICS.keys()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+
+
+def plain(text: str) -> str:
+    """A name of a card or a processor as the file may hold it."""
+    return text.replace("/", " ").replace("\\", " ")[:120]
+
+
+def plain_versions(versions: Mapping[str, str]) -> dict[str, str]:
+    """Versions of packages; one that was installed from a path is only its version."""
+    return {name: plain(version) for name, version in versions.items()}
