@@ -146,23 +146,52 @@ RENAMED = {
 """What was a command of its own."""
 
 
+GROUPS = {
+    "Measure a server": ("latency", "throughput", "peers", "start", "experiment"),
+    "Check a server": ("conformance", "soak"),
+    "Judge a model": ("quality", "sweep"),
+    "Look inside": ("engine",),
+    "Results": ("report",),
+    "Make": ("build", "submit"),
+}
+"""Headings of the help -> commands."""
+
+HELP = """Measure any OpenAI-shaped server. Every run is recorded in a store (--out).
+
+- `qwen-bench latency --url http://127.0.0.1:8080 --runs 50`
+- `qwen-bench throughput --url http://127.0.0.1:8080 --levels 1,8,64`
+- `qwen-bench peers --gguf x.gguf --peer a=server --peer b=llama-server:tuned`
+- `qwen-bench report results`
+"""
+
+
 def make_app(words: Sequence[str]) -> App:
     """What ``words`` ask for brings its own help; the others' would import everything there is."""
-    from cyclopts import App
+    from cyclopts import App, Group
 
     app = App(
         name="qwen-bench",
-        help="Measure any OpenAI-shaped server. Every run is recorded in a store (--out).",
+        help=HELP,
         result_action="return_value",
         version_flags=(),
         suppress_keyboard_interrupt=False,  # main says what it says of it
     )
+    app["--help"].group = Group("Help", sort_key=len(GROUPS))
     asked, part_asked = (*words[:2], None, None)[:2]
+    groups = {
+        name: group
+        for place, (title, names) in enumerate(GROUPS.items())
+        for group in [Group(title, sort_key=place)]
+        for name in names
+    }
     for name, command in COMMANDS.items():
+        group = groups[name]
         if command.where is not None and not (command.parts and name == asked):
-            app.command(command.where, name=name, help=None if name == asked else command.what)
+            app.command(command.where, name=name, help=None if name == asked else command.what, group=group)
             continue
-        own = App(name=name, help=command.what if command.where is None else None, version_flags=())
+        own = App(
+            name=name, help=command.what if command.where is None else None, version_flags=(), group=group
+        )
         if command.where is not None:
             own.default(_function(command.where))
         for part, one in command.parts.items():

@@ -43,6 +43,21 @@ DESCRIPTION = """\
 Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with an importance matrix.
 --src may also be a GGUF that is not quantized: it is read where it lies, in place of <name>-F16.gguf.
 
+  qwen-convert --src models/nano --quant Q4_K_M,Q2_K
+  qwen-convert --src models/nano --quant Q2_K --method compensated
+  qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
+  qwen-convert --src ./my-finetune --quant F16
+  qwen-convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
+  qwen-convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
+  qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
+  qwen-convert --src models/nano --quant auto --target-size 4.0MB
+  qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
+  qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
+  qwen-convert --src ./my-adapter --base Qwen/Qwen3.5-4B
+  qwen-convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
+"""
+
+FILES = """\
 Files go to --out, each under its final name only when it is complete:
   <name>-F16.gguf           the whole model, from which everything else is made
   <name>.calibration.txt    text that the model wrote itself, for the importance matrix
@@ -59,22 +74,6 @@ A block drafter (DFlash) needs its model as --target; it gets no texts, no impor
 With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
 model over the tokens that they have.
 A second run makes only what is missing or out of date, so an interrupted one is finished by repeating it.
-"""
-
-EXAMPLES = """\
-examples:
-  qwen-convert --src models/nano --quant Q4_K_M,Q2_K
-  qwen-convert --src models/nano --quant Q2_K --method compensated
-  qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
-  qwen-convert --src ./my-finetune --quant F16
-  qwen-convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
-  qwen-convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
-  qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
-  qwen-convert --src models/nano --quant auto --target-size 4.0MB
-  qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
-  qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
-  qwen-convert --src ./my-adapter --base Qwen/Qwen3.5-4B
-  qwen-convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
 """
 
 
@@ -231,8 +230,9 @@ def select_quants(
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qwen-convert",
+        usage="%(prog)s [--src SRC] [--quant A,B] [--out DIR] [--FLAG VALUE ...]",
         description=DESCRIPTION,
-        epilog=EXAMPLES,
+        epilog=FILES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what to convert, to what")

@@ -13,13 +13,25 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 USAGE = """\
-usage: qwen-serve serve MODEL [--quant Q4_K_M] [--variant NAME] [--SETTING VALUE ...]   serve a model
-       qwen-serve list         the models that are in the caches
-       qwen-serve rm NAME      removes one
-       qwen-serve chat [QUESTION]                  talk to a running server
-       qwen-serve convert [--src ...] [--quant ...]        checkpoint to GGUF (also qwen-convert)
-       qwen-serve setup        build llama.cpp for this machine, patched, or take a release's wheel
-       qwen-serve --version
+Serve Qwen3.5 models, talk to them, convert them.
+
+  qwen-serve serve nano                                        # the tiny model that comes along
+  qwen-serve serve Qwen/Qwen3.5-4B --quant Q4_K_M              # fetched and converted once
+  qwen-serve serve model.gguf --parallel 32 --ctx-size 131072
+  qwen-serve chat 'What is 17+25?'
+
+Serve and ask:
+  qwen-serve serve MODEL [--quant Q4_K_M] [--variant NAME] [--SETTING VALUE ...]
+  qwen-serve chat [QUESTION]      talk to a running server
+
+Models:
+  qwen-serve list                 those that are in the caches
+  qwen-serve rm NAME              remove one
+  qwen-serve convert [--src ...] [--quant ...]    checkpoint to GGUF (also qwen-convert)
+
+This machine:
+  qwen-serve setup                build llama.cpp, patched, or take a release's wheel
+  qwen-serve --version
 
 MODEL is a GGUF file, or one on the Hugging Face hub (hf:owner/name:Q4_K_M; also -hf owner/name[:quant]), a
 checkpoint's folder or its hub id, such as Qwen/Qwen3.5-4B, or nano, the tiny model that comes with the

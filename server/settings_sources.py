@@ -56,7 +56,17 @@ def _metavar(field: FieldInfo) -> str:
     return next((name for kind, name in ((int, "N"), (float, "S"), (Path, "PATH")) if kind in kinds), "TEXT")
 
 
-class _HelpFormatter(argparse.HelpFormatter):
+DESCRIPTION = """\
+Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses, /v1/completions,
+/api/chat, /invocations.
+
+  python -m qwen_serve.server --model model.gguf
+  python -m qwen_serve.server --model model.gguf --parallel 32 --ctx-size 131072 --port 8000
+  python -m qwen_serve.server --model model.gguf --host 0.0.0.0 --api-key-file keys.txt
+  python -m qwen_serve.server --model model.gguf --variant fast --print-settings"""
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Names with hyphens, such as those of patches, stay whole."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
@@ -69,11 +79,10 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m qwen_serve.server",
         usage="%(prog)s --model PATH [--variant NAME] [--config PATH] [--print-settings] "
         "[--SETTING VALUE ...]",
-        description="Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses, "
-        "/v1/completions, /invocations.",
+        description=DESCRIPTION,
         epilog=f"Each flag is also an environment variable ({ENV_PREFIX}CTX_SIZE for --ctx-size) and a "
-        "key of --config (ctx_size = 8192). A flag wins over the environment, the environment over the file, "
-        "the file over the variant.",
+        "key of --config (ctx_size = 8192).\nA flag wins over the environment, the environment over the "
+        "file, the file over the variant.",
         formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=32, width=110),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
