@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import certifi
 import pytest
@@ -22,6 +23,9 @@ from hypothesis import settings
 from tests import upcycling
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.upcycling import upcycle
+
+if TYPE_CHECKING:
+    from qwen_serve.llamacpp import Model
 
 ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"
@@ -123,6 +127,15 @@ def _key() -> str:
 def nano_f32() -> Path:
     """models/nano as an F32 GGUF."""
     return nano_gguf("F32")
+
+
+@pytest.fixture(scope="session")
+def model(nano_f32: Path) -> Iterator[Model]:
+    """That file, loaded on the host, for those who only read it."""
+    from qwen_serve.llamacpp import Model
+
+    with Model(nano_f32, n_gpu_layers=0) as model:
+        yield model
 
 
 @pytest.fixture(scope="session")

@@ -31,20 +31,11 @@ from qwen_serve.server.engine.warmup import time_prompt, warm_up
 from tests.contexts import exact_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy.typing as npt
 
 N_SEQ = 3
 LENGTH = 60
 """Tokens of each sequence, all of them outputs: together they fill several slabs, the last one in part."""
-
-
-@pytest.fixture(scope="module")
-def model(nano_f32: Path) -> Iterator[Model]:
-    model = Model(nano_f32, n_gpu_layers=0)
-    yield model
-    model.close()
 
 
 def make(model: Model, kind: DeviceSampler | None) -> Context:

@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 OPTIONS = exact_options(n_ctx=256, n_batch=64, n_outputs=64, n_seq=2)
 
 
-@pytest.fixture(scope="module")
-def model(nano_f32: Path) -> Iterator[Model]:
-    model = Model(nano_f32, n_gpu_layers=0)
-    yield model
-    model.close()
-
-
 @pytest.fixture
 def context(model: Model) -> Iterator[Context]:
     context = Context(model, OPTIONS)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from time import process_time
 from typing import Any
@@ -34,13 +32,6 @@ ODD = [
     "user",
     "\t",
 ]
-
-
-@pytest.fixture(scope="module")
-def model(nano_f32: Path) -> Iterator[Model]:
-    model = Model(nano_f32, n_gpu_layers=0)
-    yield model
-    model.close()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from tests.server.engine.sampling.fake_rows import SmallVocab as RowVocab
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as ListLike
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -199,13 +198,6 @@ def test_a_penalised_row_that_is_gone_is_asked_for_whole() -> None:
 
 
 # --- with llama.cpp's samplers, on the logits of a real context ---------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(nano_f32: Path) -> Iterator[Model]:
-    model = Model(nano_f32, n_gpu_layers=0)
-    yield model
-    model.close()
 
 
 @pytest.fixture(scope="module")

@@ -37,12 +37,6 @@ LETTER = 65
 PROMPT = [LETTER + at for at in (1, 2, 3, 4, 5, 1, 2, 3, 6, 1, 2)] * 3
 
 
-@pytest.fixture(scope="module")
-def model(nano_f32: Path) -> Iterator[Model]:
-    with Model(nano_f32, n_gpu_layers=0) as model:
-        yield model
-
-
 class Reference:
     """A chain as llama-server builds it (common_sampler_init in llama.cpp's common/sampling.cpp), over
     SmallVocab's tokens."""

@@ -14,17 +14,7 @@ from qwen_serve.server.engine.sampling.candidates import best_of
 from qwen_serve.server.engine.vocab import Vocab
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from qwen_serve.llamacpp import Rows
-
-
-@pytest.fixture(scope="module")
-def model(nano_f32: Path) -> Iterator[Model]:
-    model = Model(nano_f32, n_gpu_layers=0)
-    yield model
-    model.close()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -35,13 +34,6 @@ PROGRAMS, STEPS = 10, 12
 
 REPORT = re.compile(r"find_slot: stream\[0\], n = +\d+, used = +(\d+)")
 """What llama.cpp logs before it places tokens, with LLAMA_KV_CACHE_DEBUG: its occupied cells."""
-
-
-@pytest.fixture(scope="module")
-def model(nano_f32: Path) -> Iterator[Model]:
-    model = Model(nano_f32, n_gpu_layers=0)
-    yield model
-    model.close()
 
 
 @pytest.fixture(scope="module", params=slow_but([0, 4], [0, 1, 4, 8]))
