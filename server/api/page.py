@@ -1,11 +1,15 @@
-"""The chat page at `/`: files of `server/page/`, served as they are."""
+"""The chat page at `/`: files of `server/page/`, served as they are, compressed for whoever takes that."""
 
 from __future__ import annotations
 
+import gzip
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi.responses import FileResponse
+from fastapi import Request  # noqa: TC002 - FastAPI reads the annotation
+from starlette.datastructures import Headers
+from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 if TYPE_CHECKING:
@@ -13,7 +17,6 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from fastapi import Response as FastAPIResponse
-    from starlette.responses import Response
     from starlette.types import Scope
 
 FOLDER = Path(__file__).parents[1] / "page"
@@ -26,7 +29,10 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
+    "Vary": "Accept-Encoding",
 }
+
+TEXTS = {".html", ".js", ".css"}
 
 
 def is_page(path: str) -> bool:
@@ -46,14 +52,33 @@ class PageFiles(StaticFiles):
     ) -> Response:
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(HEADERS)
+        return compressed(response, scope)
+
+
+def compressed(response: Response, scope: Scope) -> Response:
+    """The same in gzip, where it is a whole text and the client takes that."""
+    if not isinstance(response, FileResponse) or Path(response.path).suffix not in TEXTS:
         return response
+    asked = Headers(scope=scope)
+    if "gzip" not in asked.get("accept-encoding", "") or "range" in asked:
+        return response
+    path = Path(response.path)
+    body = _gzipped(path, path.stat().st_mtime_ns)
+    headers = {**response.headers, "content-encoding": "gzip", "content-length": str(len(body))}
+    return Response(body, response.status_code, headers)
+
+
+@lru_cache(maxsize=64)
+def _gzipped(path: Path, _: int) -> bytes:
+    """A file's bytes; its time of change is there to know it by."""
+    return gzip.compress(path.read_bytes(), mtime=0)
 
 
 def install(app: FastAPI) -> None:
     """Adds the page and its files to the app."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page() -> FastAPIResponse:
-        return FileResponse(FOLDER / "index.html", headers=HEADERS)
+    async def page(http: Request) -> FastAPIResponse:
+        return compressed(FileResponse(FOLDER / "index.html", headers=HEADERS), http.scope)
 
     app.mount(PREFIX, PageFiles(directory=FOLDER), name="page")

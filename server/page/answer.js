@@ -1,6 +1,8 @@
 // One answer: what is asked, and what streams into its message until it is complete or interrupted.
 
 import { seconds } from "./elements.js";
+import { asText } from "./files.js";
+import { SAMPLERS } from "./settings.js";
 import { chat } from "./stream.js";
 
 const SAVED_EVERY = 1000; // ms
@@ -19,7 +21,8 @@ addEventListener("pageshow", () => { leaving = false; });
 export function request(messages, settings) {
   const body = { messages: [], chat_template_kwargs: { enable_thinking: settings.think } };
   if (settings.system.trim()) body.messages.push({ role: "system", content: settings.system });
-  for (const { role, content, pictures = [] } of messages) {
+  for (const { role, pictures = [], ...said } of messages) {
+    const content = asText(said);
     const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
     if (content && parts.length) parts.push({ type: "text", text: content });
     if (content || parts.length) body.messages.push({ role, content: parts.length ? parts : content });
@@ -30,7 +33,7 @@ export function request(messages, settings) {
     body.messages.push({ role: "assistant", content: begun.content, reasoning_content: begun.reasoning });
     body.continue_final_message = true;
   }
-  for (const name of ["temperature", "top_p", "top_k", "max_tokens"]) {
+  for (const { name } of SAMPLERS) {
     if (settings[name] !== "") body[name] = Number(settings[name]);
   }
   if (settings.schema.trim() && settings.useSchema && begun.role === "user") {
@@ -121,6 +124,7 @@ export class Answer {
           this.save();
         }
       }
+      if (usage) message.used = usage.total_tokens;
       message.figures = figuresOf(usage, timings, finish);
       if (finish !== "length") delete message.interrupted;
     } catch (error) {

@@ -4,20 +4,24 @@ import { Answer, request, running } from "./answer.js";
 import { Conversation } from "./conversation.js";
 import { draftOf, keepDraft, keepShown, shownId } from "./drafts.js";
 import { $, download, element, iconButton, notify } from "./elements.js";
+import { fromText, toJson, toMarkdown } from "./exchange.js";
 import { MessageView } from "./message.js";
-import { askForKey, closeSettings, fields, openSettings, set, settings, settingsAreOpen, watchSettings } from "./settings.js";
-import { conversations, messagesOf, remove, save, whenBlocked, whenChanged } from "./store.js";
-import { attached, readAll, watchPictures } from "./pictures.js";
-import { model, sees } from "./stream.js";
+import { askForKey, closeSettings, fields, openSettings, set, settings, settingsAreOpen, showFacts, watchSettings } from "./settings.js";
+import { conversations, conversationsWith, messagesOf, remove, save, whenBlocked, whenChanged } from "./store.js";
+import { attached, readAll, watchFiles } from "./pictures.js";
+import { model, props } from "./stream.js";
 
-const input = $("input"), log = $("log"), scroll = $("scroll");
+const input = $("input"), log = $("log"), scroll = $("scroll"), search = $("search");
 
 let all = []; // conversations, or their records, the latest first
 let current = null; // the one shown; null for a new one that has no message yet
 let draft = draftOf(null); // what is typed for it
 let seeing = false; // whether the model sees pictures
-let reading = Promise.resolve(); // of pictures that were given, in their order
-let unread = 0; // how often pictures were given that are not all read
+let fits = 0; // tokens of a conversation
+let reading = Promise.resolve(); // of files that were given, in their order
+let unread = 0; // how often files were given that are not all read
+let found = null; // ids of the conversations in which what is searched for was found; null where nothing is
+let renaming = null; // the id of the conversation whose title is being typed
 const opened = new Map(); // conversations of which this tab has the messages, by id
 const elsewhere = new Map(); // when another tab last said that a message grows there, by the message's id
 
@@ -57,6 +61,8 @@ function show(end = false) {
     viewOf(message).root.classList.toggle("later", later);
   }
   $("empty").hidden = Boolean(current);
+  const used = branch.findLast((message) => message.used)?.used;
+  $("context").textContent = used && fits ? `${used.toLocaleString("en")} of ${fits.toLocaleString("en")} tokens` : "";
   document.title = current ? `${current.title} · qwen-serve` : "qwen-serve";
   scroll.scrollTop = end ? scroll.scrollHeight : top;
   list();
@@ -111,18 +117,19 @@ async function answer(question) {
 
 async function send() {
   const content = input.value.trim();
-  const { pictures, before: typed, kept } = draft;
-  if (!(content || pictures.length) || busy() || unread) return;
+  const { given, before: typed, kept } = draft;
+  if (!(content || given.length) || busy() || unread) return;
   const edited = current?.messages.get(draft.editing);
   keepDraft(current, null);
   if (!current) {
-    current = Conversation.begin(content);
+    current = Conversation.begin(content || given.find(({ name }) => name)?.name || "Picture");
     opened.set(current.id, current);
     keepShown(current);
   }
-  type({ text: typed, pictures: kept });
+  type({ text: typed, given: kept });
   keepDraft(current, draft);
-  const shown = pictures.length ? { pictures } : {};
+  const [files, pictures] = [given.filter(({ name }) => name), given.filter(({ name }) => !name)];
+  const shown = { ...(pictures.length ? { pictures } : {}), ...(files.length ? { files } : {}) };
   const question = current.add(edited ? edited.parent : current.leaf, { role: "user", content, ...shown });
   keep(current, [question]);
   await answer(question);
@@ -155,35 +162,35 @@ function turn(message) {
 
 /** Puts a draft into the composer. */
 function type(changes) {
-  draft = { text: "", pictures: [], editing: null, before: "", kept: [], ...changes };
+  draft = { text: "", given: [], editing: null, before: "", kept: [], ...changes };
   input.value = draft.text;
   $("editing").hidden = !draft.editing;
   showAttached();
 }
 
 function showAttached() {
-  $("pictures").hidden = !draft.pictures.length;
-  $("pictures").replaceChildren(...attached(draft.pictures, (index) => {
-    attach(draft, current, draft.pictures.toSpliced(index, 1));
+  $("pictures").hidden = !draft.given.length;
+  $("pictures").replaceChildren(...attached(draft.given, (index) => {
+    attach(draft, current, draft.given.toSpliced(index, 1));
     input.focus();
   }));
   buttons();
 }
 
-/** Makes these the pictures of a conversation's draft. */
-function attach(to, conversation, pictures) {
-  to.pictures = pictures;
+/** Makes these the pictures and files of a conversation's draft. */
+function attach(to, conversation, given) {
+  to.given = given;
   keepDraft(conversation, to);
   if (to === draft) showAttached();
 }
 
-/** Adds pictures' files to what is typed, behind those given before. Nothing is sent until all are read. */
+/** Adds files to what is typed, behind those given before. Nothing is sent until all are read. */
 async function take(files) {
   const [to, conversation] = [draft, current];
   unread += 1;
   buttons();
   await (reading = reading.then(() =>
-    readAll(files, () => to.pictures.length, (url) => attach(to, conversation, [...to.pictures, url]))));
+    readAll(files, () => to.given.length, (one) => attach(to, conversation, [...to.given, one]))));
   unread -= 1;
   buttons();
   input.focus();
@@ -192,15 +199,16 @@ async function take(files) {
 /** Takes a question into the composer; it stays where it is, and what is sent becomes another version of it. */
 function edit(message) {
   const before = draft.editing ? draft.before : input.value;
-  const kept = draft.editing ? draft.kept : draft.pictures;
-  type({ text: message.content, pictures: message.pictures ?? [], editing: message.id, before, kept });
+  const kept = draft.editing ? draft.kept : draft.given;
+  const given = [...(message.pictures ?? []), ...(message.files ?? [])];
+  type({ text: message.content, given, editing: message.id, before, kept });
   keepDraft(current, draft);
   show();
   input.focus();
 }
 
 function cancelEdit() {
-  type({ text: draft.before, pictures: draft.kept });
+  type({ text: draft.before, given: draft.kept });
   keepDraft(current, draft);
   show();
   input.focus();
@@ -222,7 +230,7 @@ async function keep(conversation, messages, live) {
     conversation.unsaved = true;
     const full = error?.name === "QuotaExceededError";
     const why = full ? "this browser has no room left for it. Delete others, or save it as a file" : error?.message;
-    notify(`This conversation is not saved: ${why}.`, "Save as a file", () => exportFile(conversation));
+    notify(`This conversation is not saved: ${why}.`, "Save as a file", () => chooseFile(conversation));
   }
 }
 
@@ -278,15 +286,62 @@ async function restore(conversation) {
   await choose(conversation);
 }
 
-async function exportFile(record) {
+const fileName = (title) => title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "conversation";
+const downloadJson = (name, all) => download(`${name}.json`, toJson(all), "application/json");
+
+/** Asks as what a conversation is to be saved. */
+async function chooseFile(record) {
   const conversation = await load(record);
-  const name = conversation.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60);
-  download(`${name || "conversation"}.md`, conversation.markdown);
+  const name = fileName(conversation.title);
+  $("saving-what").textContent = conversation.title;
+  $("save-markdown").onclick = () => { download(`${name}.md`, toMarkdown(conversation)); $("saving").close(); };
+  $("save-json").onclick = () => { downloadJson(name, [conversation]); $("saving").close(); };
+  $("saving").showModal();
+}
+
+async function exportAll() {
+  downloadJson("conversations", await Promise.all(all.map(load)));
+}
+
+async function importFiles(files) {
+  let count = 0, last = null;
+  for (const file of files) {
+    try {
+      for (const conversation of fromText(await file.text())) {
+        conversation.unsaved = true; // all its messages are to be written
+        opened.set(conversation.id, conversation);
+        await keep(conversation, []);
+        count += 1;
+        last = conversation;
+      }
+    } catch (error) {
+      notify(`“${file.name}” cannot be read: ${error.message}.`);
+      return;
+    }
+  }
+  if (last) await choose(last);
+  if (!last?.unsaved) notify(count === 1 ? `Imported “${last.title}”` : `Imported ${count} conversations`);
+}
+
+/** Gives a conversation another title; with none, it stays as it was. */
+async function rename(record, title) {
+  renaming = null;
+  const conversation = await load(record);
+  if (title.trim() && title.trim() !== conversation.title) {
+    conversation.title = title.trim().slice(0, 200);
+    await keep(conversation, []);
+    if (conversation === current) show();
+  }
+  list();
 }
 
 /** The list as the store has it, and what the store does not have yet. */
 async function refresh() {
   const stored = await conversations();
+  for (const { id, title } of stored) {
+    const known = opened.get(id);
+    if (known && !known.unsaved) known.title = title; // another tab may have changed it
+  }
   const others = [...opened.values()].filter((one) => !one.deleted && !stored.some(({ id }) => id === one.id));
   all = [...others, ...stored].sort((a, b) => b.changed - a.changed);
   list();
@@ -319,26 +374,67 @@ async function hear({ saved, removed, messages, live }) {
 
 let listed = "";
 
+const listedOnes = () => all.filter(({ id, title }) => !found || found.has(id) || matches(title));
+
 function list() {
-  const state = JSON.stringify([all.map(({ id, title }) => [id, title, running.has(id)]), current?.id]);
+  const shownOnes = listedOnes();
+  const state = JSON.stringify([shownOnes.map(({ id, title }) => [id, title, running.has(id)]), current?.id, renaming]);
   if (state === listed) return; // not to take the keyboard's place away
   listed = state;
-  $("conversations").replaceChildren(...all.map((record) => {
+  $("conversations").replaceChildren(...shownOnes.map((record) => {
     const shown = record.id === current?.id;
     const row = element("div", `conversation${shown ? " current" : ""}`);
     const open = element("button", "", record.title);
     if (shown) open.setAttribute("aria-current", "true");
     open.addEventListener("click", () => choose(record));
-    row.append(open);
+    row.append(renaming === record.id ? titleInput(record) : open);
     if (running.has(record.id)) {
       const mark = element("span", "waiting");
       mark.setAttribute("role", "img");
       mark.setAttribute("aria-label", "an answer is being written");
       row.append(mark);
     }
-    row.append(iconButton("file", "Save as a file", () => exportFile(record)), iconButton("bin", "Delete", () => discard(record)));
+    if (renaming !== record.id) row.append(iconButton("edit", "Rename", () => { renaming = record.id; list(); }));
+    row.append(iconButton("file", "Save as a file", () => chooseFile(record)), iconButton("bin", "Delete", () => discard(record)));
     return row;
   }));
+  const field = renaming && $("conversations").querySelector("input");
+  field?.select();
+}
+
+/** What a title is typed in, in the place of a conversation's button. */
+function titleInput(record) {
+  const field = Object.assign(element("input"), { value: record.title, ariaLabel: "Title", maxLength: 200 });
+  let done = false;
+  const end = (title) => {
+    if (done) return;
+    done = true;
+    rename(record, title).then(() => $("conversations").querySelector(".current > button")?.focus());
+  };
+  field.addEventListener("keydown", (event) => {
+    if (event.isComposing) return;
+    if (event.key === "Enter") end(field.value);
+    else if (event.key === "Escape") end("");
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
+  field.addEventListener("blur", () => end(field.value));
+  return field;
+}
+
+const words = () => search.value.trim().toLowerCase();
+const matches = (text) => text.toLowerCase().includes(words());
+
+/** Lists the conversations that have what is searched for, in their titles or messages. */
+async function look() {
+  const wanted = words();
+  const ids = wanted && await conversationsWith(({ content, files = [] }) => matches(content) || files.some(({ text }) => matches(text)));
+  if (words() !== wanted) return; // more was typed meanwhile
+  found = wanted ? ids : null;
+  list();
+  const count = listedOnes().length;
+  $("found").textContent = wanted ? `${count || "Nothing"} found` : "";
 }
 
 // --- buttons --------------------------------------------------------------------------------------------------
@@ -351,11 +447,11 @@ function buttons() {
   else document.documentElement.dataset.theme = settings.theme;
   $("theme").title = `Colours: ${settings.theme}`;
   $("think").setAttribute("aria-pressed", settings.think);
-  $("attach").hidden = !seeing;
+  $("attach").title = `Add ${seeing ? "pictures and " : ""}text files; or paste or drop them`;
   $("schema-chip").hidden = !settings.schema.trim();
   $("schema-chip").setAttribute("aria-pressed", settings.useSchema);
   const send = $("send");
-  send.disabled = !busy() && (unread > 0 || !(input.value.trim() || draft.pictures.length));
+  send.disabled = !busy() && (unread > 0 || !(input.value.trim() || draft.given.length));
   send.title = busy() ? "Stop (Esc)" : "Send (Enter)";
   send.setAttribute("aria-label", busy() ? "Stop" : "Send");
   send.querySelector("use").setAttribute("href", busy() ? "#i-stop" : "#i-send");
@@ -368,8 +464,14 @@ function toggleSide() {
   document.body.classList.toggle(matchMedia("(max-width: 48rem)").matches ? "open-side" : "narrow-side");
 }
 
+function findIt() {
+  if (!$("side").checkVisibility({ visibilityProperty: true })) toggleSide();
+  search.select();
+}
+
 function step(by) {
-  const next = all[all.findIndex(({ id }) => id === current?.id) + by];
+  const ones = listedOnes();
+  const next = ones[ones.findIndex(({ id }) => id === current?.id) + by];
   if (next) choose(next);
 }
 
@@ -378,13 +480,15 @@ const KEYS = {
   KeyT: () => $("think").click(),
   KeyS: () => (settingsAreOpen() ? closeSettings() : openSettings()),
   KeyC: toggleSide,
+  KeyK: findIt,
   ArrowUp: () => step(-1),
   ArrowDown: () => step(1),
 };
 
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !settingsAreOpen()) {
-    if (draft.editing) cancelEdit();
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
+    if (document.body.classList.contains("open-side")) toggleSide();
+    else if (draft.editing) cancelEdit();
     else running.get(current?.id)?.stop();
   } else if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code]) {
     event.preventDefault();
@@ -413,6 +517,22 @@ $("composer").addEventListener("submit", (event) => {
   if (busy()) running.get(current.id).stop();
   else send();
 });
+search.addEventListener("input", look);
+search.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && listedOnes().length) choose(listedOnes()[0]);
+  else if (event.key === "Escape" && search.value) search.value = "";
+  else return;
+  look();
+  event.preventDefault();
+  event.stopPropagation();
+});
+$("export").addEventListener("click", exportAll);
+$("import").addEventListener("click", () => $("import-file").click());
+$("import-file").addEventListener("change", async ({ target }) => {
+  const files = [...target.files];
+  target.value = ""; // the same may be chosen again
+  await importFiles(files);
+});
 $("new").addEventListener("click", () => choose(null));
 $("menu").addEventListener("click", toggleSide);
 $("shade").addEventListener("click", toggleSide);
@@ -430,13 +550,32 @@ addEventListener("beforeunload", (event) => {
 
 let retry = 0;
 
+function factsOf({ id, max_model_len: context, meta }, { total_slots: slots, modalities, build_info: build }) {
+  const number = (value) => value.toLocaleString("en", { maximumFractionDigits: 2 });
+  const [giga, mega] = [1e9, 1e6];
+  const parameters = meta.n_params < giga ? `${number(meta.n_params / mega)} million` : `${number(meta.n_params / giga)} billion`;
+  return [
+    ["Model", id],
+    ["Kind", meta.description],
+    ["Parameters", parameters],
+    ["Size", `${number(meta.size / (meta.size < 2 ** 30 ? 2 ** 20 : 2 ** 30))} ${meta.size < 2 ** 30 ? "MiB" : "GiB"}`],
+    ["Context", `${number(context)} of ${number(meta.n_ctx_train)} tokens`],
+    ["At once", `${slots} answers`],
+    ["Sees pictures", modalities.vision ? "yes" : "no"],
+    ["Server", build],
+  ];
+}
+
 /** Shows the model's name; asks again while it is loading. */
 async function identify() {
   clearTimeout(retry);
   const status = $("status");
   try {
     const card = await model(settings.key);
-    seeing = await sees(settings.key);
+    const about = await props(settings.key);
+    seeing = about.modalities.vision;
+    fits = card.max_model_len;
+    showFacts(factsOf(card, about));
     $("model").textContent = card.id;
     $("about").textContent = `${card.id} · up to ${card.max_model_len.toLocaleString("en")} tokens`;
     status.textContent = "";
@@ -449,14 +588,14 @@ async function identify() {
 }
 
 watchSettings(buttons, () => { identify(); input.focus(); });
-watchPictures(() => seeing, take);
+watchFiles(() => seeing, take);
 whenChanged(hear);
 whenBlocked(() => notify("Another tab has an older version of this page. Close it, and your conversations are here."));
 buttons();
 identify();
 try {
   await refresh();
-  if (!current && !input.value) await choose(all.find(({ id }) => id === shownId()) ?? null);
+  if (!current && !input.value && !draft.given.length && !unread) await choose(all.find(({ id }) => id === shownId()) ?? null);
 } catch (error) {
   notify(`This browser keeps no conversations: ${error?.message}.`);
 }

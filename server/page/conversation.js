@@ -1,6 +1,6 @@
 // A conversation: a tree of messages, one branch of which is shown. Asking anew adds a branch and takes nothing away.
 
-const newId = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
+export const newId = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
 
 export class Conversation {
   /** From what the store has of it; `leaf` is the id of the last message that is shown. */
@@ -13,7 +13,7 @@ export class Conversation {
   }
 
   static begin(text) {
-    return new Conversation({ id: newId(), title: text.slice(0, 80) || "Picture", changed: Date.now(), leaf: null });
+    return new Conversation({ id: newId(), title: text.slice(0, 80), changed: Date.now(), leaf: null });
   }
 
   get record() {
@@ -69,14 +69,5 @@ export class Conversation {
       }
     }
     if (this.messages.has(this.leaf)) this.show(this.messages.get(this.leaf));
-  }
-
-  /** The branch that is shown, as a text to keep. */
-  get markdown() {
-    const said = this.branch.map(({ role, content, pictures = [] }) => {
-      const shown = pictures.map((_, index) => `[Picture ${index + 1}]`).join(" ");
-      return `## ${role === "user" ? "You" : "Model"}\n\n${[shown, content.trim()].filter(Boolean).join("\n\n")}\n`;
-    });
-    return [`# ${this.title}\n`, ...said].join("\n");
   }
 }

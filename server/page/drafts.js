@@ -2,8 +2,8 @@
 
 import { settings, set } from "./settings.js";
 
-const EMPTY = { text: "", pictures: [], editing: null, before: "", kept: [] };
-const withoutPictures = (name, value) => (name === "pictures" || name === "kept" ? undefined : value); // there is no room
+const EMPTY = { text: "", given: [], editing: null, before: "", kept: [] };
+const withoutFiles = (name, value) => (name === "given" || name === "kept" ? undefined : value); // there is no room
 
 function put(name, value) {
   try {
@@ -21,15 +21,15 @@ function stored() {
 
 const drafts = stored();
 
-/** `text` and `pictures`; the id of the message that is being edited, or null; and from before that began the text
- * (`before`) and the pictures (`kept`). Pictures do not outlive a reload. */
+/** `text` and what is attached (`given`): pictures, as data URLs, and files; the id of the message that is being edited, or
+ * null; and from before that began the text (`before`) and what was attached (`kept`). Files do not outlive a reload. */
 export const draftOf = (conversation) => ({ ...EMPTY, ...drafts[conversation?.id ?? ""] });
 
 export function keepDraft(conversation, draft) {
   const id = conversation?.id ?? "";
-  if (draft?.text || draft?.editing || draft?.pictures.length) drafts[id] = draft;
+  if (draft?.text || draft?.editing || draft?.given.length) drafts[id] = draft;
   else delete drafts[id];
-  put("drafts", JSON.stringify(drafts, withoutPictures));
+  put("drafts", JSON.stringify(drafts, withoutFiles));
 }
 
 export const shownId = () => sessionStorage.getItem("current") ?? settings.current;

@@ -43,9 +43,9 @@ export async function copy(text, button) {
 }
 
 /** Gives the browser a file to save. */
-export function download(name, text) {
+export function download(name, text, type = "text/plain") {
   const link = element("a");
-  link.href = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
+  link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);

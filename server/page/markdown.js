@@ -37,6 +37,7 @@ function codeBlock(pre) {
   const bar = element("div", "bar");
   const button = iconButton("copy", "Copy", () => copy(text, button));
   bar.append(element("span", "", language || "text"), button);
+  pre.tabIndex = 0; // it scrolls
   pre.replaceWith(block);
   block.append(bar, pre);
 }
@@ -49,6 +50,7 @@ function elements(token, links) {
   for (const pre of holder.querySelectorAll("pre")) codeBlock(pre);
   for (const table of holder.querySelectorAll("table")) {
     const frame = element("div", "table");
+    frame.tabIndex = 0;
     table.replaceWith(frame);
     frame.append(table);
   }

@@ -2,6 +2,7 @@
 
 import { copy, element, icon, iconButton, seconds } from "./elements.js";
 import { render } from "./markdown.js";
+import { shownFiles } from "./files.js";
 import { shown } from "./pictures.js";
 
 export class MessageView {
@@ -13,6 +14,7 @@ export class MessageView {
     this.foot = element("div", "foot");
     if (message.role === "user") {
       if (message.pictures) this.root.append(shown(message.pictures));
+      if (message.files) this.root.append(shownFiles(message.files));
       if (message.content) this.root.append(element("div", "text", message.content));
       this.root.append(this.foot);
       return;

@@ -1,6 +1,7 @@
-// Pictures of a message: from files to data URLs, and as they are shown.
+// What is attached to a message, and its pictures: from files to data URLs, and as they are shown.
 
 import { $, element, iconButton, notify } from "./elements.js";
+import { attachedFile, readText } from "./files.js";
 
 const MOST = 16; // that the server reads of a request
 const KINDS = ["image/jpeg", "image/png", "image/webp", "image/gif"]; // that it reads
@@ -31,26 +32,27 @@ async function read(file) {
   return dataUrl(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.9 }));
 }
 
-/** Calls `add` with the data URL of each file that is a picture; `room` says how many there are by then. */
+const isPicture = ({ type }) => type.startsWith("image/");
+
+/** Calls `add` with what each file is: a picture's data URL, or a text file. `room` says how many there are by then. */
 export async function readAll(files, room, add) {
   for (const file of files) {
-    if (room() >= MOST) return void notify(`A message has at most ${MOST} pictures.`);
+    if (room() >= MOST) return void notify(`A message has at most ${MOST} pictures and files.`);
     try {
-      add(await read(file));
-    } catch {
-      notify(`“${file.name}” is no picture that this browser can read.`);
+      add(await (isPicture(file) ? read(file) : readText(file)));
+    } catch (error) {
+      notify(isPicture(file) ? `“${file.name}” is no picture that this browser can read.` : error.message);
     }
   }
 }
 
-/** Calls `take` with pictures that are chosen, pasted or dropped; says so where `ready` is false. */
-export function watchPictures(ready, take) {
-  const given = (files) => {
-    const pictures = [...files].filter(({ type }) => type.startsWith("image/"));
-    if (!pictures.length) return false;
-    if (ready()) take(pictures);
-    else notify("This model sees no pictures.");
-    return true;
+/** Calls `take` with files that are chosen, pasted or dropped, pictures only where `sees` is true. */
+export function watchFiles(sees, take) {
+  const given = (all) => {
+    const files = [...all].filter((file) => sees() || !isPicture(file));
+    if (files.length < all.length) notify("This model sees no pictures.");
+    if (files.length) take(files);
+    return all.length > 0;
   };
   $("attach").addEventListener("click", () => $("file").click());
   $("file").addEventListener("change", ({ target }) => {
@@ -64,8 +66,8 @@ export function watchPictures(ready, take) {
     addEventListener(kind, (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;
       event.preventDefault(); // or the browser would show the file in place of the page
-      document.body.classList.toggle("dropping", kind === "dragover" && ready());
-      if (kind === "drop" && !given(event.dataTransfer.files)) notify("Only pictures can be added.");
+      document.body.classList.toggle("dropping", kind === "dragover");
+      if (kind === "drop") given(event.dataTransfer.files);
     });
   }
 }
@@ -91,9 +93,10 @@ export function shown(urls) {
   return row;
 }
 
-/** Pictures that are going to be sent; `drop` is called with the index of one that is not, after all. */
-export function attached(urls, drop) {
-  return urls.map((url, index) => {
+/** Pictures and files that are going to be sent; `drop` is called with the index of one that is not, after all. */
+export function attached(all, drop) {
+  return all.map((url, index) => {
+    if (url.name) return attachedFile(url, () => drop(index));
     const root = element("span", "picture");
     root.append(image(url, index + 1), iconButton("close", `Remove picture ${index + 1}`, () => drop(index)));
     return root;

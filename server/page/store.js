@@ -76,6 +76,15 @@ export async function conversations() {
 /** The messages of a conversation, in no order. */
 export const messagesOf = (id) => transact("readonly", (_, store) => store.index("conversation").getAll(id));
 
+/** The ids of conversations with a message that `matches`. */
+export async function conversationsWith(matches) {
+  const found = new Set();
+  for (const message of await transact("readonly", (_, store) => store.getAll())) {
+    if (matches(message)) found.add(message.conversation);
+  }
+  return found;
+}
+
 /** Saves a conversation's record and some of its messages, all or none; `live` is the message that still grows. */
 export async function save(record, messages, live) {
   await transact("readwrite", (records, store, transaction) => {

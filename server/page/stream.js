@@ -27,11 +27,11 @@ export async function model(key) {
   return (await response.json()).data[0];
 }
 
-/** Whether the model sees pictures. Throws as `model` does. */
-export async function sees(key) {
+/** What the server tells of itself. Throws as `model` does. */
+export async function props(key) {
   const response = await fetch("/props", { headers: headers(key) });
   if (!response.ok) throw await refusal(response);
-  return (await response.json()).modalities.vision;
+  return response.json();
 }
 
 /** The chunks of a streamed chat completion. Throws ServerError, TypeError, and AbortError on `signal`. */

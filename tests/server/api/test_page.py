@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qwen_serve.server.api.page import FOLDER
 from tests.server.api.conftest import Server, Start
 
 
@@ -25,6 +26,25 @@ def test_its_files_are_locked_down(start: Start) -> None:
         assert "unsafe" not in policy
         assert "http" not in policy
     assert server.http.head("/").status_code == 200
+
+
+def test_all_of_it_but_fonts_comes_in_250_kilobytes_and_unpacks_to_its_files(start: Start) -> None:
+    server = served(start)
+    files = [path for path in FOLDER.rglob("*.*") if path.suffix in (".html", ".js", ".css")]
+    whole = 0
+    for path in files:
+        address = "/" if path.name == "index.html" else f"/page/{path.relative_to(FOLDER)}"
+        answer = server.http.get(address, headers={"accept-encoding": "gzip"})
+        assert answer.content == path.read_bytes()
+        assert (answer.headers["content-encoding"], answer.headers["vary"]) == ("gzip", "Accept-Encoding")
+        assert "content-security-policy" in answer.headers
+        whole += int(answer.headers["content-length"])
+        plain = server.http.get(address, headers={"accept-encoding": "identity"})
+        assert plain.content == path.read_bytes()
+        assert "content-encoding" not in plain.headers
+    assert whole < 250_000
+    again = {"accept-encoding": "gzip", "if-none-match": answer.headers["etag"]}
+    assert server.http.get(address, headers=again).status_code == 304
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_a_deletion_can_be_undone(start: Start, page: Any) -> None:
     page.locator(".conversation").hover()
     with page.expect_download() as download:
         page.locator(".conversation").get_by_label("Save as a file").click()
+        page.locator("#save-markdown").click()
     assert "## You\n\nOne?\n\n## Model\n\nYes." in download.value.path().read_text()
     page.locator(".conversation").get_by_label("Delete").click()
     page.locator("#empty").wait_for()

@@ -52,7 +52,7 @@ def test_pictures_are_attached_sent_and_kept(seeing: Served, page: Any, tmp_path
     page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
     page.reload()
     sent = bodies(page)
-    page.locator("#attach").wait_for()
+    page.locator("#attach[title*=pictures]").wait_for()
     for seed in (1, 2):
         (tmp_path / f"{seed}.png").write_bytes(png(seed))
     page.set_input_files("#file", [tmp_path / "1.png", tmp_path / "2.png"])
@@ -88,7 +88,7 @@ def test_they_keep_their_order_and_are_waited_for(seeing: Served, page: Any) -> 
     page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
     page.reload()
     sent = bodies(page)
-    page.locator("#attach").wait_for()
+    page.locator("#attach[title*=pictures]").wait_for()
     page.evaluate(
         """() => {
           const read = window.createImageBitmap;
@@ -117,7 +117,7 @@ def test_a_picture_alone_is_a_message_and_an_edit_takes_it_along(seeing: Served,
     page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
     page.reload()
     sent = bodies(page)
-    page.locator("#attach").wait_for()
+    page.locator("#attach[title*=pictures]").wait_for()
     give(page, "paste", ("1.png", "image/png", png(1)))
     page.locator("#pictures img").wait_for()
     page.locator("#send:enabled").click()
@@ -140,7 +140,7 @@ def test_a_picture_alone_is_a_message_and_an_edit_takes_it_along(seeing: Served,
 @needs_vision
 def test_what_is_too_large_is_made_smaller(seeing: Served, page: Any) -> None:
     page.goto(seeing.url)
-    page.locator("#attach").wait_for()
+    page.locator("#attach[title*=pictures]").wait_for()
     buffer = BytesIO()
     Image.fromarray(np.zeros((3000, 2000, 3), np.uint8)).save(buffer, "PNG")
     other = BytesIO()
@@ -154,8 +154,6 @@ def test_what_is_too_large_is_made_smaller(seeing: Served, page: Any) -> None:
     assert (converted.format, converted.size) == ("JPEG", (128, 96))
     give(page, "drop", ("c.png", "image/png", b"not a picture"))
     page.get_by_text("“c.png” is no picture that this browser can read.").wait_for()
-    give(page, "drop", ("d.txt", "text/plain", b"x"))
-    page.get_by_text("Only pictures can be added.").wait_for()
 
 
 def test_it_attaches_as_many_as_are_read() -> None:
@@ -166,7 +164,6 @@ def test_it_attaches_as_many_as_are_read() -> None:
 def test_where_nothing_sees(start: Start, page: Any) -> None:
     page.goto(start("x").url)
     page.locator("#model").get_by_text("fake").wait_for()
-    assert not page.locator("#attach").is_visible()
     give(page, "paste", ("1.png", "image/png", png(1)))
     page.get_by_text("This model sees no pictures.").wait_for()
     assert not page.locator("#pictures").is_visible()
