@@ -76,9 +76,9 @@ def test_a_page_of_an_allowed_origin_may_call(start: Start, origins: str) -> Non
 
 @pytest.mark.parametrize("key", [{}, {"api_key": "key"}])
 @pytest.mark.parametrize("origins", [{}, {"allowed_origins": "https://other.example"}])
-def test_any_other_origin_may_not(start: Start, key: dict[str, str], origins: dict[str, str]) -> None:
+def test_any_other_origin_may_not(start_shared: Start, key: dict[str, str], origins: dict[str, str]) -> None:
     """A browser asks without a key, and gets an answer that says what is missing: not a key."""
-    server = start("x", **key, **origins)
+    server = start_shared("x", **key, **origins)
     preflight = server.http.options("/v1/models", headers=ASK)
     assert "access-control-allow-origin" not in preflight.headers
     assert "--allowed-origins" in error_of(preflight, 403)["message"]

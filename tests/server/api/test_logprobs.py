@@ -56,8 +56,8 @@ def test_of_a_chat_without_alternatives(start: Start, fields: dict[str, Any]) ->
         (COMPLETIONS, {"prompt": "xy", "n_probs": 1}),
     ],
 )
-def test_streamed_as_whole(start: Start, path: str, body: dict[str, Any], stop: str | None) -> None:
-    server = start("é hel</think>lo wörld")
+def test_streamed_as_whole(start_shared: Start, path: str, body: dict[str, Any], stop: str | None) -> None:
+    server = start_shared("é hel</think>lo wörld")
     whole = server.post(path, **body, stop=stop).json()
     streamed: list[dict[str, Any]] = [{} for _ in whole["choices"]]
     for event in events(server, path, **body, stop=stop)[:-1]:
@@ -152,9 +152,9 @@ def test_the_shape_of_llama_server(start: Start, path: str, body: dict[str, Any]
         (CHAT, {"n_probs": 1, "post_sampling_probs": True}, "post_sampling_probs"),
     ],
 )
-def test_what_is_refused(start: Start, path: str, fields: dict[str, Any], param: str) -> None:
+def test_what_is_refused(start_shared: Start, path: str, fields: dict[str, Any], param: str) -> None:
     body: dict[str, Any] = {"prompt": "x"} if path == COMPLETIONS else {"messages": HI}
-    answer = start("x").post(path, **body, **fields)
+    answer = start_shared("x").post(path, **body, **fields)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
     assert param in answer.json()["error"]["message"]

@@ -65,7 +65,7 @@ def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:
     ],
 )
 def test_a_chats_fields_are_not_passed_over_in_other_formats(
-    start: Start, path: str, fields: dict[str, Any], instead: str
+    start_shared: Start, path: str, fields: dict[str, Any], instead: str
 ) -> None:
     """They ask for something, under names that these formats do not have."""
     least = (
@@ -73,7 +73,7 @@ def test_a_chats_fields_are_not_passed_over_in_other_formats(
         if path == RESPONSES
         else {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
     )
-    server = start("Hi")
+    server = start_shared("Hi")
     answer = server.post(path, **least, **fields)
     assert answer.status_code == 400
     [field] = fields
@@ -99,8 +99,8 @@ def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
 @pytest.mark.parametrize(
     "field", ["input_ids", "grammar_lazy", "return_meta_info", "return_prompt_token_ids", "session_params"]
 )
-def test_fields_of_other_servers_that_nobody_acts_on(start: Start, field: str) -> None:
-    answer = start("Hi").chat(
+def test_fields_of_other_servers_that_nobody_acts_on(start_shared: Start, field: str) -> None:
+    answer = start_shared("Hi").chat(
         **{field: [1] if field == "input_ids" else {"a": 1} if "params" in field else True}
     )
     assert answer.status_code == 400

@@ -84,15 +84,15 @@ def test_advice_that_cannot_be_used(value: str) -> None:
         ("/v1/chat/completions", {}, {"temperature": 0}, 0),
     ],
 )
-def test_temperature(start: Start, path: str, settings: Any, fields: Any, temperature: float) -> None:
-    server = start("x", metadata=ADVICE, **settings)
+def test_temperature(start_shared: Start, path: str, settings: Any, fields: Any, temperature: float) -> None:
+    server = start_shared("x", metadata=ADVICE, **settings)
     body: Any = (
         {"prompt": "x"}
         if path != "/v1/chat/completions"
         else {"messages": [{"role": "user", "content": "x"}]}
     )
     assert server.post(path, **body, **fields).status_code == 200
-    params = server.engine.submissions[0].params
+    params = server.engine.submissions[-1].params
     assert params.temperature == temperature
     assert params.top_k == 20
 
@@ -142,10 +142,12 @@ def test_temperature(start: Start, path: str, settings: Any, fields: Any, temper
         ({"samplers": []}, {"samplers": ()}),
     ],
 )
-def test_fields_reach_the_engine(start: Start, fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    server = start("x")
+def test_fields_reach_the_engine(
+    start_shared: Start, fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    server = start_shared("x")
     assert server.chat(**fields).status_code == 200
-    params = server.engine.submissions[0].params
+    params = server.engine.submissions[-1].params
     assert {name: getattr(params, name) for name in expected} == expected
 
 

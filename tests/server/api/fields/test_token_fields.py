@@ -28,10 +28,10 @@ from tests.server.api.fakes import FakeVocab
         ({"min_tokens": 3}, {"min_tokens": 3}),
     ],
 )
-def test_they_reach_the_engine(start: Start, fields: dict[str, Any], expected: dict[str, Any]) -> None:
-    server = start("x")
+def test_they_reach_the_engine(start_shared: Start, fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    server = start_shared("x")
     assert server.chat(**fields).status_code == 200
-    params = server.engine.submissions[0].params
+    params = server.engine.submissions[-1].params
     assert {name: getattr(params, name) for name in expected} == expected
 
 
@@ -55,8 +55,10 @@ def test_spellings_of_a_word() -> None:
 @pytest.mark.parametrize(
     ("min_tokens", "text"), [(0, ""), (1, ""), (2, "abcd"), (5, "abcd"), (6, "abcdabcd")]
 )
-def test_no_stop_string_before_there_are_enough_tokens(start: Start, min_tokens: int, text: str) -> None:
-    server = start("abcdabcd")
+def test_no_stop_string_before_there_are_enough_tokens(
+    start_shared: Start, min_tokens: int, text: str
+) -> None:
+    server = start_shared("abcdabcd")
     answer = server.post("/v1/completions", prompt="x", stop="ab", min_tokens=min_tokens).json()
     assert answer["choices"][0]["text"] == text
     assert answer["usage"]["completion_tokens"] == len(text)
@@ -70,18 +72,18 @@ def test_control_tokens_are_spelled_out(start: Start) -> None:
 
 
 @pytest.mark.parametrize(("keep", "text"), [(3, "efg"), (7, "abcdefg"), (99, "abcdefg"), (-1, "abcdefg")])
-def test_the_end_of_a_prompt(start: Start, keep: int, text: str) -> None:
-    server = start("x")
+def test_the_end_of_a_prompt(start_shared: Start, keep: int, text: str) -> None:
+    server = start_shared("x")
     body = {"prompt": "abcdefg", "truncate_prompt_tokens": keep, "echo": True}
     assert server.post("/v1/completions", **body).json()["choices"][0]["text"] == text + "x"
-    assert server.engine.submissions[0].text == text
-    long = start("x", context_size=100)
+    assert server.engine.submissions[-1].text == text
+    long = start_shared("x", context_size=100)
     assert long.post("/v1/completions", prompt="a" * 200, max_tokens=10).status_code == 400
     kept = long.post("/v1/completions", prompt="a" * 200, max_tokens=10, truncate_prompt_tokens=-1)
     assert kept.status_code == 200
-    assert len(long.engine.submissions[0].prompt) == 90
+    assert len(long.engine.submissions[-1].prompt) == 90
     server.chat(truncate_prompt_tokens=2)
-    assert len(server.engine.submissions[1].prompt) == 2
+    assert len(server.engine.submissions[-1].prompt) == 2
 
 
 def test_as_many_as_are_returned(start: Start) -> None:

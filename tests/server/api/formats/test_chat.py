@@ -48,10 +48,12 @@ OPEN_THINK = "<|im_start|>assistant\n<think>\n"
         ({"chat_template_kwargs": {"enable_thinking": None}, "thinking": True}, False, True),
     ],
 )
-def test_thinking_is_asked_for(start: Start, fields: dict[str, Any], default: bool, thinks: bool) -> None:
-    server = start("x", thinking=default)
+def test_thinking_is_asked_for(
+    start_shared: Start, fields: dict[str, Any], default: bool, thinks: bool
+) -> None:
+    server = start_shared("x", thinking=default)
     assert server.chat(**fields).status_code == 200
-    assert server.engine.submissions[0].text.endswith(OPEN_THINK if thinks else EMPTY_THINK)
+    assert server.engine.submissions[-1].text.endswith(OPEN_THINK if thinks else EMPTY_THINK)
 
 
 def test_reasoning_inline(start: Start) -> None:
@@ -72,9 +74,9 @@ def test_reasoning_inline(start: Start) -> None:
 )
 @pytest.mark.parametrize("inline", [False, True])
 def test_where_the_reasoning_goes(
-    start: Start, fields: dict[str, Any], message: dict[str, str], inline: bool
+    start_shared: Start, fields: dict[str, Any], message: dict[str, str], inline: bool
 ) -> None:
-    server = start("One and one...\n</think>\n\nTwo.", inline_reasoning=inline)
+    server = start_shared("One and one...\n</think>\n\nTwo.", inline_reasoning=inline)
     answer = server.chat(thinking=True, **fields).json()["choices"][0]["message"]
     assert answer == {"role": "assistant", **message}
     deltas: dict[str, str] = {}
@@ -184,10 +186,12 @@ def test_a_single_call_where_parallel_ones_are_not_wanted(start: Start) -> None:
         ({"add_generation_prompt": False}, f"{EMPTY_THINK}Well,<|im_end|>\n"),
     ],
 )
-def test_an_assistants_last_message_is_continued(start: Start, fields: dict[str, Any], end: str) -> None:
-    server = start("yes.")
+def test_an_assistants_last_message_is_continued(
+    start_shared: Start, fields: dict[str, Any], end: str
+) -> None:
+    server = start_shared("yes.")
     answer = server.chat(messages=[*HI, {"role": "assistant", "content": "Well, "}], **fields).json()
-    assert server.engine.submissions[0].text == f"<|im_start|>user\nHi<|im_end|>\n{end}"
+    assert server.engine.submissions[-1].text == f"<|im_start|>user\nHi<|im_end|>\n{end}"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": "yes."}
 
 

@@ -86,8 +86,8 @@ def test_functions_of_a_namespace(start: Start, stream: bool) -> None:
         ([{**TOOL, "name": "mcp__sky__weather"}, MEMBERS], "tools[1].tools[0].name"),
     ],
 )
-def test_a_namespace_that_is_wrong(start: Start, tools: list[Any], param: str) -> None:
-    error = error_of(start("Hi").post(PATH, input="Hi", tools=tools), 400)
+def test_a_namespace_that_is_wrong(start_shared: Start, tools: list[Any], param: str) -> None:
+    error = error_of(start_shared("Hi").post(PATH, input="Hi", tools=tools), 400)
     assert error["param"] == param
 
 

@@ -44,10 +44,10 @@ def test_the_model_is_named_when_the_request_names_none(start: Start) -> None:
         ("/invocations", {"n_predict": 7}, 7),
     ],
 )
-def test_the_default_limit(start: Start, path: str, fields: Any, limit: int) -> None:
-    server = start("abcdef")
+def test_the_default_limit(start_shared: Start, path: str, fields: Any, limit: int) -> None:
+    server = start_shared("abcdef")
     assert server.post(path, prompt="x", **fields).status_code == 200
-    assert server.engine.submissions[0].limit == limit
+    assert server.engine.submissions[-1].limit == limit
 
 
 def test_special_tokens_in_a_raw_prompt_are_tokens(start: Start) -> None:

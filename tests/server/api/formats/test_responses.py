@@ -351,8 +351,8 @@ def test_many_calls_in_a_row() -> None:
         ([{"role": "user", "content": "x"}] * 17_000, "input"),
     ],
 )
-def test_errors_speak_of_the_input(start: Start, given: list[Any], param: str) -> None:
-    answer = start("Hi").post(PATH, input=given, instructions="Be brief.")
+def test_errors_speak_of_the_input(start_shared: Start, given: list[Any], param: str) -> None:
+    answer = start_shared("Hi").post(PATH, input=given, instructions="Be brief.")
     error = error_of(answer, 400)
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: ")
