@@ -147,7 +147,7 @@ RENAMED = {
 
 
 GROUPS = {
-    "Measure a server": ("latency", "throughput", "peers", "start", "experiment"),
+    "Measure a server": ("latency", "throughput", "peers", "start", "experiment", "record"),
     "Check a server": ("conformance", "soak"),
     "Judge a model": ("quality", "sweep"),
     "Look inside": ("engine",),
@@ -185,7 +185,7 @@ def make_app(words: Sequence[str]) -> App:
         for name in names
     }
     for name, command in COMMANDS.items():
-        group = groups[name]
+        group = groups.get(name)  # a new one stands under "Commands" until it has a heading
         if command.where is not None and not (command.parts and name == asked):
             app.command(command.where, name=name, help=None if name == asked else command.what, group=group)
             continue
