@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from qwen_serve.convert.adapter import convert_adapter, is_adapter
 from qwen_serve.convert.cards import BANDWIDTH
 from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.cli_quantize import add_flags, unknown, with_flags
 from qwen_serve.convert.draft import DraftCheckpoint, is_draft
 from qwen_serve.convert.draft_pipeline import DraftPipeline
 from qwen_serve.convert.errors import ConvertError
@@ -50,6 +51,7 @@ Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with 
   qwen-convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
   qwen-convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
   qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
+  qwen-convert --src ./my-finetune --quant Q4_K_M --imatrix theirs.gguf --tensor-type ffn_down=Q6_K
   qwen-convert --src models/nano --quant auto --target-size 4.0MB
   qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
   qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
@@ -84,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # __main__ has another for the imports
     try:
-        arguments = parser().parse_args(argv)
+        arguments, rest = (parsing := parser()).parse_known_args(argv)
+        if rest:
+            parsing.error(unknown(rest))
         _convert(arguments)
     except (ConvertError, LlamaError, OSError) as error:  # OSError: a full disk, say
         print(f"error: {error}", file=sys.stderr)
@@ -103,6 +107,9 @@ def _convert(arguments: argparse.Namespace) -> None:
     recipes: dict[str, Recipe] = {}
     if quants or arguments.recipe is not None:
         float_types, recipes = select_quants(quants if arguments.quant else None, arguments.recipe)
+    recipes = with_flags(recipes, arguments)
+    if arguments.imatrix_file is not None and not arguments.imatrix:
+        raise ConvertError("--imatrix FILE and --no-imatrix contradict each other: give one of them")
     if arguments.method != METHODS[0] and not recipes and search is None:
         raise ConvertError(f"--method {arguments.method} wants a --quant that is quantized, not a float type")
     source = resolve(arguments.src, arguments.revision)
@@ -122,10 +129,12 @@ def _convert(arguments: argparse.Namespace) -> None:
         outtype=(outtype := arguments.outtype or (whole.type if whole is not None else DEFAULT_OUTTYPE)),
         vision=(arguments.mmproj_outtype or outtype) if arguments.vision else None,
         calibration=arguments.calibration,
+        imatrix_file=arguments.imatrix_file,
         method=arguments.method,
         keep_vocab=arguments.keep_vocab,
         use_imatrix=arguments.imatrix,
         measure=arguments.kld,
+        show_tensors=arguments.show_tensors,
         force=arguments.force,
         runtime=Runtime(threads=arguments.threads, n_gpu_layers=arguments.gpu_layers),
     )
@@ -136,6 +145,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         return
     if arguments.target is None:
         raise ConvertError(f"{arguments.src} is a block drafter: give --target, the model that it drafts for")
+    if arguments.imatrix_file is not None:
+        raise ConvertError(f"--imatrix is for models; {arguments.src} is a block drafter")
     if search is not None:
         raise ConvertError(f"--quant auto searches a recipe for a model; {arguments.src} is a block drafter")
     target_source = resolve(arguments.target)
@@ -198,6 +209,7 @@ def search_command(target: Target | None, source: str, arguments: argparse.Names
         "--method": arguments.method if arguments.method != METHODS[0] else None,
         "--keep-vocab": arguments.keep_vocab,
         "--calibration": arguments.calibration.name if arguments.calibration else None,
+        "--imatrix": arguments.imatrix_file.name if arguments.imatrix_file else None,
     }
     words = [f"qwen-convert --src {source} --quant auto"]
     words += [f"{flag} {value}" for flag, value in flags.items() if value is not None]
@@ -349,10 +361,16 @@ def parser() -> argparse.ArgumentParser:
         "--no-kld", dest="kld", action="store_false", help="do not measure the KL divergence afterwards"
     )
     how.add_argument(
+        "--show-tensors",
+        action="store_true",
+        help="print each file's types by tensor group, digest and divergence in full (its .json has them)",
+    )
+    how.add_argument(
         "--force",
         action="store_true",
         help="make everything again, finished or not, in place of files that others made, too",
     )
+    add_flags(parser)
     where = parser.add_argument_group("where llama.cpp runs")
     where.add_argument("--threads", metavar="N", type=_positive, help="CPU threads (every CPU there is)")
     where.add_argument(

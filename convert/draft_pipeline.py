@@ -18,7 +18,7 @@ from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.options import METHODS
 from qwen_serve.convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
 from qwen_serve.convert.quantize import quantize
-from qwen_serve.convert.report import print_report, write_report
+from qwen_serve.convert.report import print_report, print_table, write_report
 from qwen_serve.convert.stages import Output, StageRecord, fingerprint
 from qwen_serve.convert.tensors import plan_tensors
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
@@ -70,6 +70,7 @@ class DraftPipeline:
         """
         self._source, self._draft, self._options = source, draft, options
         self._parameters = Parameters.of(draft)
+        self._reports: list[Path] = []
         if options.calibration is not None or options.keep_vocab is not None or options.method != METHODS[0]:
             raise ConvertError("--calibration, --method and --keep-vocab are not for drafters")
         if pruning := [n for n, r in options.recipes.items() if r.layers or r.keep_vocab is not None]:
@@ -91,6 +92,7 @@ class DraftPipeline:
             self._record.check_room(self._estimates(), [one.path.with_suffix(".json") for one in outputs])
             models = [self._make_float(kind) for kind in options.float_types]
             models += [self._make_quant(name, recipe) for name, recipe in options.recipes.items()]
+        print_table(self._reports)
         print(self._parameters)
         for path in models:
             print("to draft with it:")
@@ -154,7 +156,9 @@ class DraftPipeline:
                 provenance=provenance,
             ),
         )
-        print_report(report.path)
+        if self._options.show_tensors:
+            print_report(report.path)
+        self._reports.append(report.path)
 
     def _estimates(self) -> Iterator[tuple[Output, int]]:
         options = self._options

@@ -8,9 +8,11 @@ entries that llama-imatrix cannot collect: the MTP block's and the output head's
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 from gguf import GGUFReader, GGUFWriter
@@ -18,12 +20,13 @@ from gguf import GGUFReader, GGUFWriter
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
+from qwen_serve.convert.stages import replacing
 from qwen_serve.llamacpp.evaluation import EvalContext
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.llamacpp.probe import Probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -38,6 +41,18 @@ DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "
 CHUNKS_PER_BATCH = 4
 FEW_ROWS = 32
 """A mean square over n rows is off by about sqrt(2 / n) of itself: by a quarter at 32."""
+
+
+SAVE_INTERVAL_S = 20.0
+"""Seconds of work that an interrupt may cost; what is saved of a large model takes under one."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where an unfinished matrix is kept, and the fingerprint of what it is being made from."""
+
+    path: Path
+    made_from: str
 
 
 class ImatrixError(ConvertError):
@@ -112,6 +127,29 @@ class Imatrix:
         return cls(entries, tuple(keys[DATASETS]), keys[CHUNK_COUNT], keys[CHUNK_SIZE])
 
 
+def check_fits(path: Path, pruned: Sequence[tuple[int, ...]] = (), *, model: Path | None = None) -> None:
+    """Whether a file can be the importance matrix of `model`; before that is there, whether it is one at all.
+
+    `pruned`: layers that recipes leave out.
+
+    Raises:
+        ImatrixError: no importance matrix, or one of another model.
+    """
+    imatrix = Imatrix.load(path)
+    if any(pruned):
+        raise ImatrixError(f"--imatrix {path}: numbers the layers of the whole model; a recipe prunes some")
+    if model is None:
+        return
+    tensors = read_header(model).tensors
+    fitting = [name for name in imatrix.entries if name in tensors]
+    for name in fitting:
+        width, found = tensors[name].shape[0], imatrix.entries[name].sums.shape[1]
+        if width != found:
+            raise ImatrixError(f"--imatrix {path}: {name} has {found} columns, and {width} in {model}")
+    if not fitting:
+        raise ImatrixError(f"--imatrix {path}: names no tensor of {model}: it is another model's")
+
+
 @dataclass(frozen=True)
 class Coverage:
     """How many calibration rows the routed experts of all blocks have read.
@@ -176,6 +214,29 @@ class _Collector:
         self._sums[name] += self._squares
         self._counts[name] += self._seen
 
+    def save(self, resume: Resume, n_chunks: int) -> None:
+        """Leaves what `load` goes on with after `n_chunks` of the text."""
+        arrays: dict[str, Any] = {f"{name}{SUMS}": sums for name, sums in self._sums.items()}
+        arrays |= {f"{name}{COUNTS}": counts for name, counts in self._counts.items()}
+        with replacing(resume.path) as part, part.open("wb") as file:
+            np.savez(file, made_from=resume.made_from, n_chunks=n_chunks, **arrays)
+
+    def load(self, resume: Resume) -> int:
+        """How many chunks another run has read, whose sums these become; 0 where it was of something else."""
+        try:
+            with np.load(resume.path) as found:
+                arrays = dict(found)
+        except (OSError, ValueError, BadZipFile):
+            return 0
+        if str(arrays.get("made_from")) != resume.made_from:
+            return 0
+        for key, values in arrays.items():
+            if key.endswith(SUMS):
+                self._sums[key.removesuffix(SUMS)] = values
+            elif key.endswith(COUNTS):
+                self._counts[key.removesuffix(COUNTS)] = values
+        return int(arrays["n_chunks"])
+
     def entries(self) -> dict[str, Entry]:
         """Raises `ImatrixError` where a sum is not finite: such a model cannot be quantized to any use."""
         for name, sums in self._sums.items():
@@ -198,12 +259,16 @@ def _routed_squares(rows: Floats, routing: Routing) -> tuple[Floats, NDArray[np.
     return squares, np.bincount(routing.ids.ravel(), minlength=routing.experts)
 
 
-def collect_imatrix(gguf: Path, out: Path, *, text: Path, runtime: Runtime) -> None:
+def collect_imatrix(
+    gguf: Path, out: Path, *, text: Path, runtime: Runtime, resume: Resume | None = None
+) -> None:
     """Runs `text` through the model in chunks of 512 tokens and writes the imatrix file `out`.
 
     Trunk and MTP block are observed through llama.cpp's eval callback, each in its own context; the MTP block
     reads the trunk's hidden rows. Those rows are the output head's input too, so no logits are computed for
     it; its entry bears the name that quantization looks up, `token_embd.weight` where the two are tied.
+
+    With `resume` an interrupted run goes on where it was. Sums are kept exactly: the file is the same.
 
     Raises:
         ConvertError: the text is too short, or not text.
@@ -235,8 +300,14 @@ def collect_imatrix(gguf: Path, out: Path, *, text: Path, runtime: Runtime) -> N
         trunk = open_context("trunk", lambda name: name.startswith("blk."))
         trunk.keep_hidden()
         mtp = open_context("mtp", lambda name: name.startswith(mtp_block)) if model.n_nextn else None
+        done = collector.load(resume) if resume else 0
         progress = stack.enter_context(Progress("Importance matrix", n_chunks, "chunks"))
-        for first in range(0, n_chunks, CHUNKS_PER_BATCH):
+        progress.advance(done)
+        saved = time.monotonic()
+        for first in range(done, n_chunks, CHUNKS_PER_BATCH):
+            if resume and time.monotonic() - saved > SAVE_INTERVAL_S:
+                collector.save(resume, first)
+                saved = time.monotonic()
             batch = chunks[first : first + CHUNKS_PER_BATCH]
             trunk.clear()
             decode_chunks(trunk, batch)
@@ -247,3 +318,5 @@ def collect_imatrix(gguf: Path, out: Path, *, text: Path, runtime: Runtime) -> N
                 decode_drafts(mtp, batch, hidden)
             progress.advance(len(batch))
     Imatrix(collector.entries(), (text.name,), n_chunks, size).save(out)
+    if resume:
+        resume.path.unlink(missing_ok=True)

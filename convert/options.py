@@ -34,9 +34,11 @@ class Options:
     outtype: FloatType = "F16"
     vision: VisionType | None = "F16"  # of the tower's matrices; None leaves it out
     calibration: Path | None = None
+    imatrix_file: Path | None = None  # in place of one that is collected
     method: Method = "nearest"
     keep_vocab: int | None = None
     use_imatrix: bool = True
     measure: bool = True
+    show_tensors: bool = False
     force: bool = False
     runtime: Runtime = field(default_factory=Runtime)

@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.calibration import TEXT_VERSION, Purpose, write_text
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.compensation import COMPENSATION_VERSION
+from qwen_serve.convert.cut import WHOLE, Cut
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.gguf_file import write_gguf
-from qwen_serve.convert.imatrix import collect_imatrix
+from qwen_serve.convert.imatrix import Resume, check_fits, collect_imatrix
 from qwen_serve.convert.mmproj import Mmproj, left_out
-from qwen_serve.convert.prune import kept_layers, label
+from qwen_serve.convert.prune import kept_layers
 from qwen_serve.convert.prune_vocab import kept_tokens
-from qwen_serve.convert.prune_vocab import label as vocab_label
 from qwen_serve.convert.quantize import quantize
-from qwen_serve.convert.report import Report, print_report, write_report
+from qwen_serve.convert.report import Report, print_report, print_table, write_report
 from qwen_serve.convert.search import (
     SEARCH_VERSION,
     Found,
@@ -72,21 +71,6 @@ MOST_BITS = 9.0  # of a searched recipe: every tensor at 8.5, some in F32
 HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB; the rest is for small files
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """What a base leaves out: trunk layers, and all regular tokens but the first so many (None: keep all)."""
-
-    layers: tuple[int, ...] = ()
-    tokens: int | None = None
-
-    @property
-    def label(self) -> str:
-        return "-".join(filter(None, (vocab_label(self.tokens), label(self.layers))))
-
-
-WHOLE = _Cut()
-
-
 class Pipeline:
     """Plans everything up front, so that what cannot work fails before anything is written, then runs."""
 
@@ -98,6 +82,9 @@ class Pipeline:
         """
         self._source, self._model, self._options = source, model, options
         self._models: list[Path] = []  # those asked for, as far as they are there
+        self._reports: list[Path] = []
+        if options.imatrix_file is not None:
+            check_fits(options.imatrix_file, [recipe.layers for recipe in options.recipes.values()])
         if options.calibration is not None and not options.calibration.is_file():
             raise ConvertError(f"--calibration {options.calibration}: no such file")
         self._mmproj: Mmproj | None = None
@@ -149,18 +136,19 @@ class Pipeline:
                 self._mmproj.make(self._record, self._model_fingerprint)
             elif options.vision and isinstance(self._model, Checkpoint) and (why := left_out(self._model)):
                 print(why, file=sys.stderr)
+        print_table(self._reports)
         print("to serve:" if len(self._models) == 1 else "to serve one of them:")
         for path in self._models:
             print(f"  python -m qwen_serve.server --model {shlex.quote(str(path))}")
 
     # what each output is called and made from
 
-    def _cut(self, recipe: Recipe | None) -> _Cut:
+    def _cut(self, recipe: Recipe | None) -> Cut:
         if recipe is None:
-            return _Cut(tokens=self._options.keep_vocab)
-        return _Cut(recipe.layers, recipe.keep_vocab or self._options.keep_vocab)
+            return Cut(tokens=self._options.keep_vocab)
+        return Cut(recipe.layers, recipe.keep_vocab or self._options.keep_vocab)
 
-    def _base(self, float_type: FloatType, cut: _Cut) -> Output:
+    def _base(self, float_type: FloatType, cut: Cut) -> Output:
         if isinstance(self._model, WholeModel):
             return self._given
         parts: dict[str, Any] = {
@@ -178,7 +166,7 @@ class Pipeline:
         parts = {"text": TEXT_VERSION, "purpose": purpose, "model": self._reference.fingerprint}
         return Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
 
-    def _measured_from(self, cut: _Cut) -> str:
+    def _measured_from(self, cut: Cut) -> str:
         """What the readings of a search depend on; not the target."""
         parts = {
             "search": SEARCH_VERSION,
@@ -189,7 +177,9 @@ class Pipeline:
         }
         return fingerprint(parts)
 
-    def _imatrix(self, cut: _Cut) -> Output:
+    def _imatrix(self, cut: Cut) -> Output:
+        if (given := self._options.imatrix_file) is not None:
+            return Output(given, file_digest(given))
         base = self._base(self._options.outtype, cut)
         parts = {"base": base.fingerprint, "text": self._calibrated_on(), "llama": LLAMA_VERSION}
         return Output(self._path(f"{self._stem(cut)}.imatrix.gguf"), fingerprint(parts))
@@ -227,13 +217,13 @@ class Pipeline:
         it."""
         return self._base(self._options.outtype, WHOLE)
 
-    def _stem(self, cut: _Cut) -> str:
+    def _stem(self, cut: Cut) -> str:
         return "-".join(filter(None, (self._options.name, cut.label)))
 
     def _name(self, quant: str, recipe: Recipe | None) -> str:
         # what a recipe says of itself, its own name stands for
         tokens = None if recipe and recipe.keep_vocab else self._options.keep_vocab
-        return f"{self._stem(_Cut(tokens=tokens))}-{quant}"
+        return f"{self._stem(Cut(tokens=tokens))}-{quant}"
 
     def _path(self, file_name: str) -> Path:
         return self._options.out / file_name
@@ -252,11 +242,12 @@ class Pipeline:
         return self._compensates or self._uses_imatrix(recipe)
 
     def _writes_calibration(self, recipe: Recipe) -> bool:
-        return self._calibrates(recipe) and self._options.calibration is None
+        collects = self._compensates or (self._uses_imatrix(recipe) and self._options.imatrix_file is None)
+        return collects and self._options.calibration is None
 
     # stages
 
-    def _make_base(self, float_type: FloatType, cut: _Cut) -> Output:
+    def _make_base(self, float_type: FloatType, cut: Cut) -> Output:
         if isinstance(model := self._model, WholeModel):
             self._record.check(
                 f"weights of {model.path.resolve()}", self._given.fingerprint, model.check_weights
@@ -276,12 +267,23 @@ class Pipeline:
             lambda part: write_text(writer.path, part, purpose=purpose, runtime=self._options.runtime),
         )
 
-    def _make_imatrix(self, cut: _Cut) -> Output:
-        base = self._make_base(self._options.outtype, cut)
-        text = self._make_calibration()
+    def _make_imatrix(self, cut: Cut) -> Output:
+        base, output = self._make_base(self._options.outtype, cut), self._imatrix(cut)
+        if self._options.imatrix_file is not None:
+            check_fits(output.path, model=base.path)
+            return output
+        text, unfinished = self._make_calibration(), self._path(f"{self._stem(cut)}.imatrix.unfinished.npz")
+        if self._options.force:
+            unfinished.unlink(missing_ok=True)
         return self._record.make(
-            self._imatrix(cut),
-            lambda part: collect_imatrix(base.path, part, text=text, runtime=self._options.runtime),
+            output,
+            lambda part: collect_imatrix(
+                base.path,
+                part,
+                text=text,
+                runtime=self._options.runtime,
+                resume=Resume(unfinished, output.fingerprint),
+            ),
         )
 
     def _make_calibration(self) -> Path:
@@ -373,7 +375,9 @@ class Pipeline:
                 provenance=provenance,
             ),
         )
-        print_report(output.path)
+        if self._options.show_tensors:
+            print_report(output.path)
+        self._reports.append(output.path)
         self._models.append(quantized.path)
 
     def _provenance(self, quantized: Output, recipe: Recipe | None) -> dict[str, Any]:
@@ -402,7 +406,7 @@ class Pipeline:
     def _estimates(self) -> Iterator[tuple[Output, int]]:
         """Bytes of what may be written, from tensor sizes and the recipes' bits per weight."""
         options, recipes = self._options, self._options.recipes.values()
-        bases: set[tuple[FloatType, _Cut]] = {(t, self._cut(None)) for t in options.float_types}
+        bases: set[tuple[FloatType, Cut]] = {(t, self._cut(None)) for t in options.float_types}
         bases |= {(options.outtype, self._cut(recipe)) for recipe in recipes}
         if options.search is not None:
             bases |= {(options.outtype, self._cut(None)), (options.outtype, WHOLE)}
@@ -432,12 +436,12 @@ class Pipeline:
             if not is_record(record := self._search_record()):
                 yield record
 
-    def _n_elements(self, cut: _Cut) -> int:
+    def _n_elements(self, cut: Cut) -> int:
         if isinstance(self._model, WholeModel):
             return self._model.n_elements
         return self._plan(self._options.outtype, cut).n_elements
 
-    def _plan(self, float_type: FloatType, cut: _Cut) -> TensorPlan:
+    def _plan(self, float_type: FloatType, cut: Cut) -> TensorPlan:
         assert isinstance(self._model, Checkpoint), "a GGUF is not planned, it is there"
         layers, tokens = self._kept[cut.layers], self._kept_tokens[cut.tokens]
         return plan_tensors(self._model, float_type, layers, tokens)

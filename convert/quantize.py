@@ -137,6 +137,7 @@ def _work(job: Job, parent: Connection) -> None:
             job.out,
             file_type=job.recipe.file_type,
             overrides=job.recipe.overrides,
+            mixture=job.recipe.mixture,
             imatrix={name: entry.means for name, entry in imatrix.entries.items()} if imatrix else None,
             metadata=_provenance(job, imatrix),
             threads=job.threads,

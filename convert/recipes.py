@@ -16,6 +16,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from qwen_serve.convert.errors import ConvertError
+from qwen_serve.llamacpp.mixture import Mixture
 
 RECIPES = next(
     folder
@@ -127,6 +128,9 @@ class Recipe(_Table):
     type: Annotated[str, AfterValidator(_file_type)]
     about: Annotated[str, Field(min_length=1)]
     imatrix: bool = True
+    pure: bool = False
+    output_tensor_type: Annotated[str, AfterValidator(_tensor_type)] | None = None
+    token_embedding_type: Annotated[str, AfterValidator(_tensor_type)] | None = None
     override: list[Override] = []
     layers_table: Layers = Field(default=Layers(), alias="layers")
     vocab_table: Vocabulary = Field(default=Vocabulary(), alias="vocab")
@@ -158,6 +162,15 @@ class Recipe(_Table):
         return [(o.pattern, TENSOR_TYPES[o.type]) for o in self.override]
 
     @property
+    def mixture(self) -> Mixture:
+        """What decides about tensors that no override names."""
+        output, embedding = (
+            TENSOR_TYPES[kind] if kind else None
+            for kind in (self.output_tensor_type, self.token_embedding_type)
+        )
+        return Mixture(pure=self.pure, output=output, embedding=embedding)
+
+    @property
     def bits_per_weight(self) -> float:
         """An upper estimate for the whole file, for the disk check."""
         base = self.type.removesuffix("_S").removesuffix("_M").removesuffix("_L")
@@ -176,6 +189,8 @@ class Recipe(_Table):
         )
         if self.keep_vocab is not None:
             what += (self.keep_vocab,)
+        if self.pure or self.output_tensor_type or self.token_embedding_type:
+            what += (self.pure, self.output_tensor_type, self.token_embedding_type)
         return hashlib.sha256(repr(what).encode()).hexdigest()[:24]
 
 

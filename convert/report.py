@@ -15,7 +15,7 @@ from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from qwen_serve.convert.recipes import Recipe
@@ -168,6 +168,27 @@ def print_report(path: Path) -> None:
     for g in report.groups:
         numbers = f"{g.tensors:5}  {g.bits_per_weight:5.2f}  {size(g.n_bytes):>9}"
         print(f"  {g.name:<{width}}  {g.type:<9}  {numbers}")
+    print()
+
+
+def print_table(paths: Sequence[Path]) -> None:
+    """Prints report files as one table, and what is to be said of experts that calibration hardly reached."""
+    reports = [Report.from_json(path.read_text(encoding="utf-8")) for path in paths]
+    width = max((len(report.file) for report in reports), default=0)
+    print(f"\n{'file':<{width}}  {'size':>9}  {'bits':>6}  {'mean KLD':>9}  {'same top':>8}")
+    for report in reports:
+        measured = f"{'':>9}  {'':>8}"
+        if (d := report.divergence) is not None:
+            measured = f"{d.mean:9.6f}  {100 * d.same_top:7.2f}%"
+        row = f"{report.file:<{width}}  {size(report.n_bytes):>9}  {report.bits_per_weight:6.3f}  {measured}"
+        print(row.rstrip())
+    for report in reports:
+        if (c := report.coverage) is not None and (c.rare or c.unreached):
+            rare, unreached = (sum(map(len, found.values())) for found in (c.rare, c.unreached))
+            print(
+                f"{report.file}: {unreached:,} of {c.experts:,} experts read no calibration row, {rare:,} "
+                f"fewer than {FEW_ROWS} (--show-tensors names them)"
+            )
     print()
 
 

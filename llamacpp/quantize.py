@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 
 from .errors import LlamaError
 from .log import reason, set_up, tapped_log
+from .mixture import STOCK, Mixture
 
 FLOATS = ctypes.POINTER(ctypes.c_float)
 
@@ -29,6 +30,7 @@ def quantize_file(
     *,
     file_type: int,
     overrides: Sequence[tuple[str, int]] = (),
+    mixture: Mixture = STOCK,
     imatrix: Mapping[str, Floats] | None = None,
     metadata: Mapping[str, str | int] | None = None,
     threads: int = 0,
@@ -53,7 +55,7 @@ def quantize_file(
             on_tensor(int(counts.partition("/")[2]), rest.split()[0])
 
     columns = {name: np.ascontiguousarray(values, np.float32) for name, values in (imatrix or {}).items()}
-    params = _params(file_type, overrides, columns)
+    params = _params(file_type, overrides, mixture, columns)
     params.nthread = threads
     if metadata:
         params.kv_overrides = (C.llama_model_kv_override * (len(metadata) + 1))(
@@ -73,7 +75,7 @@ _PLANNED = re.compile(
 
 
 def quantized_types(
-    source: Path, *, file_type: int, overrides: Sequence[tuple[str, int]] = ()
+    source: Path, *, file_type: int, overrides: Sequence[tuple[str, int]] = (), mixture: Mixture = STOCK
 ) -> dict[str, GGMLQuantizationType]:
     """The type of each tensor in what `quantize_file` would make of `source` with an importance matrix.
 
@@ -85,7 +87,7 @@ def quantized_types(
     lines: list[str] = []
     # with any importance matrix llama.cpp takes other types for some tensors than without
     columns = {"any": np.ones(1, np.float32)}
-    params = _params(file_type, overrides, columns)
+    params = _params(file_type, overrides, mixture, columns)
     params.dry_run = True
     set_up()
     with tapped_log(lines.append) as log:
@@ -98,10 +100,17 @@ def quantized_types(
     return {one[2]: GGMLQuantizationType[(one[4] or one[3]).upper()] for one in found}
 
 
-def _params(file_type: int, overrides: Sequence[tuple[str, int]], columns: Mapping[str, Floats]) -> Any:
+def _params(
+    file_type: int, overrides: Sequence[tuple[str, int]], mixture: Mixture, columns: Mapping[str, Floats]
+) -> Any:
     """`llama_model_quantize_params`; `columns` must outlive it."""
     params = C.llama_model_quantize_default_params()
     params.ftype = file_type
+    params.pure = mixture.pure
+    if mixture.output is not None:
+        params.output_tensor_type = mixture.output
+    if mixture.embedding is not None:
+        params.token_embedding_type = mixture.embedding
     if overrides:
         params.tt_overrides = (C.llama_model_tensor_override * (len(overrides) + 1))(
             *((pattern.encode(), kind) for pattern, kind in overrides), (None, C.GGML_TYPE_COUNT)

@@ -46,7 +46,9 @@ def quantized_tensors(config: ModelConfig, recipe: Recipe) -> list[TensorInfo]:
         path = Path(folder) / "header.gguf"
         write_header(path, config, whole, vocab=False)
         try:
-            types = quantized_types(path, file_type=recipe.file_type, overrides=recipe.overrides)
+            types = quantized_types(
+                path, file_type=recipe.file_type, overrides=recipe.overrides, mixture=recipe.mixture
+            )
         except (ConvertError, LlamaError) as error:
             raise BenchError(str(error)) from error
     return [TensorInfo(tensor.name, tensor.shape, types[tensor.name]) for tensor in whole]

@@ -161,7 +161,7 @@ def test_stages_are_named_after_it_and_resumed(
     flags = ("--quant", "q4_k_m", "--calibration", text, "--no-kld")
     convert(checkpoint, out, *flags)
     before = times(out)
-    convert(checkpoint, out, *flags, "--keep-vocab", 257)
+    convert(checkpoint, out, *flags, "--keep-vocab", 257, "--show-tensors")
     after = times(out)
     assert after.keys() - before.keys() == {
         "Random-1B-v257-F16.gguf",

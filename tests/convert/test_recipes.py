@@ -89,7 +89,7 @@ def test_the_fingerprint_follows_what_decides_the_output_and_not_the_prose(tmp_p
         ('type = 15\nabout = "a"', "type: Input should be a valid string"),
         (
             'type = "Q6_K"\nabout = "a"\nbits = 4',
-            "bits: unknown key; allowed are type, about, imatrix, override, layers, vocab, evidence",
+            "bits: unknown key; allowed are type, about, imatrix, pure, output",
         ),
         ('type = "Q6_K"\nabout = "a"\n[layers]\ndrop = [1]', "layers.drop: unknown key; allowed are prune"),
         ('type = "Q6_K"\nabout = "a"\n[vocab]\nsize = 1', "vocab.size: unknown key; allowed are keep"),

@@ -1,0 +1,118 @@
+"""llama-quantize's flags: those that are ours too, and for the others what is."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.recipes import TENSOR_TYPES, Override, Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+OTHERS = {
+    "--allow-requantize": "a quantized file is refused as a source: give --src the F16, BF16 or F32 file",
+    "--leave-output-tensor": "--output-tensor-type F16",
+    "--include-weights": "an importance matrix counts for every tensor that it has: --imatrix FILE",
+    "--exclude-weights": "an importance matrix counts for every tensor that it has: --imatrix FILE",
+    "--tensor-type-file": "--recipe FILE, whose overrides say the same, or --tensor-type several times",
+    "--prune-layers": "--recipe FILE with prune in [layers]",
+    "--keep-split": "--split-max-size SIZE",
+    "--override-kv": "metadata is the checkpoint's; gguf-new-metadata of the package gguf changes it",
+    "--outfile": "--out DIR, and --name",
+    "--model-name": "--name",
+}
+"""Flags of llama-quantize and convert_hf_to_gguf.py that are none of ours."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the group of those that are ours, too."""
+    group = parser.add_argument_group("as llama-quantize has them; each comes before what a recipe says")
+    group.add_argument(
+        "--imatrix",
+        dest="imatrix_file",
+        metavar="FILE",
+        type=Path,
+        help="an importance matrix that is there, llama-imatrix's GGUF or one of ours, in place of a new one",
+    )
+    group.add_argument(
+        "--tensor-type",
+        metavar="NAME=TYPE",
+        action="append",
+        default=[],
+        type=_override,
+        help="type of the tensors in whose name the regular expression NAME is found, such as ffn_down=Q6_K; "
+        "may be repeated, the first that fits decides",
+    )
+    group.add_argument(
+        "--output-tensor-type",
+        metavar="TYPE",
+        type=_type,
+        help="of output.weight, and of an embedding that is the output head",
+    )
+    group.add_argument(
+        "--token-embedding-type", metavar="TYPE", type=_type, help="of the embedding, token_embd.weight"
+    )
+    group.add_argument(
+        "--pure",
+        action="store_true",
+        help="all matrices with the quant's own type: no mixture, and no overrides but --tensor-type's",
+    )
+
+
+def with_flags(recipes: Mapping[str, Recipe], arguments: argparse.Namespace) -> dict[str, Recipe]:
+    """The recipes with what the flags say of types.
+
+    Raises:
+        ConvertError: flags, and no recipe that they could be for.
+    """
+    changes = {
+        "pure": arguments.pure,
+        "output_tensor_type": arguments.output_tensor_type,
+        "token_embedding_type": arguments.token_embedding_type,
+    }
+    given = [*arguments.tensor_type, *filter(None, changes.values())]
+    if given and not recipes:
+        raise ConvertError(
+            "--tensor-type, --output-tensor-type, --token-embedding-type and --pure want a --quant that is "
+            "quantized, by name or by --recipe"
+        )
+    if not given:
+        return dict(recipes)
+    return {
+        name: recipe.model_copy(
+            update={
+                **{key: value for key, value in changes.items() if value},
+                "override": [*arguments.tensor_type, *([] if arguments.pure else recipe.override)],
+            }
+        )
+        for name, recipe in recipes.items()
+    }
+
+
+def unknown(words: Sequence[str]) -> str:
+    """What to say of arguments that are none: where a flag is llama-quantize's, which of ours is meant."""
+    for word in words:
+        if instead := OTHERS.get(flag := word.partition("=")[0]):
+            return f"{flag} is a flag of llama.cpp's tools; here: {instead}"
+    return f"unrecognized arguments: {' '.join(words)}"
+
+
+def _type(text: str) -> str:
+    if text.upper() not in TENSOR_TYPES:
+        raise argparse.ArgumentTypeError(f"want one of {', '.join(TENSOR_TYPES)}; got {text!r}")
+    return text.upper()
+
+
+def _override(text: str) -> Override:
+    name, equals, kind = text.rpartition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"want NAME=TYPE, such as ffn_down=Q6_K; got {text!r}")
+    try:
+        re.compile(name)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{name!r} is not a regular expression ({error})") from None
+    return Override(pattern=name.lower(), type=_type(kind), reason="--tensor-type")

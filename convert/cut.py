@@ -1,0 +1,23 @@
+"""What is left out of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwen_serve.convert.prune import label
+from qwen_serve.convert.prune_vocab import label as vocab_label
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a base leaves out: trunk layers, and all regular tokens but the first so many (None: keep all)."""
+
+    layers: tuple[int, ...] = ()
+    tokens: int | None = None
+
+    @property
+    def label(self) -> str:
+        return "-".join(filter(None, (vocab_label(self.tokens), label(self.layers))))
+
+
+WHOLE = Cut()
