@@ -130,7 +130,7 @@ def decode_passes(
             rows = drafts.count + 1.0
             if drafts.count > snapshots:
                 rows += drafts.recomputed
-                yield _way_back(geometry, drafts), share
+                yield _rollback(geometry, drafts), share
             yield geometry.verify(rows, context, snapshots=snapshots), share
             if drafts.mtp:
                 yield geometry.draft_step(context), share * drafts.count
@@ -140,7 +140,7 @@ def decode_passes(
         done, left = done + gained * share, left - gained * share
 
 
-def _way_back(geometry: Geometry, drafts: Drafts) -> Work:
+def _rollback(geometry: Geometry, drafts: Drafts) -> Work:
     """A sequence's recurrent state copied on the card before a verification, and back after a rejection."""
     copies = 1 + drafts.rejected
     return Work(2 * copies * geometry.state_bytes, kernels=copies)

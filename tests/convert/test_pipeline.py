@@ -189,7 +189,7 @@ def seen(stage: str) -> Callable[[subprocess.Popen[str]], bool]:
 
 
 @pytest.mark.parametrize("after_s", slow_but([0.2], [0.0, 0.2, 0.6]))
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+@pytest.mark.parametrize("sent", slow_but([signal.SIGKILL], [*EXIT]), ids=lambda s: s.name)
 def test_an_interrupted_run_is_finished_by_the_next(
     checkpoint: Path, out: Path, tmp_path: Path, sent: signal.Signals, after_s: float
 ) -> None:

@@ -74,14 +74,14 @@ def test_a_failing_drafter_leaves_the_other_alone() -> None:
     assert stats["mtp"].state == "active"
 
 
-def test_without_a_way_back_nothing_is_drafted() -> None:
+def test_without_a_checkpoint_nothing_is_drafted() -> None:
     world = on_h200()
     world.states.checkpoint = Mock(side_effect=LlamaError("no buffer"))  # type: ignore[method-assign]
     assert world.step() == 0
     assert world.speculator.stats()["mtp"].failed == 1
 
 
-def test_a_way_back_that_fails_has_the_sequence_read_again() -> None:
+def test_a_rollback_that_fails_has_the_sequence_read_again() -> None:
     world = on_h200(snapshots=0)
     world.head.right = 0.0
     world.states.rollback = Mock(side_effect=LlamaError("no"))  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def test_a_head_that_never_has_what_it_reads_is_seen() -> None:
     assert stats.unready == 50
 
 
-def test_a_head_that_does_not_pay_is_seen_to_rest() -> None:
+def test_a_head_that_does_not_pay_is_seen_to_cool_down() -> None:
     world = on_h200()
     world.head.right = 0.0
     world.gain(100)
