@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,8 +122,8 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
         raise BenchError(f"convert: {reason or f'ended with status {status}'}")
     with log.open("rb") as tables:
         tables.seek(start)
-        lines = tables.read().decode("utf-8", "replace").splitlines()
-    return {line for line in lines if line.endswith(".gguf") and not line[:1].isspace()}
+        text = tables.read().decode("utf-8", "replace")
+    return set(re.findall(r"^(\S.*?\.gguf)(?:  |$)", text, re.MULTILINE))
 
 
 def read_weights(gguf: Path, made: Set[str]) -> Weights:
