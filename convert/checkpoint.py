@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.prequantized import with_weights
 from qwen_serve.convert.safetensors import StoredTensor, read_header
 from qwen_serve.convert.stages import file_digest, fingerprint
 
@@ -44,8 +45,10 @@ class Checkpoint:
         Raises:
             CheckpointError: a file is missing, damaged or of another architecture; the message says which.
         """
-        config = ModelConfig.from_json(read_json(folder / "config.json"))
-        return cls(folder, config, read_tensors(folder))
+        values = read_json(folder / "config.json")
+        config = ModelConfig.from_json(values)
+        method = values.get("text_config", {}).get("quantization_config") or values.get("quantization_config")
+        return cls(folder, config, with_weights(read_tensors(folder), method))
 
     @property
     def used_experts(self) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from qwen_serve.convert.config_keys import check_config, check_rope
 from qwen_serve.convert.errors import CheckpointError
+from qwen_serve.convert.prequantized import check_method
 
 DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
@@ -104,11 +105,7 @@ class ModelConfig:
             )
         text = {**config, **config.get("text_config", {})}
         if method := text.get("quantization_config"):
-            name = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-            raise CheckpointError(
-                f"config.json: quantization_config says that the weights are already quantized ({name}); "
-                "convert the BF16, F16 or F32 checkpoint that it was made from"
-            )
+            check_method(method)
         check_config(config)
         fields = _Fields(text)
         interval = fields.integer("full_attention_interval", DEFAULT_INTERVAL)

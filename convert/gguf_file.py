@@ -20,6 +20,7 @@ from qwen_serve.common.interrupts import held
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.floats import RangeError, convert, first_not_finite, to_f32
 from qwen_serve.convert.metadata import add_general, add_hyperparameters, add_tokenizer
+from qwen_serve.convert.prequantized import Dequantized
 from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.prune_vocab import SOURCE_TOKENS, prune
 from qwen_serve.convert.safetensors import NUMPY_TYPES
@@ -144,8 +145,9 @@ def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
     position = data_start
     for tensor in plan.tensors:
         n = tensor.n_elements
-        # what reorders or computes needs its whole tensor; the large ones, embedding and FFN, do neither
-        step = n if tensor.reorder or tensor.compute else CHUNK_ELEMENTS
+        # what reorders or computes needs its whole tensor; the large ones, embedding and FFN, seldom do
+        whole = tensor.reorder or tensor.compute or isinstance(tensor.stored, Dequantized)
+        step = n if whole else CHUNK_ELEMENTS
         for start in range(0, n, step):
             yield _Job(tensor, start, min(step, n - start), position + tensor.n_bytes(start))
         position += _padded(tensor.nbytes)

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library sets
 
-# numpy has no bfloat16: its bit patterns travel as uint16
+# numpy has no bfloat16 and no FP8: their bit patterns travel as uint16 and uint8
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype("u1"),
 }
 WEIGHT_TYPES = ("BF16", "F16", "F32")
 TABLE_TYPES = ("I32", "I64")

@@ -95,7 +95,10 @@ YARN = {
         ({"rms_norm_eps": None}, "rms_norm_eps must be a positive number"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type is 'llama3'; known are default"),
         ({"rope_parameters": {}}, "rope_theta must be a positive number"),
-        ({"quantization_config": {"quant_method": "fp8"}}, r"already quantized \(fp8\)"),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quant_method is 'hqq'; fp8, gptq and awq are known",
+        ),
         ({"attention_bias": True}, "attention_bias is True; llama.cpp computes Qwen3.5 with False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; llama.cpp computes Qwen3.5 with 'silu'"),
         ({"logit_scale": 0.5}, "logit_scale is 0.5, which this converter does not know"),

@@ -29,6 +29,7 @@ from qwen_serve.convert.source import resolve
 from qwen_serve.convert.tensors import FloatType, plan_tensors
 from tests.checkpoints import edit_json, write_checkpoint
 from tests.drafters import DRAFT, NANO, some_tokens, with_own_vocabulary
+from tests.prequantized import Method, write_prequantized
 
 pytestmark = pytest.mark.reference
 
@@ -43,12 +44,16 @@ class Case:
     name: str
     outtype: FloatType
     checkpoint: dict[str, Any] | None = None  # what to write; None: nano
+    method: Method | None = None  # that nano is quantized by already
 
 
 CASES = (
     Case("nano-F32", "F32"),
     Case("nano-F16", "F16"),
     Case("nano-BF16", "BF16"),
+    Case("nano-from-fp8-F32", "F32", method="fp8"),
+    Case("nano-from-fp8-BF16", "BF16", method="fp8"),
+    Case("nano-from-gptq-F32", "F32", method="gptq"),
     Case("random-F16", "F16", {"seed": 1}),
     Case("random-text-only-untied-from-F32-BF16", "BF16", {"nested": False, "tied": False, "dtype": "F32"}),
     Case("random-from-F16-F32", "F32", {"dtype": "F16"}),
@@ -71,9 +76,12 @@ class Pair:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     case: Case = request.param
     folder = tmp_path_factory.mktemp("conversion")
-    source = resolve(
-        str(NANO if case.checkpoint is None else write_checkpoint(folder / "Random-1B", **case.checkpoint))
-    )
+    place = NANO
+    if case.checkpoint is not None:
+        place = write_checkpoint(folder / "Random-1B", **case.checkpoint)
+    if case.method is not None:
+        write_prequantized(place := folder / "nano", case.method)
+    source = resolve(str(place))
     checkpoint = Checkpoint.open(source.path)
     kept = tuple(range(checkpoint.config.n_layers))
     ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
