@@ -54,7 +54,14 @@ COMMANDS = {
         "qwen_serve.bench.record.command:record",
     ),
     "soak": Command(
-        "Mixed load for minutes or hours: failures, drift, leaks.", "qwen_serve.bench.load.soak:soak"
+        "Mixed load for minutes or hours: failures, drift, leaks.",
+        "qwen_serve.bench.load.soak:soak",
+        {
+            "answers": Command(
+                "The same requests alone and in company: is every answer the same, bit for bit?",
+                "qwen_serve.bench.servers.answers:answers",
+            )
+        },
     ),
     "conformance": Command(
         "The server's contract as checks, pass or fail a line each.",

@@ -204,7 +204,7 @@ async def _window(mixed: MixedLoad, seconds: float, clients: int, aborts: float)
             task = await mixed.task()
             sender = mixed.sender(task.tokens)
             if mixed.rng.random() < aborts:
-                found.aborted += await _abort(sender, task.job, mixed.rng.randint(1, 8))
+                found.aborted += await leave(sender, task.job, mixed.rng.randint(1, 8))
                 continue
             sent = await closed_loop(sender, [task.job])
             found.sent += sent
@@ -218,7 +218,7 @@ async def _window(mixed: MixedLoad, seconds: float, clients: int, aborts: float)
     return found
 
 
-async def _abort(sender: Sender, job: Job, events: int) -> int:
+async def leave(sender: Sender, job: Job, events: int) -> int:
     """Leave after so many events of the stream. Returns 1; 0 where the server did not even begin."""
     body = {**sender.body(job, [{"role": "user", "content": job.turns[0]}]), "stream": True}
     try:

@@ -50,7 +50,7 @@ LONGEST_TASK = 3072
 class PeerOptions:
     """Who is compared, and with which resources."""
 
-    peer: Annotated[tuple[str, ...], Parameter(negative=())]
+    peer: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     """[NAME=]WHAT [FLAGS], once for each; see below."""
     reference: str | None = None
     """Whom the ratios are against (the first --peer)."""
@@ -150,7 +150,7 @@ class Work:
 
 async def peers(
     *,
-    who: PeerOptions,
+    who: PeerOptions = PeerOptions(),
     work: Work = Work(),
     load: LoadOptions = LoadOptions(),
     prompts: PromptOptions = PromptOptions(),

@@ -13,7 +13,7 @@ import pytest
 
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.server.engine import SamplingParams, SchedulingParams
-from qwen_serve.server.engine.reproducible import rows_are_the_same
+from qwen_serve.server.engine.reproducible import Reproducible, rows_are_the_same
 from tests.marks import slow_but
 from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, submit
 
@@ -173,6 +173,24 @@ class MadeUpContext:
 def test_rows_that_differ_now_and_then_are_found(differs: Callable[[int, int], bool], same: bool) -> None:
     context: Any = MadeUpContext(differs)
     assert rows_are_the_same(context, range(2, 7)) is same
+
+
+@INVARIANT
+@pytest.mark.slow
+def test_rows_of_experts_are_computed_together(nano_moe_q4_k_m: Path) -> None:
+    with running(nano_moe_q4_k_m, deterministic=True) as engine:
+        assert engine.components.plan.spec.has_experts
+        assert engine.components.scheduler.reproducible == Reproducible(1, 64)
+
+
+def test_what_holds_is_said_at_the_start() -> None:
+    alone = Reproducible(512, 64, alone=True)
+    assert alone.told(drafts=True, experts=True).startswith("rows of a model with experts depend on how many")
+    assert "nothing is drafted" in alone.told(drafts=True, experts=False)
+    assert "every 512, whole chunks of them are read 4 at once" in Reproducible(512, 64, 4).told(
+        drafts=False, experts=False
+    )
+    assert Reproducible(1, 64).told(drafts=True, experts=True).endswith("prompts wherever they are cut")
 
 
 async def told(engine: Engine, request: Request) -> tuple[list[int], str]:

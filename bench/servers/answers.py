@@ -1,0 +1,348 @@
+"""Whether an answer depends on what else is served: the same requests alone and in company, bit for bit.
+
+Requests of all kinds are answered one by one by the first server. Then each server answers them one by one
+and many at once, in another order each time, while other clients leave in the middle of their answers. What
+is compared is the whole choice: text, reasoning, calls, and the log-probability of every token and of those
+that might have stood in its place, to the last digit that the server gives.
+"""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from qwen_serve.bench.arguments import Positive, Positives, PromptOptions, StoreOptions
+from qwen_serve.bench.errors import BenchError, ServerError
+from qwen_serve.bench.load.cell import Supply
+from qwen_serve.bench.load.client import clip, error_text
+from qwen_serve.bench.load.generator import Job, Sender, Target
+from qwen_serve.bench.load.prompts import Prompts
+from qwen_serve.bench.load.protocol import at_concurrency
+from qwen_serve.bench.load.soak import leave
+from qwen_serve.bench.servers.counters import DRAFT_COUNTERS, growth, read_counters
+from qwen_serve.bench.servers.peers import PeerOptions, contestants, make_setup
+from qwen_serve.bench.servers.programs import SYNTAX
+from qwen_serve.bench.servers.turns import Contender
+from qwen_serve.bench.store import Run
+from qwen_serve.bench.terminal import Bar
+from qwen_serve.common.files import write_text
+
+WORKLOAD = "answers"
+VERDICT = "verdict.json"
+PREFIXES = 3
+LIKELIEST = 3
+"""Tokens whose log-probabilities are compared at each place."""
+SHOWN = 10
+"""Differences that the verdict tells of."""
+TURNS = 3
+"""Of a chat."""
+
+SPECULATION = ("off", "ngram", "mtp", "both")
+"""Ways to draft, each of a server of its own."""
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["sea", "snow", "sun"]}, "maxItems": 3},
+    },
+    "required": ["city", "days", "tags"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}
+FIELDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0},
+    "prefix": {},
+    "repeats": {"ignore_eos": True},
+    "chat": {},
+    "seeded chat": {"temperature": 0.8, "top_p": 0.95},
+    "schema": {"temperature": 1.0, "response_format": FORMAT},
+    "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
+    "tools": {"tools": [TOOL], "tool_choice": "required"},
+}
+"""What requests of each kind ask for, beside a seed and log-probabilities."""
+
+Share = Annotated[float, Parameter(validator=Number(gte=0, lt=1))]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A conversation, and its kind."""
+
+    kind: str
+    job: Job
+
+
+@dataclass
+class Compared:
+    """Of a server at a level. ``same``: answers that are those given alone, of so many compared."""
+
+    compared: int = 0
+    same: int = 0
+    left: int = 0
+    """Clients that left in the middle of an answer."""
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    """What became of drafts."""
+
+    def add(self, asked: Asked, alone: Sequence[str], found: Sequence[str]) -> None:
+        """The turns of a conversation."""
+        for turn, (before, now) in enumerate(zip(alone, found, strict=False)):
+            self.compared += 1
+            self.same += before == now
+            if before != now:
+                at = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), 0)
+                around = slice(max(0, at - 100), at + 100)
+                told = {"kind": asked.kind, "turn": turn, "alone": before[around], "here": now[around]}
+                self.differences.append(told)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked: the same conversations at every level, and who leaves."""
+
+    asked: Sequence[Asked]
+    tokens: int
+    aborts: float
+    seed: int
+
+    async def alone(self, target: Target) -> list[list[str]]:
+        """The answers to each conversation, one after the other. Raises BenchError where one fails."""
+        with Bar(f"{target.name}, alone", total=len(self.asked), unit="conversations") as bar:
+            found = []
+            for one in self.asked:
+                found.append(await converse(Sender(target, self.tokens), one.job))
+                bar.advance()
+        return found
+
+    async def at(self, target: Target, clients: int, alone: Sequence[Sequence[str]]) -> Compared:
+        """All of them by so many clients."""
+        rng = random.Random(f"{self.seed}/{target.name}/{clients}")
+        order = rng.sample(range(len(self.asked)), len(self.asked))
+        found, sender, left = Compared(), Sender(target, self.tokens), iter(order)
+
+        async def client() -> None:
+            for number in left:
+                if rng.random() < self.aborts:
+                    found.left += await leave(sender, rng.choice(self.asked).job, rng.randint(1, 8))
+                asked = self.asked[number]
+                try:
+                    found.add(asked, alone[number], await converse(sender, asked.job))
+                except BenchError as error:
+                    found.errors.append(f"{asked.kind}: {error}")
+                bar.advance(note=f"{found.compared - found.same} differ")
+
+        before = await read_counters(target.client)
+        with Bar(f"{target.name}, {at_concurrency(clients)}", total=len(order), unit="conversations") as bar:
+            await asyncio.gather(*(client() for _ in range(clients)))
+        for (name, _), value in growth(before, await read_counters(target.client)).items():
+            if name in DRAFT_COUNTERS:
+                metric = DRAFT_COUNTERS[name]
+                found.counters[metric] = found.counters.get(metric, 0.0) + value
+        return found
+
+
+async def converse(sender: Sender, job: Job) -> list[str]:
+    """The choice that each turn got, as JSON without what names the answer. Raises BenchError."""
+    history: list[Mapping[str, Any]] = []
+    told: list[str] = []
+    for text in job.turns:
+        history.append({"role": "user", "content": text})
+        path = sender.path(job)
+        reply = await sender.target.client.request("POST", path, body=sender.body(job, history))
+        if reply.status != 200:
+            raise ServerError(f"POST {path} answered {reply.status}: {error_text(reply)}", reply.status)
+        try:
+            choice = reply.json()["choices"][0]
+            message = choice.get("message") or {}
+            for call in message.get("tool_calls") or ():
+                call.pop("id", None)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ServerError(f"POST {path}: no choice in the answer: {clip(reply.text)}", 200) from error
+        if not choice.get("logprobs"):
+            raise ServerError(f"POST {path}: no log-probabilities in the answer: {clip(reply.text)}", 200)
+        told.append(json.dumps(choice, sort_keys=True))
+        history.append({"role": "assistant", "content": message.get("content") or ""})
+    return told
+
+
+async def conversations(made: Prompts, count: int, tokens: int, rng: random.Random) -> list[Asked]:
+    """So many of all kinds, of up to so many tokens a turn, the same for an ``rng`` of the same state."""
+    prefixes = [await made.make(tokens, rng) for _ in range(PREFIXES)]
+    found = []
+    for number in range(count):
+        kind = [*FIELDS][number % len(FIELDS)]
+        text = await made.make(rng.randint(max(1, tokens // 8), tokens), rng)
+        turns: tuple[str, ...] = (text,)
+        if kind == "prefix":
+            turns = (f"{rng.choice(prefixes)}\n\n{text}",)
+        elif kind == "repeats":
+            turns = (f"{text}\n\n{text}",)
+        elif kind.endswith("chat"):
+            turns = (text, *[await made.make(max(1, tokens // 8), rng) for _ in range(TURNS - 1)])
+        chat = kind not in ("greedy", "repeats")
+        wanted = {"logprobs": True, "top_logprobs": LIKELIEST} if chat else {"logprobs": LIKELIEST}
+        found.append(Asked(kind, Job(turns, chat, fields={**FIELDS[kind], **wanted, "seed": number})))
+    return found
+
+
+def usual_peers(draft_model: Path | None, flags: str) -> tuple[str, ...]:
+    """Who is asked where nobody is named: a server that drafts nothing and keeps nothing, and one for each
+    way to draft."""
+    server = f"server --deterministic {flags}".strip()
+    peers = [f"alone={server} --speculation off --no-prefix-cache"]
+    peers += [f"drafts {way}={server} --speculation {way}" for way in SPECULATION]
+    if draft_model is not None:
+        peers.append(f"draft model={server} --speculation draft --draft-model {draft_model.resolve()}")
+    return tuple(peers)
+
+
+async def answers(
+    *,
+    who: PeerOptions = PeerOptions(),
+    draft_model: Path | None = None,
+    flags: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
+    requests: Positive = 72,
+    levels: Positives = (1, 8, 64),
+    input_tokens: Positive = 256,
+    output_tokens: Positive = 64,
+    aborts: Share = 0.1,
+    prompts: PromptOptions = PromptOptions(),
+    store: StoreOptions = StoreOptions(),
+) -> int:
+    if not who.peer:
+        who = replace(who, peer=usual_peers(draft_model, flags))
+    elif draft_model is not None or flags:
+        raise BenchError("--draft-model and --flags are for the usual servers: say it in --peer")
+    found, reference = contestants(who)
+    if prompts.tokenizer is None and who.gguf is not None:
+        prompts = replace(prompts, tokenizer=str(who.gguf))
+    # a prefix or a text twice, a few words a turn, answers, a tool in the prompt
+    longest = 3 * input_tokens + TURNS * (output_tokens + input_tokens // 8) + 512
+    setup = make_setup(who, (longest, max(levels)), found)
+    settings = {
+        "requests": requests,
+        "levels": list(levels),
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "aborts": aborts,
+        **prompts.settings(),
+    }
+    with store.begin("answers", settings) as run:
+        setup = replace(setup, logs=run.folder / "logs")
+        others = sorted(found, key=lambda peer: peer.name != reference)
+        told: dict[str, dict[str, Compared]] = {}
+        load: Load | None = None
+        alone: list[list[str]] = []
+        for peer in others:
+            one = Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key)
+            async with one.process, one.target.client:
+                await one.started(run)
+                if load is None:
+                    supply = await Supply.of(one.target.client, one.target.model, prompts)
+                    rng = random.Random(prompts.seed)
+                    asked = await conversations(await supply.prompts(), requests, input_tokens, rng)
+                    load = Load(asked, output_tokens, aborts, prompts.seed)
+                    alone = await load.alone(one.target)
+                told[peer.name] = await _levels(load, one.target, run, levels, alone)
+        return _verdict(run, told, levels)
+
+
+answers.__doc__ = f"""The same requests alone and in company: is every answer the same, bit for bit?
+
+Greedy and seeded ones, chats, shared prefixes, texts that repeat, schemas, thoughts and calls are answered
+one by one by the first server, and then by each at every level of concurrency. Each server is started on a
+free port, and stopped before the next. Without --peer they are `server --deterministic` without drafts and
+prefix cache, which answers alone, and one for each way to draft. The last line is the verdict, which
+{VERDICT} in the run's folder has in full; the status is 0 where nothing differs.
+
+    qwen-bench soak answers --gguf model.gguf --draft-model drafter.gguf --requests 140
+
+{SYNTAX}
+
+Parameters
+----------
+draft_model
+    A block drafter: another of the usual servers drafts with it.
+flags
+    Of each of the usual servers, beside their own.
+requests
+    Conversations; chats have three turns, each an answer of its own.
+levels
+    Clients at once.
+input_tokens
+    Of the longest text in a request.
+output_tokens
+    Of an answer at most.
+aborts
+    How often a client first asks something else, and leaves in the middle of the answer.
+"""
+
+
+async def _levels(
+    load: Load, target: Target, run: Run, levels: Sequence[int], alone: Sequence[Sequence[str]]
+) -> dict[str, Compared]:
+    found = {}
+    for clients in levels:
+        cell = at_concurrency(clients)
+        one = found[cell] = await load.at(target, clients, alone)
+        values = {"compared_answers": one.compared, "same_answers": one.same, "aborted": one.left}
+        run.add(target.name, WORKLOAD, cell, 1, {name: float(value) for name, value in values.items()})
+        if one.counters:
+            run.add(target.name, WORKLOAD, cell, 1, one.counters)
+    return found
+
+
+def _verdict(run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Sequence[int]) -> int:
+    """Say it in a line, write it in full; 0 where nothing differs and nothing failed."""
+    parts = [(server, cell, one) for server, cells in told.items() for cell, one in cells.items()]
+    sums = Counter[str]()
+    for _, _, one in parts:
+        sums.update(compared=one.compared, same=one.same, left=one.left, failed=len(one.errors))
+        sums.update({name: round(value) for name, value in one.counters.items()})
+    differ = sums["compared"] - sums["same"]
+    right = bool(sums["compared"]) and not differ and not sums["failed"]
+    line = (
+        f"{'SAME' if right else 'NOT THE SAME'}: {sums['compared']:,} answers of {len(told)} servers at "
+        f"{', '.join(map(str, levels))} at once, {differ:,} differ from those alone, "
+        f"{sums['failed']:,} failed; "
+        f"{sums['accepted_tokens']:,} of {sums['drafted_tokens']:,} drafted tokens accepted, "
+        f"{sums['left']:,} clients left"
+    )
+    differences = [
+        {"server": server, "level": cell, **each} for server, cell, one in parts for each in one.differences
+    ]
+    errors = [f"{server}, {cell}: {error}" for server, cell, one in parts for error in one.errors]
+    whole = {
+        "same": right,
+        "verdict": line,
+        **{name: sums[name] for name in ("compared", "left", "failed")},
+        "differ": differ,
+        "servers": {
+            server: {
+                cell: {"compared": one.compared, "same": one.same, "left": one.left, **one.counters}
+                for cell, one in cells.items()
+            }
+            for server, cells in told.items()
+        },
+        "differences": differences[:SHOWN],
+        "errors": errors[:SHOWN],
+    }
+    write_text(run.folder / VERDICT, json.dumps(whole, indent=1) + "\n")
+    for error in errors[:1]:
+        print(f"the first failure: {error}")
+    for each in differences[:1]:
+        print(f"the first difference: {json.dumps(each)}")
+    print(line)
+    return 0 if right else 1

@@ -1,0 +1,76 @@
+"""Answers in company are compared with those alone: what differs is told, and in the verdict."""
+
+import json
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_serve.bench.cli import main
+from tests.bench.fake_server import Body, FakeServer, Script
+
+ROOT = Path(__file__).parents[3]
+QUICK = ["--tokenizer", str(ROOT / "models" / "nano"), "--requests", "9", "--levels", "1,4"]
+QUICK += ["--input-tokens", "24", "--output-tokens", "8", "--aborts", "0.3"]
+
+
+def scored(answer: Body, logprob: float = -0.25) -> Body:
+    """With a log-probability, and a call that has an id of its own."""
+    for choice in answer["choices"]:
+        choice["logprobs"] = {"content": [{"token": "a", "logprob": logprob}]}
+        if "message" in choice:
+            choice["message"]["tool_calls"] = [{"id": answer["id"], "function": {"name": "travel"}}]
+    return answer
+
+
+def verdict(tmp_path: Path, servers: list[FakeServer], status: int) -> dict[str, Any]:
+    named = [word for server in servers for word in ("--peer", f"{server.url[-5:]}={server.url}")]
+    assert main(["soak", "answers", *QUICK, *named, "--out", str(tmp_path)]) == status
+    [path] = tmp_path.rglob("verdict.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_answers_that_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(Script(on_answer=lambda _, answer: scored(answer))) as server:
+        found = verdict(tmp_path, [server], 0)
+        asked = [body for _, body in server.requests if not body.get("stream") and "max_tokens" in body]
+    assert (found["same"], found["compared"], found["differ"]) == (True, 2 * 13, 0)
+    assert len(asked) == 3 * 13
+    assert len({body["seed"] for body in asked}) == 9
+    assert all(body["logprobs"] for body in asked)
+    assert found["left"] > 0
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("SAME: 26 answers of 1 servers at 1, 4 at once")
+    )
+
+
+def test_a_log_probability_that_differs_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = count()
+    least = -0.25 - 2**-50
+
+    def now_and_then(_: str, answer: Body) -> Body:
+        return scored(answer, least if next(numbers) == 20 else -0.25)
+
+    with (
+        FakeServer(Script(on_answer=lambda _, answer: scored(answer))) as first,
+        FakeServer(Script(on_answer=now_and_then)) as other,
+    ):
+        found = verdict(tmp_path, [first, other], 1)
+    [difference] = found["differences"]
+    assert (difference["server"], difference["level"]) == (other.url[-5:], "4 concurrent")
+    assert str(least) in difference["here"]
+    assert "NOT THE SAME: 52 answers of 2 servers" in capsys.readouterr().out
+
+
+def test_answers_without_log_probabilities_prove_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeServer() as server:
+        words = ["--peer", server.url, "--out", str(tmp_path)]
+        assert main(["soak", "answers", *QUICK, *words]) == 1
+        assert main(["soak", "answers", *QUICK, *words, "--flags=--threads 1"]) == 1
+    told = capsys.readouterr().err
+    assert "no log-probabilities in the answer" in told
+    assert "--flags are for the usual servers" in told
