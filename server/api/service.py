@@ -133,7 +133,7 @@ class Service:
                 await self._sleep()
 
     async def _sleep(self) -> None:
-        """Unloads the model. Nothing may be in flight: who comes from now on waits in `wake`."""
+        """Unloads the model. Nothing may be in flight; later requests wait in `wake`."""
         backend = self.backend
         self.metrics.pause(backend.engine.stats())
         self._asleep = {about: about(self) for about in self._known}

@@ -15,9 +15,8 @@ Parser = Generator[None, None, Result]
 class Scanner:
     """What has arrived and was not read yet.
 
-    Whoever drives a parser calls `add`, or sets `ended`, and resumes it. Nothing is looked at twice except
-    for what may be the beginning of a tag, so that reading takes time in proportion to the text, whatever it
-    says and however it is cut.
+    The driver of a parser calls `add`, or sets `ended`, and resumes it. Only text that may be the beginning
+    of a tag is looked at twice, so reading takes time in proportion to the text, however it is cut.
     """
 
     def __init__(self) -> None:

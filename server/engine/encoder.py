@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class PictureEncoder:
-    """Any thread may call; whoever has a picture to encode while another is encoded waits. The engine's steps
-    do not, nor does who comes with a picture that is known."""
+    """Encodes one picture at a time; any thread may call, and waits while another picture is encoded. The
+    engine's steps do not wait, nor does a request whose picture is known."""
 
     def __init__(
         self,

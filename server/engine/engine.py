@@ -317,7 +317,7 @@ class Engine:
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
 
     def _deliver(self, batch: Batch, outputs: list[Output]) -> None:
-        """Book what a step gave, and end what is complete. Whoever goes on is told by the next `_flush`."""
+        """Book a step's tokens and end complete sequences. The others are told by the next `_flush`."""
         self._steps += 1
         self._prompt_tokens += batch.prompt_tokens
         for output in outputs:

@@ -23,7 +23,7 @@ turn and ends.
 
 Attention multiplies what others have in their cells, and what is left in free ones, by 0, which a value that
 is not finite survives. So where logits are no use, nobody knows whose values are to blame: the cells are
-cleared, and those who ran run again, each alone until it has a token. Whoever has none then is to blame.
+cleared, and the running sequences run again, each alone until it has a token. One that has none is to blame.
 
 On a hybrid model a step reads the weights once for each distinct number of tokens that its sequences bring,
 since the recurrent layers take all sequences of a ubatch with the same number. So mixing decodes with a chunk
@@ -162,7 +162,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _suspect(self) -> None:
-        """Whoever runs begins anew, alone, with cells in which nothing is left of others."""
+        """Restart each running sequence alone, in cells with nothing left of others."""
         log.warning("logits were no use: whoever ran begins anew, one after the other")
         for sequence in reversed(self.running.copy()):
             sequence.suspect = True

@@ -9,10 +9,10 @@ Ageing: every `AGEING`th admission to a free slot looks at no tier, and every `A
 one that waits longest, so that a stream of better ones keeps nobody waiting for ever.
 
 What a tenant has had is a virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024), divided by its share: prompt tokens that were computed, and written ones, each as many as
-a step takes for it rather than for one of a prompt. Whoever has nobody waiting begins at the lowest counter
-of those who have: nothing is saved up, and who used what others left owes nothing for it. It begins no lower
-than an average tenant (weighted fair queueing's virtual time): so newcomers keep nobody waiting for ever.
+Models", OSDI 2024), divided by its share: computed prompt tokens, and output tokens weighted by how much
+longer a step takes for one. A tenant without waiting requests restarts at the lowest counter of those with
+some: it saves nothing up, and owes nothing for what others left. It restarts no lower than an average tenant
+(weighted fair queueing's virtual time), so newcomers cannot keep anybody waiting for ever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rank = tuple[bool, int, int]
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """Whoever shares the server with others."""
+    """One of those that share the server: an API key, or an address."""
 
     counter: float = 0.0
     share: float = 1.0

@@ -278,7 +278,7 @@ class GrammarCompiler:
         return Grammar(matcher, self._end, self._digits if JSON in text else None)
 
     def stop(self) -> None:
-        """Those who wait get EngineDead, and so does who comes. From any thread. Idempotent."""
+        """Waiting and later callers get EngineDead. From any thread. Idempotent."""
         with self._lock:
             self._stopped = True
             waiting = [future for job in self._jobs.values() for future in job.waiting]

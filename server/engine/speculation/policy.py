@@ -117,11 +117,11 @@ class Policy:
         return min(self._cooldown(drafter, kind, n) for kind in drafter.kinds)
 
     def lost(self, drafter: Drafter, n: int) -> bool:
-        """Whether none of its kinds has paid for about `n` sequences since it last lost."""
+        """True while every kind of the drafter has lost for about `n` sequences and none has paid since."""
         return all(self.record(drafter, kind, n).cooldown.lost for kind in drafter.kinds)
 
     def request_begins(self) -> None:
-        """What did not pay for others may pay for it."""
+        """A drafter in cooldown may be retried earlier for a request that begins."""
         for record in self._records.values():
             record.cooldown.retry_early(self.now)
 

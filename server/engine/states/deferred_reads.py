@@ -55,7 +55,7 @@ class DeferredReads:
             self._limits[slot] = length + self._context.ring.spare
 
     def freed(self, slot: int) -> None:
-        """Whoever comes next begins in the same place of the ring."""
+        """The next sequence in `slot` begins at the same place of the ring."""
         if slot in self._limits:
             self._limits[slot] = 0
 
