@@ -135,6 +135,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         use_imatrix=arguments.imatrix,
         measure=arguments.kld,
         show_tensors=arguments.show_tensors,
+        split_max_size=arguments.split_max_size,
         force=arguments.force,
         runtime=Runtime(threads=arguments.threads, n_gpu_layers=arguments.gpu_layers),
     )
@@ -145,8 +146,10 @@ def _convert(arguments: argparse.Namespace) -> None:
         return
     if arguments.target is None:
         raise ConvertError(f"{arguments.src} is a block drafter: give --target, the model that it drafts for")
-    if arguments.imatrix_file is not None:
-        raise ConvertError(f"--imatrix is for models; {arguments.src} is a block drafter")
+    if arguments.imatrix_file is not None or arguments.split_max_size is not None:
+        raise ConvertError(
+            f"--imatrix and --split-max-size are for models; {arguments.src} is a block drafter"
+        )
     if search is not None:
         raise ConvertError(f"--quant auto searches a recipe for a model; {arguments.src} is a block drafter")
     target_source = resolve(arguments.target)

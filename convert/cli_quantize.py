@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.recipes import TENSOR_TYPES, Override, Recipe
+from qwen_serve.convert.search.target import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,8 +21,7 @@ OTHERS = {
     "--exclude-weights": "an importance matrix counts for every tensor that it has: --imatrix FILE",
     "--tensor-type-file": "--recipe FILE, whose overrides say the same, or --tensor-type several times",
     "--prune-layers": "--recipe FILE with prune in [layers]",
-    "--keep-split": "each file is written whole",
-    "--split-max-size": "each file is written whole",
+    "--keep-split": "--split-max-size SIZE",
     "--dry-run": "a run checks the room on the disk first; its last table has the sizes",
     "--override-kv": "metadata is the checkpoint's; gguf-new-metadata of the package gguf changes it",
     "--outfile": "--out DIR, and --name",
@@ -57,6 +57,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--token-embedding-type", metavar="TYPE", type=_type, help="of the embedding, token_embd.weight"
+    )
+    group.add_argument(
+        "--split-max-size",
+        metavar="SIZE",
+        type=_size,
+        help="write each file in parts, too, of at most so many bytes of weights, such as 45GB or 900M: "
+        "NAME-00001-of-00003.gguf, as llama-gguf-split does",
     )
     group.add_argument(
         "--pure",
@@ -107,6 +114,13 @@ def _type(text: str) -> str:
     if text.upper() not in TENSOR_TYPES:
         raise argparse.ArgumentTypeError(f"want one of {', '.join(TENSOR_TYPES)}; got {text!r}")
     return text.upper()
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(f"{text}B" if text[-1:] in "MG" else text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _override(text: str) -> Override:

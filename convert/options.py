@@ -40,5 +40,6 @@ class Options:
     use_imatrix: bool = True
     measure: bool = True
     show_tensors: bool = False
+    split_max_size: int | None = None  # bytes of weights in a part of a file
     force: bool = False
     runtime: Runtime = field(default_factory=Runtime)

@@ -47,6 +47,7 @@ from qwen_serve.convert.search import (
     search,
     write_recipe,
 )
+from qwen_serve.convert.split import split
 from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerprint
 from qwen_serve.convert.tensors import FloatType, TensorPlan, plan_tensors
 from qwen_serve.convert.vocab import Vocab
@@ -378,6 +379,8 @@ class Pipeline:
         if self._options.show_tensors:
             print_report(output.path)
         self._reports.append(output.path)
+        if (most := self._options.split_max_size) is not None:
+            split(quantized, most, self._record)
         self._models.append(quantized.path)
 
     def _provenance(self, quantized: Output, recipe: Recipe | None) -> dict[str, Any]:

@@ -7,11 +7,12 @@ the others by name.
 from __future__ import annotations
 
 import struct
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import BYTES, Progress, size
-from qwen_serve.convert.stages import replacing
+from qwen_serve.convert.stages import Output, StageRecord, fingerprint
 from qwen_serve.llamacpp.gguf import ALIGNMENT, SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS, read_header
 
 if TYPE_CHECKING:
@@ -57,22 +58,32 @@ def plan_parts(tensors: Sequence[TensorInfo], most: int) -> list[list[TensorInfo
     return parts
 
 
-def split(source: Path, path: Path, most: int) -> list[Path]:
-    """Writes the GGUF `source` in parts of at most `most` bytes of weights, named after `path`; they appear
-    under their names when all of one is there, the first one last.
+def split(whole: Output, most: int, record: StageRecord) -> list[Path]:
+    """Writes the parts of a file, of at most `most` bytes of weights each, beside it, unless they are there.
 
     Raises:
-        ConvertError: a tensor is larger than a part.
+        ConvertError: a tensor is larger than a part, too little disk, or somebody else's file in the way.
     """
-    header = read_header(source)
+    header = read_header(whole.path)
     parts = plan_parts(list(header.tensors.values()), most)
-    names = part_names(path, len(parts))
-    total = sum(tensor.n_bytes for tensor in header.tensors.values())
-    with source.open("rb") as file, Progress(f"Splitting {path.name}", total, BYTES) as progress:
-        for number in reversed(range(len(parts))):
-            with replacing(names[number]) as part, part.open("wb") as out:
-                _write(out, file, header, number, parts, progress)
-    return names
+    made_from = fingerprint({"whole": whole.fingerprint, "most": most})
+    outputs = [Output(path, made_from) for path in part_names(whole.path, len(parts))]
+    sizes = [sum(_padded(tensor.n_bytes) for tensor in tensors) for tensors in parts]
+    sizes[0] += header.keys_end
+    record.check_room(zip(outputs, sizes, strict=True))
+    for number, output in enumerate(outputs):
+        record.make(output, partial(_write_part, header, number, parts))
+    return [output.path for output in outputs]
+
+
+def _write_part(header: Header, number: int, parts: Sequence[Sequence[TensorInfo]], part: Path) -> None:
+    n_bytes = sum(tensor.n_bytes for tensor in parts[number])
+    with (
+        header.path.open("rb") as file,
+        part.open("wb") as out,
+        Progress(f"Writing part {number + 1} of {len(parts)}", n_bytes, BYTES) as progress,
+    ):
+        _write(out, file, header, number, parts, progress)
 
 
 def _write(

@@ -15,6 +15,7 @@ from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.imatrix import Entry, Imatrix, ImatrixError, Resume, check_fits, collect_imatrix
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.gguf import read_header, read_model
 from qwen_serve.llamacpp.quantize import quantized_types
 from tests.checkpoints import write_checkpoint
 
@@ -168,3 +169,37 @@ def test_an_interrupted_matrix_goes_on_and_is_the_same(
     assert decoded[0] - 3 == chunks - 2, "two were done"
     assert (tmp_path / "i.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert not resume.path.exists()
+
+
+def test_a_file_in_parts_is_whole_again(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "--src",
+        str(checkpoint),
+        "--no-vision",
+        "--threads",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--quant",
+        "F16",
+    ]
+    assert main([*flags, "--split-max-size", "100kB"]) == 0
+    whole = read_header(tmp_path / "Random-1B-F16.gguf")
+    parts = sorted(tmp_path.glob("Random-1B-F16-*-of-*.gguf"))
+    assert len(parts) > 3
+    together = read_model(parts[0])
+    assert together.tensors == whole.tensors
+    assert together.metadata.items() >= whole.metadata.items()
+    for part in parts:
+        for name, tensor in read_header(part).tensors.items():
+            data, n_bytes = part.read_bytes()[tensor.offset :], tensor.n_bytes
+            at = whole.tensors[name].offset
+            assert data[:n_bytes] == whole.path.read_bytes()[at : at + n_bytes]
+    times = [part.stat().st_mtime_ns for part in parts]
+    assert main([*flags, "--split-max-size", "100kB"]) == 0
+    assert [part.stat().st_mtime_ns for part in parts] == times
+    capsys.readouterr()
+    assert main([*flags, "--split-max-size", "10kB"]) == 1
+    assert "token_embd.weight alone has 41 kB; tensors stay whole" in capsys.readouterr().err

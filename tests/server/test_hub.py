@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from qwen_serve.convert.split import split
-from qwen_serve.convert.stages import locked
+from qwen_serve.convert.stages import Output, StageRecord, locked
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import read_header, read_model
 from qwen_serve.server import cli, models
@@ -238,8 +239,11 @@ def test_llama_servers_spelling(
 
 @pytest.mark.slow
 def test_a_split_model_of_the_hub_is_loaded(hub: type[Hub], tmp_path: Path, nano_q4_k_m: Path) -> None:
-    n_bytes = nano_q4_k_m.stat().st_size
-    parts = split(nano_q4_k_m, hub.folder / "Tiny-Q6_K.gguf", n_bytes // 3)
+    whole_file = hub.folder / "Tiny-Q6_K.gguf"
+    shutil.copy(nano_q4_k_m, whole_file)
+    with StageRecord.locked(hub.folder, "Tiny", force=False) as record:
+        parts = split(Output(whole_file, "it"), whole_file.stat().st_size // 3, record)
+    whole_file.unlink()
     assert len(parts) > 2
     model = resolve(f"hf:{REPO}:Q6_K", None)
     whole, found = read_header(nano_q4_k_m), read_model(model)
