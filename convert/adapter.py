@@ -9,6 +9,7 @@ what a module has otherwise (rsLoRA, `alpha_pattern`) goes into its B. Names and
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
@@ -143,7 +144,8 @@ def convert_adapter(
     with StageRecord.locked(out, name, force=force) as record:
         record.check_room([(output, adapter.plan.nbytes + 1_000_000)])
         record.make(output, lambda part: adapter.write(part, source))
-    print(f"{output.path}: adapts {len(adapter.plan.tensors) // 2} matrices")
+    print(f"{output.path}: adapts {len(adapter.plan.tensors) // 2} matrices; to serve it beside its model:")
+    print(f"  python -m qwen_serve.server --model MODEL.gguf --lora {shlex.quote(f'{name}={output.path}')}")
     return output.path
 
 

@@ -169,6 +169,12 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         return value
 
     @model_validator(mode="after")
+    def _adapters_have_names_of_their_own(self) -> Self:
+        if self.model_id in self.adapters:
+            raise ValueError(f"lora: an adapter is called {self.model_id!r}, as the model is (alias)")
+        return self
+
+    @model_validator(mode="after")
     def _whole_tls(self) -> Self:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile: give both, or neither")
@@ -217,7 +223,7 @@ _ENGINE = [section for section in UserSettings.__bases__ if section is not Model
 SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
 """The groups of `--help` and of `--print-settings`, in their order."""
 
-DEPLOYED = {"model", *HttpSettings.model_fields}
+DEPLOYED = {"model", "lora", *HttpSettings.model_fields}
 """What is said where a model is served, never by a variant."""
 
 

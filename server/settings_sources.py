@@ -110,7 +110,8 @@ def parser() -> argparse.ArgumentParser:
             if field.annotation is bool:
                 group.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
             else:
-                group.add_argument(_flag(name), dest=name, metavar=_metavar(field), help=text)
+                many: dict[str, Any] = {"action": "append"} if name == "lora" else {}
+                group.add_argument(_flag(name), dest=name, metavar=_metavar(field), help=text, **many)
     return result
 
 
@@ -130,6 +131,8 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
         if (variable := f"{ENV_PREFIX}{gone.upper()}") in os.environ:
             raise SettingsError(f"{variable} is gone: {instead}")
     given = {name: value for name, value in vars(flags).items() if name in Settings.model_fields}
+    if "lora" in given:
+        given["lora"] = ",".join(given["lora"])
     config = getattr(flags, "config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
     layers: list[tuple[str, Mapping[str, Any]]] = [
         ("environment", EnvSettingsSource(Settings)()),
@@ -219,6 +222,10 @@ def _unknown_flag(word: str) -> str:
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     if name in GONE:
         return f"{flag} is gone: {GONE[name]}"
+    if "lora" in name:
+        return (
+            f"{flag} is not a setting; adapters are named by --lora NAME=FILE.gguf, and chosen by a request"
+        )
     near = nearest(name, [*Settings.model_fields, "variant", "config", "print_settings", "version", "help"])
     return f"{flag} is not a setting; " + (f"did you mean {_flag(near)}?" if near else "--help lists them")
 

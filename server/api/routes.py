@@ -271,18 +271,45 @@ async def ollama_version() -> dict[str, str]:
 @others.get("/models", include_in_schema=False)
 @others.get("/v1/models", responses=errors(401, 403, 503))
 async def models(http: Request) -> dict[str, Any]:
-    """A list of one: the one model there is."""
-    return {"object": "list", "data": [service_of(http).tell(model_card)]}
+    """The one model there is, and its LoRA adapters."""
+    service = service_of(http)
+    adapters = (adapter_card(service, name) for name in service.settings.adapters)
+    return {"object": "list", "data": [service.tell(model_card), *adapters]}
 
 
 @others.get("/v1/models/{model:path}", responses=errors(401, 403, 404, 503))
 async def model(http: Request, model: str) -> dict[str, Any]:
-    """The card of the model called `model`; 404 for any other name."""
+    """The card of the model called `model`, or of its adapter; 404 for any other name."""
     service = service_of(http)
+    if model in service.settings.adapters:
+        return adapter_card(service, model)
     if model != service.settings.model_id:
         message = f"there is no model {model!r}; this server has {service.settings.model_id!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return service.tell(model_card)
+
+
+@others.get("/lora-adapters", responses=errors(401, 403))
+async def lora_adapters(http: Request) -> list[dict[str, Any]]:
+    """The adapters by the number that `lora` names, as llama-server lists them; none is applied unless a
+    request says so."""
+    adapters = service_of(http).settings.adapters.items()
+    return [
+        {"id": number, "path": str(path), "scale": 0.0, "name": name}
+        for number, (name, path) in enumerate(adapters)
+    ]
+
+
+def adapter_card(service: Service, name: str) -> dict[str, Any]:
+    """A LoRA adapter as vLLM lists it: a model, with its file and what it is applied to."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "qwen-serve",
+        "root": str(service.settings.adapters[name]),
+        "parent": service.settings.model_id,
+    }
 
 
 def model_card(service: Service) -> dict[str, Any]:

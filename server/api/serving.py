@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Response
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.lora import adapters_of
 from qwen_serve.server.api.fields.sampling import of_choice
 from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
@@ -61,7 +62,7 @@ class ServedRequest:
         self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
         salt = sharing_of(context, request)
         self.params = params = sampling_of(service, request)
-        scheduling = scheduling_of(context, request)
+        adapters, scheduling = adapters_of(service.settings, request), scheduling_of(context, request)
         self.service_tier = scheduling.service_tier
         """The one that it is served in."""
         self.generations: list[TextGeneration] = []
@@ -80,6 +81,7 @@ class ServedRequest:
                         constraint=constrain() if constrain else None,
                         thinking=thinking,
                         scheduling=scheduling,
+                        adapters=adapters,
                         progress=Progress() if request.stream and request.reports_progress else None,
                     )
                     spell_control = request.skip_special_tokens is False

@@ -11,7 +11,8 @@ UNSUPPORTED = {
     "images": "/v1/images/{rest:path}",
     "audio": "/v1/audio/{rest:path}",
     "moderation": "/v1/moderations",
-    "LoRA adapters": "/v1/load_lora_adapter /v1/unload_lora_adapter /lora-adapters",
+    "loading and unloading LoRA adapters": "/v1/load_lora_adapter /v1/unload_lora_adapter "
+    "/load_lora_adapter /unload_lora_adapter",
     "files, batches and fine-tuning": "/v1/files /v1/files/{rest:path} /v1/batches /v1/batches/{rest:path} "
     "/v1/messages/batches /v1/messages/batches/{rest:path} /v1/fine_tuning/{rest:path}",
     "kept responses and conversations": "/v1/responses/{rest:path} /v1/conversations "
@@ -25,6 +26,8 @@ UNSUPPORTED = {
 INSTEAD = {
     "pulling, creating, copying, pushing and deleting models": "one server has one model, which it is "
     "started with: `qwen-serve serve MODEL` takes a GGUF, a checkpoint or a hub id",
+    "loading and unloading LoRA adapters": "the server is started with them (--lora NAME=FILE.gguf), and "
+    "requests name them",
     "embeddings": "serve a model of embeddings beside it, such as Qwen3-Embedding "
     "(`llama-server --embeddings`)",
     "reranking, scoring and classification": "serve a reranker beside it, such as Qwen3-Reranker "

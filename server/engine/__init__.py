@@ -7,6 +7,7 @@ decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTT
 
 from qwen_serve.llamacpp.errors import ModelLoadError
 
+from .adapters import MOST as MOST_ADAPTERS
 from .engine import Engine
 from .errors import (
     DoesNotFit,
@@ -37,6 +38,7 @@ from .sampling import (
 )
 from .sequence import (
     TIERS,
+    Adapters,
     CacheMiss,
     DraftCounts,
     FinishReason,
@@ -55,8 +57,10 @@ __all__ = [
     "LLAMA_CPP_SAMPLERS",
     "LONGEST_GRAMMAR",
     "MAX_LOGPROBS",
+    "MOST_ADAPTERS",
     "SAMPLERS",
     "TIERS",
+    "Adapters",
     "CacheMiss",
     "Constraint",
     "DoesNotFit",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
-    from .sequence import Sequence
+    from .sequence import Adapters, Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +116,11 @@ class Batch:
         self.n_tokens -= n
         self.n_rows -= n
         self.draft_room += n
+
+    @property
+    def adapters(self) -> Adapters:
+        """Those of all its sequences."""
+        return self.chunks[0].sequence.adapters if self.chunks else ()
 
     @property
     def is_decode(self) -> bool:

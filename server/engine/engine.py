@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.gguf import read_model
 
+from .adapters import salt_with
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
@@ -36,8 +37,7 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .pictures import Picture
     from .sampling import Constraint, SamplingParams, ThinkingLimits
-    from .sampling.thinking import ThinkingWatch
-    from .sequence import FinishReason, Progress, Prompt
+    from .sequence import Adapters, FinishReason, Progress, Prompt
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,10 @@ class Engine:
         self.metadata = components.model.metadata()
         """The GGUF's scalar keys, as text."""
         self.description = components.model.description()
-        self.n_params = components.model.n_params
-        self.size_bytes = components.model.size_bytes
-        """Bytes of all tensors in the file."""
+        self.n_params, self.size_bytes = components.model.n_params, components.model.size_bytes
+        """The latter: bytes of all tensors in the file."""
+        self.adapters = self.plan.spec.adapters
+        """The LoRA adapters that there are, by their numbers."""
         self.context_size = min(components.model.n_ctx_train, components.context.n_ctx_seq)
         """Most tokens of one sequence, prompt and output together."""
         self.encoder = components.encoder
@@ -88,9 +89,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._warm = threading.Event()
         self._error: str | None = None
-        self._closing = False
+        self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._finished: Counter[str] = Counter()
         self._unsent: list[Output] = []
         """What the last step gave those who go on; told while the device computes the next."""
 
@@ -143,14 +143,15 @@ class Engine:
         thinking: ThinkingLimits | None = None,
         scheduling: SchedulingParams = ANYBODY,
         progress: Progress | None = None,
+        adapters: Adapters = (),
     ) -> Generation:
         """Queue a request; call on the event loop that will listen. Long prompts take no longer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
         With 0 the prompt is read, and no more. Without `stream` all tokens are delivered together at the end.
         A `constraint` is this request's alone, at the beginning of its answer; with `thinking` limits the
-        answer begins in a think block. Prefixes are shared with requests of the same `salt` only.
-        `scheduling` says whose it is, for the scheduling policy.
+        answer begins in a think block. Only requests with the same `salt` and the same LoRA
+        `adapters` share prefixes. `scheduling` says whose it is, for the scheduling policy.
 
         Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
         """
@@ -158,8 +159,8 @@ class Engine:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
         if prompt.pictures and params.prompt_logprobs is not None:
             raise InvalidPrompt("rows of pictures have no log-probabilities: prompt_logprobs is for text")
-        loop = asyncio.get_running_loop()
-        room = self.context_size - len(prompt)
+        loop, room = asyncio.get_running_loop(), self.context_size - len(prompt)
+        salt = salt_with(salt, adapters, self.adapters)
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
@@ -180,7 +181,7 @@ class Engine:
             self._places.take(scheduling.tenant)
             self._open[generation] = self._queues[loop]
             limit = room if max_tokens is None else min(max_tokens, room)
-            add = partial(self._add, generation, prompt, params, limit, constraint, watch, salt, scheduling)
+            add = partial(self._add, generation, prompt, params, limit, constraint, salt, adapters)
             self._post(generation, add)
         return generation
 
@@ -360,26 +361,25 @@ class Engine:
         params: SamplingParams,
         max_tokens: int,
         constraint: Constraint | None,
-        thinking: ThinkingWatch | None,
         salt: str,
-        scheduling: SchedulingParams,
+        adapters: Adapters,
     ) -> None:
         if generation not in self._open:
             return
-        sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking, self.dries.of(params))
+        thinking, dry = generation.thinking, self.dries.of(params)
+        sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking, dry)
         sequence = Sequence(
             prompt.ids.copy(),
             max_tokens,
             sampler,
-            generation.timings,
-            generation.drafts,
-            generation.logprobs,
+            *(generation.timings, generation.drafts, generation.logprobs),
             stops=params.stop_token_ids,
             include_stop=params.include_stop,
             pictures=prompt.pictures,
             salt=salt,
-            scheduling=scheduling,
+            scheduling=generation.scheduling,
             progress=generation.progress,
+            adapters=adapters,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         # without room for any, the prompt is read all the same

@@ -23,6 +23,7 @@ from .planning.contexts import (
     context_options,
     draft_context,
     head_options,
+    load_adapters,
     load_draft,
     load_model,
     scored_rows,
@@ -149,6 +150,8 @@ class Components:
         many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
         prefill = min(context.n_ubatch if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx_seq)
         counts = sorted({*few, *many, settings.parallel})
+        for _ in self.runner.each_adapter():
+            warmup.decode(context, 1)
         warmup.warm_up(context, counts, prefill)
         self.stages.done("first steps")
         if settings.deterministic:
@@ -241,7 +244,9 @@ class Components:
     def _check_rows(self, counts: ListLike[int]) -> None:
         """See in which passes a row has the same bits; the others are not used."""
         settings = self.plan.settings
-        found = reproduced(self.context, settings, counts, on_gpu=self.plan.on_gpu)
+        check = partial(reproduced, self.context, settings, counts, on_gpu=self.plan.on_gpu)
+        each = (check() for _ in self.runner.each_adapter())
+        found = max(each, key=lambda one: (one.alone, one.chunk, -one.abreast))
         self.scheduler.reproducible, self.cache.chunk = found, found.chunk
         drafts, experts = settings.speculation != "off", self.plan.spec.has_experts
         log.info("deterministic: %s", found.told(drafts=drafts, experts=experts))
@@ -292,6 +297,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
                 size_text(model.f16_copies),
                 size_text(plan.copies),
             )
+        adapters = load_adapters(model, spec)
         stages.done("weights")
         context, head = _contexts(model, plan)
         unfinished.callback(context.close)
@@ -335,7 +341,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         cell_bytes=spec.cell(settings),
         state_bytes=spec.state,
     )
-    runner = Runner(context, profile, exact=settings.deterministic)
+    runner = Runner(context, profile, adapters, exact=settings.deterministic)
     scheduler = Scheduler(
         slots=settings.parallel,
         batch_size=context.n_batch,

@@ -12,13 +12,14 @@ from .batch import Placement
 from .ubatches import ubatches
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from collections.abc import Sequence as ListLike
 
-    from qwen_serve.llamacpp import Context, Rows
+    from qwen_serve.llamacpp import Context, LoraAdapter, Rows
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
-    from .sequence import Sequence
+    from .sequence import Adapters, Sequence
 
 PATIENCE = 400
 """Rows that may tell more than is needed before slots get narrower device samplers: what a change costs, for
@@ -28,9 +29,19 @@ which all graphs are planned anew, over what a whole row costs (docs/kernels.md)
 class Runner:
     """The only one that decodes in the context while the engine runs, but for rehearsals before it does."""
 
-    def __init__(self, context: Context, profile: StepProfile, *, exact: bool = False) -> None:
-        """`exact`: a slot's device sampler is always its request's own, since others add up otherwise."""
-        self._exact = exact
+    def __init__(
+        self,
+        context: Context,
+        profile: StepProfile,
+        adapters: ListLike[LoraAdapter] = (),
+        *,
+        exact: bool = False,
+    ) -> None:
+        """`adapters` by their numbers. `exact`: a slot's device sampler is always its request's own, since
+        others add up otherwise."""
+        self._exact, self._adapters = exact, adapters
+        self._applied: Adapters = ()
+        """What the context applies."""
         self._context, self._profile = context, profile
         self._slots: list[int] = []
         """Of each row of the batch, the slot and the index in the batch."""
@@ -49,10 +60,23 @@ class Runner:
 
         Raises NoMemorySlot or LlamaError; nothing of the batch was computed then.
         """
+        self.apply(batch.adapters)
         self._fill(batch)
         self._profile.lap("fill")
         self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures)
         self._profile.lap("decode")
+
+    def apply(self, adapters: Adapters) -> None:
+        """Have the context apply these and no others; where they are not the same, it plans anew: slow."""
+        if adapters != self._applied:
+            self._context.set_adapters([(self._adapters[index], scale) for index, scale in adapters])
+            self._applied = adapters
+
+    def each_adapter(self) -> Iterator[None]:
+        """Each applied alone, one after the other, and last none."""
+        for adapters in (*(((index, 1.0),) for index in range(len(self._adapters))), ()):
+            self.apply(adapters)
+            yield
 
     def collect(self, batch: Batch) -> Rows | None:
         """Wait for the rows of the batch; None where it has none, and the next may follow at once.

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from .adapters import Turns
 from .batch import Batch
 from .request_queue import RequestQueue
 from .sequence import DECODE, PREFILL, SequenceStatus
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from .reproducible import Reproducible
     from .sampling import SampleResult
     from .scheduling_policy import SchedulingPolicy
-    from .sequence import FinishReason, Sequence
+    from .sequence import Adapters, FinishReason, Sequence
     from .states import StateStore
 
 log = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class Scheduler:
         self._place = place
         self.reproducible = reproducible
         self._prefill_is_due = self._oldest_is_due = False
+        self._turns = Turns()
         self._last: Batch | None = None
         """The batch before, if everybody only decoded in it, and nobody has come or gone since."""
 
@@ -262,19 +264,25 @@ class Scheduler:
         self._last = None
         self._admit()
         self._begin()
-        if self._prefill_is_due:
-            self._schedule_prefills(batch)
-        if not batch.chunks:
-            self._schedule_decodes(batch)
-        if not batch.chunks:
-            self._schedule_prefills(batch)
+        self._choose(batch, prefill_first=self._prefill_is_due)
         while not batch.chunks and self.running:  # no cell is left for any prompt
             self.preempt_youngest()
-            self._schedule_decodes(batch)
-            if not batch.chunks:
-                self._schedule_prefills(batch)
+            self._choose(batch)
         self._prefill_is_due = not self._prefill_is_due
         return batch
+
+    def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
+        """Something of those whose turn it is, by their adapters, or of the next who have what fits."""
+        for adapters in self._turns.order(self.running):
+            if prefill_first:
+                self._schedule_prefills(batch, adapters)
+            if not batch.chunks:
+                self._schedule_decodes(batch, adapters)
+            if not batch.chunks:
+                self._schedule_prefills(batch, adapters)
+            if batch.chunks:
+                self._turns.took(adapters)
+                return
 
     def _admit(self) -> None:
         """Give slots to those who are next, while there is room; where it is lacking, to those for whom
@@ -324,10 +332,10 @@ class Scheduler:
         """Evict checkpoints until so many cells are free and, if that can be, those that drafts may take."""
         return self._cache.make_room(cells + self._draft_rows) or self._cache.make_room(cells)
 
-    def _schedule_decodes(self, batch: Batch) -> None:
+    def _schedule_decodes(self, batch: Batch, adapters: Adapters) -> None:
         """What is pending of every sequence that decodes; the youngest are preempted until it fits."""
         while True:
-            ready = [sequence for sequence in self.running if sequence.ready]
+            ready = [one for one in self.running if one.ready and one.adapters == adapters]
             counts = self._shares(ready)
             if not ready or self._make_room(sum(counts)):
                 break
@@ -350,12 +358,12 @@ class Scheduler:
             room -= counts[i] - 1
         return counts
 
-    def _schedule_prefills(self, batch: Batch) -> None:
+    def _schedule_prefills(self, batch: Batch, adapters: Adapters) -> None:
         """Chunks of prompts: up to where a checkpoint is wanted, as far as budget and cells go.
 
         Where nobody decodes, they may fill a ubatch.
         """
-        prompts = [sequence for sequence in self.running if sequence.begun and not sequence.ready]
+        prompts = [one for one in self.running if one.begun and not one.ready and one.adapters == adapters]
         if not prompts:
             return
         prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]

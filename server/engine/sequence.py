@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
+Adapters = tuple[tuple[int, float], ...]
+"""LoRA adapters by their number, ascending, each with its scale, which is not 0; () is the model alone."""
+
 ServiceTier = Literal["priority", "default", "flex"]
 TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
 """The best one first."""
@@ -171,6 +174,8 @@ class Sequence:
     """Only sequences with the same one share prefixes."""
     scheduling: SchedulingParams = ANYBODY
     progress: Progress | None = None
+    adapters: Adapters = ()
+    """Only sequences with the same ones are in a step."""
     arrival: int = field(init=False, default=0)
     """Its number in the queue's order of arrival; 0 before it came and once it is over."""
     charged: tuple[int, int] = field(init=False, default=(0, 0))

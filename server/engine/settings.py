@@ -22,6 +22,9 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 MAX_SEQUENCES = 256
 """llama.cpp refuses more sequence ids in one context (`LLAMA_MAX_SEQ`)."""
 
+LONGEST_NAME = 256
+"""Of an adapter, in characters."""
+
 THREADS_PER_CORE = 4
 """More threads than that a core are refused: ggml's wait for each other in loops."""
 
@@ -57,6 +60,30 @@ class ModelSettings(Section, title="model"):
     """map the file instead of reading it: weights that stay on the host share the page cache"""
     mlock: bool = False
     """keep the weights that stay on the host from being paged out"""
+    lora: str | None = None
+    """LoRA adapters, as NAME=FILE.gguf, several with commas between or the flag again: a request has one
+    applied that says its name as `model`, or its number in `lora`"""
+
+    @field_validator("lora")
+    @classmethod
+    def _are_adapters(cls, given: str | None) -> str | None:
+        names = []
+        for one in (given or "").split(",") if given else ():
+            name, equals, path = (part.strip() for part in one.partition("="))
+            if not (name and equals and path) or len(name) > LONGEST_NAME:
+                raise ValueError(
+                    f"Input should be NAME=FILE.gguf, such as sql=models/sql-F32.gguf: not {one!r}"
+                )
+            if name in names:
+                raise ValueError(f"two adapters are called {name!r}")
+            names.append(name)
+        return given
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The files of the LoRA adapters by name, in the order of their numbers."""
+        pairs = (one.partition("=") for one in (self.lora or "").split(",") if one.strip())
+        return {name.strip(): Path(path.strip()) for name, _, path in pairs}
 
     @field_validator("tensor_split")
     @classmethod

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.lora import LoraChoice  # noqa: TC001 - pydantic reads it
 from qwen_serve.server.api.fields.sampling import SamplingFields
 from qwen_serve.server.api.fields.structured import StructuredFields
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
@@ -85,6 +86,7 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     timings_per_token: bool | None = None
+    lora: list[LoraChoice] | None = Field(None, max_length=256)
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

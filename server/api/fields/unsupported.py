@@ -26,7 +26,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens": (False,),
     "return_progress": (False,),
     "response_fields": ([],),
-    "lora": ([],),
     "parse_tool_calls": (True,),
     "grammar_lazy": (False,),
     "grammar_triggers": ([],),

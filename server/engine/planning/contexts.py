@@ -12,6 +12,7 @@ from qwen_serve.llamacpp import (
     Context,
     ContextOptions,
     DeviceSampler,
+    LoraAdapter,
     Model,
     Ring,
 )
@@ -87,6 +88,11 @@ def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = Fa
         rehearse=rehearse,
     )
     return _confirmed(model, spec.file, settings)
+
+
+def load_adapters(model: Model, spec: ModelSpec) -> list[LoraAdapter]:
+    """The model's LoRA adapters, by their numbers. Raises ModelLoadError."""
+    return [LoraAdapter(model, adapter.path) for adapter in spec.adapters]
 
 
 def _confirmed(model: Model, file: ModelFile, settings: EngineSettings) -> Model:

@@ -16,6 +16,7 @@ from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
 from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
+from .adapters import AdapterSpec
 from .contexts import CELL_PADDING, padded, uses_mtp
 from .hardware import available_memory
 from .plan import MAX_CELLS, MemoryPlan, arrange, compute_buffers, make_plan, on_the_line, size_text
@@ -98,6 +99,11 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     if wanted.mmproj is not None:
         tower = read_header(wanted.mmproj, "mmproj")
         spec = replace(spec, vision=VisionSpec.from_header(tower, spec.n_embd, wanted))
+    adapters = (
+        AdapterSpec.from_header(name, read_header(path, "lora"), header, len(spec.layers))
+        for name, path in wanted.adapters.items()
+    )
+    spec = replace(spec, adapters=tuple(adapters))
     places = _places(wanted)
     if wanted.f16_copies == "on":
         _check_copies(places)

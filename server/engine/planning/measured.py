@@ -80,7 +80,7 @@ class RecordFile(Generic[Record]):
             "devices": [(place.name, place.description) for place in places],
             "driver": driver(),
             **settings.model_dump(
-                exclude={"model", "draft_model", "prefix_file", "max_queue", "scheduling_policy"}
+                exclude={"model", "draft_model", "lora", "prefix_file", "max_queue", "scheduling_policy"}
             ),
             **more,
         }

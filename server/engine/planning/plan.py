@@ -61,6 +61,8 @@ class Usage:
     """llama.cpp's table of cells."""
     vision: int = 0
     """What a vision tower computes with."""
+    adapters: int = 0
+    """LoRA adapters, and the largest product that one adds."""
     hidden: int = 0
     """Hidden states that wait for the MTP head and for a draft model."""
     pictures: int = 0
@@ -85,6 +87,7 @@ class Usage:
         return {
             "weights": self.weights,
             "FP16 copies of weights": self.copies,
+            "LoRA adapters": self.adapters,
             "KV cache": self.kv,
             "table of KV cells": self.cells,
             "recurrent states": self.states + self.materializing,
@@ -246,6 +249,12 @@ def arrange(
     embedding = host if embedding_place(settings, spec, places) is None else holder_of(0)
     if not (spec.output_is_tied and embedding is last):  # else they are one tensor
         embedding.weights += spec.input_weights
+    for adapter in spec.adapters:
+        for block, n_bytes in adapter.blocks.items():
+            holder_of(spec.n_blocks if block < 0 else block).adapters += n_bytes
+    if widest := max((adapter.widest for adapter in spec.adapters), default=0):
+        for usage in {id(usage): usage for usage in map(holder_of, range(len(spec.layers)))}.values():
+            usage.adapters += 4 * widest * settings.ubatch_size
     host.cells = CELL_ENTRY * settings.ctx_size
     host.saved = settings.prefix_host_mib * MIB if settings.prefix_cache else 0
     if by_head:

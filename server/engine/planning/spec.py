@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.gguf import Header, TensorInfo
     from qwen_serve.server.engine.settings import EngineSettings
 
+    from .adapters import AdapterSpec
     from .vision import VisionSpec
 
 ARCHITECTURES = ("qwen35", "qwen35moe")
@@ -114,6 +115,8 @@ class ModelSpec:
     """The draft model beside it, if there is one."""
     vision: VisionSpec | None = None
     """The vision tower beside it, if there is one."""
+    adapters: tuple[AdapterSpec, ...] = ()
+    """The LoRA adapters beside it, by their numbers."""
 
     @property
     def weights(self) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from qwen_serve.server.engine import (
+    Adapters,
     CacheMiss,
     DraftCounts,
     EngineSettings,
@@ -289,6 +290,7 @@ class FakeEngine:
         thinking: Any = None,
         scheduling: SchedulingParams = ANYBODY,
         progress: Progress | None = None,
+        adapters: Adapters = (),
     ) -> FakeGeneration:
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:

@@ -1,0 +1,59 @@
+"""Which LoRA adapters a request has applied: one by its name in `model`, as vLLM has it, or some by their
+numbers in `lora`, as llama-server has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from qwen_serve.server.api.errors import ApiError, bad_request
+from qwen_serve.server.engine import MOST_ADAPTERS
+
+if TYPE_CHECKING:
+    from qwen_serve.server.api.fields.generation import GenerationRequest
+    from qwen_serve.server.engine import Adapters
+    from qwen_serve.server.settings import Settings
+
+
+class LoraChoice(BaseModel):
+    """llama-server's: an adapter by its number, and its scale."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: int = Field(ge=0)
+    scale: float = Field(ge=-100, le=100)
+
+
+def adapters_of(settings: Settings, request: GenerationRequest) -> Adapters:
+    """What is to be applied. Raises ApiError 404 for a `model` and 400 for a `lora` that there is not.
+
+    Without adapters any `model` is this server's; with some it has to be one of them, or the model's own.
+    """
+    names, model = [*settings.adapters], (request.model or settings.model_id).removesuffix(":latest")
+    if names and model not in (*names, settings.model_id):
+        there = ", ".join([settings.model_id, *names])
+        message = (
+            f"model: there is no {request.model!r}; this server has {there} (the model, then its adapters)"
+        )
+        raise ApiError(404, message, param="model", code="model_not_found")
+    chosen = request.lora or []
+    if not chosen:
+        return ((names.index(model), 1.0),) if model in names else ()
+    if not names:
+        message = "lora: this server has no adapters; it is started with them (--lora NAME=FILE.gguf)"
+        raise bad_request(message, "lora", "invalid_value")
+    if model in names:
+        message = f"lora: model names the adapter {model!r} already; leave one of the two out"
+        raise bad_request(message, "lora", "invalid_value")
+    scales = {one.id: one.scale for one in chosen}
+    if len(scales) < len(chosen):
+        raise bad_request("lora: an adapter is in it twice", "lora", "invalid_value")
+    if (wrong := max(scales)) >= len(names):
+        there = ", ".join(f"{index} ({name})" for index, name in enumerate(names))
+        raise bad_request(f"lora: there is no adapter {wrong}; there are {there}", "lora", "invalid_value")
+    applied = tuple(sorted((index, scale) for index, scale in scales.items() if scale))
+    if len(applied) > MOST_ADAPTERS:
+        message = f"lora: {len(applied)} adapters at once; at most {MOST_ADAPTERS} are applied to a request"
+        raise bad_request(message, "lora", "invalid_value")
+    return applied
