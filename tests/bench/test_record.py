@@ -24,6 +24,7 @@ from qwen_serve.bench.record.page import community, html, records_in
 from qwen_serve.bench.servers.launch import free_port
 from qwen_serve.bench.store import Run
 from tests.bench.made import Row
+from tests.processes import run
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -272,3 +273,16 @@ def test_a_quick_run_says_so(tmp_path: Path, recorded: Callable[..., int]) -> No
     made = Record.read(tmp_path / "out" / "record.json")
     assert "its figures say nothing" in html(made)
     assert {row.metric for row in made.rows} <= {*document.KEPT}
+
+
+@pytest.mark.slow
+def test_nano_is_recorded(nano_q4_k_m: Path, tmp_path: Path) -> None:
+    """With servers, requests and gates as they are."""
+    words = ["record", str(nano_q4_k_m), "--quick", "--tasks", "nano", "--port", str(free_port())]
+    command_line = [sys.executable, "-m", "qwen_serve.bench", *words, "--out", str(tmp_path / "out")]
+    done = run(command_line, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    made = Record.read(tmp_path / "out" / "record.json")
+    assert set(made.parts.values()) == {"finished"}
+    assert {row.part for row in made.rows} == {*ROWS}
+    assert str(tmp_path) not in made.text()
