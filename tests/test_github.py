@@ -87,8 +87,12 @@ def test_steps_of_the_release_are_scripts_that_lie_here() -> None:
     assert any(
         shlex.split(step, comments=True) == [".ci/publish", "$GITHUB_REF_NAME", "dist"] for step in steps
     )
-    assert f".ci/cuda-toolkit {CUDA}" in steps
-    assert any(f"/usr/local/cuda-{CUDA}/bin" in step for step in steps)
+    images = {one["label"]: one["image"] for one in jobs["linux"]["strategy"]["matrix"]["include"]}
+    assert all(
+        image.startswith(f"nvidia/cuda:{CUDA}.")
+        for label, image in images.items()
+        if label.startswith("cuda-")
+    )
 
 
 def test_the_release_has_what_the_documentation_names() -> None:
