@@ -108,9 +108,12 @@ def reproduced(
     sizes = sorted(n for n in {2, 4, *counts} if 1 < n <= settings.parallel)
     most = min(scored_rows(settings), context.n_ctx_seq - SHORT)
     lengths = [n for n in verified_lengths(on_gpu=on_gpu) if n <= most]
-    if not rows_are_the_same(context, sizes, lengths):
+    drafts = settings.speculation != "off"
+    if not rows_are_the_same(context, sizes, lengths if drafts else ()):
         return Reproducible(chunk, together, alone=True)
-    anywhere = chunk < together if settings.prefill_budget else not on_gpu
+    if not drafts and not rows_are_the_same(context, (), lengths):
+        together = 1  # no passes of several tokens of several prompts, but steps of several sequences
+    anywhere = chunk < together if settings.prefill_budget else not on_gpu and together > 1
     if anywhere and HAS_BATCH_INVARIANCE:
         return Reproducible(1, together)
     most = min(settings.ubatch_size // chunk, settings.parallel) if chunk < context.n_ctx_seq else 1

@@ -14,8 +14,10 @@ import pytest
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.server.engine import SamplingParams, SchedulingParams
 from qwen_serve.server.engine.reproducible import Reproducible, rows_are_the_same
+from qwen_serve.server.engine.sequence import Sequence
 from tests.marks import slow_but
 from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, submit
+from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -191,6 +193,23 @@ def test_what_holds_is_said_at_the_start() -> None:
         drafts=False, experts=False
     )
     assert Reproducible(1, 64).told(drafts=True, experts=True).endswith("prompts wherever they are cut")
+
+
+@INVARIANT
+@pytest.mark.parametrize(("speculation", "alone"), [("off", False), ("ngram", True)])
+def test_passes_of_several_tokens_that_differ_are_not_used(
+    speculation: str, alone: bool, nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def several_differ(_: object, counts: object, lengths: object = ()) -> bool:
+        return not lengths
+
+    monkeypatch.setattr("qwen_serve.server.engine.reproducible.rows_are_the_same", several_differ)
+    with running(nano_q4_k_m, deterministic=True, speculation=speculation) as engine:
+        found = engine.components.scheduler.reproducible
+    assert found is not None
+    assert (found.chunk, found.alone) == (128, alone)
+    one, other = (Sequence([0], 1, NO_SAMPLER) for _ in range(2))
+    assert found.group(one, {one: 5, other: 6}, 512) == [one]
 
 
 async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
