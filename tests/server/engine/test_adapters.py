@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,45 @@ def test_a_request_is_answered_in_company_as_alone(nano_f32: Path, loras: list[P
             engine.plan.usages[-1].parts["LoRA adapters"] > sum(path.stat().st_size for path in loras) * 0.9
         )
         assert sum(stats.drafted for stats in engine.stats().drafts.values()) > 0
+
+
+@pytest.mark.slow
+def test_every_mix_is_answered_as_by_fresh_prefills(nano_f32: Path, loras: list[Path]) -> None:
+    """With shared beginnings, too few cells for all, drafts, states in host memory, and some who leave."""
+    rng = random.Random(0)
+    stems = [[rng.randrange(300, 3000) for _ in range(150)] for _ in range(2)]
+    asked = []
+    for _ in range(24):
+        prompt = [*rng.choice(stems)[: rng.randrange(40, 150)], *(rng.randrange(3000) for _ in range(9))]
+        asked.append((prompt, rng.choice(SELECTIONS), rng.randrange(4, 40)))
+
+    async def one(engine: Engine, prompt: list[int], adapters: Adapters, tokens: int) -> list[int]:
+        params = SamplingParams(ignore_eos=True)
+        return await answer(engine.submit(engine.prompt(prompt), params, tokens, adapters=adapters))
+
+    async def alone(engine: Engine) -> list[list[int]]:
+        return [await one(engine, *request) for request in asked]
+
+    async def together(engine: Engine) -> list[list[int]]:
+        answers: list[list[int]] = []
+        for start in (0, 8, 16):
+            leaving = submit(engine, rng.choice(SELECTIONS))
+            part = asyncio.gather(*(one(engine, *request) for request in asked[start : start + 8]))
+            leaving.cancel()
+            answers += await part
+        return answers
+
+    with running(nano_f32, lora=named(loras), prefix_cache=False, speculation="off", **EXACT) as engine:
+        wanted = asyncio.run(alone(engine))
+    options: dict[str, Any] = {
+        "ctx_size": 768,
+        "prefix_cells": 256,
+        "prefix_host_mib": 64,
+        "draft_always": True,
+    }
+    with running(nano_f32, lora=named(loras), speculation="both", **options, **EXACT) as engine:
+        assert asyncio.run(together(engine)) == wanted
+        assert engine.stats().prefix.hits > 0
 
 
 @pytest.mark.slow
