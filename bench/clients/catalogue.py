@@ -117,6 +117,11 @@ CLIENTS: Mapping[str, ClientProgram] = {
     ),
     "opencode": ClientProgram(npm=("opencode-ai",), checks={"run": SAYS_SOMETHING}),
     "codex": ClientProgram(npm=("@openai/codex",), checks={"exec": SAYS_SOMETHING}),
+    "continue": ClientProgram(
+        npm=("@continuedev/cli",),
+        checks={"print": SAYS_SOMETHING},
+        environment={"CONTINUE_TELEMETRY_ENABLED": "0"},
+    ),
     "claude-code": ClientProgram(
         npm=("@anthropic-ai/claude-code",),
         checks={"print": SAYS_SOMETHING},

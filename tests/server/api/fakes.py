@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -66,15 +67,9 @@ class FakeVocab:
         self, text: str, *, special: bool, check: Callable[[int], None] = lambda _: None
     ) -> list[int]:
         ids: list[int] = []
-        while text:
-            for number, added in enumerate(ADDED):
-                if text.startswith(added) and (special or added not in CONTROL):
-                    ids.append(256 + number)
-                    text = text[len(added) :]
-                    break
-            else:
-                ids += text[0].encode()
-                text = text[1:]
+        for part in re.split(f"({'|'.join(map(re.escape, ADDED))})", text):
+            is_token = part in ADDED and (special or part not in CONTROL)
+            ids += [256 + ADDED.index(part)] if is_token else part.encode()
         check(len(ids))
         return ids
 
