@@ -16,6 +16,7 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.cli_quantize import add_flags, unknown, with_flags
 from qwen_serve.convert.draft import DraftCheckpoint, is_draft
 from qwen_serve.convert.draft_pipeline import DraftPipeline
+from qwen_serve.convert.dry_run import print_plan
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.options import METHODS, Options
 from qwen_serve.convert.pipeline import Pipeline
@@ -108,6 +109,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     if quants or arguments.recipe is not None:
         float_types, recipes = select_quants(quants if arguments.quant else None, arguments.recipe)
     recipes = with_flags(recipes, arguments)
+    if arguments.dry_run and search is not None:
+        raise ConvertError("--dry-run: what --quant auto finds is not known before it has searched")
     if arguments.imatrix_file is not None and not arguments.imatrix:
         raise ConvertError("--imatrix FILE and --no-imatrix contradict each other: give one of them")
     if arguments.method != METHODS[0] and not recipes and search is None:
@@ -142,13 +145,16 @@ def _convert(arguments: argparse.Namespace) -> None:
     if whole is not None or not is_draft(source.path):
         if arguments.target is not None:
             raise ConvertError(f"--target is for block drafters, and {arguments.src} is none")
+        if arguments.dry_run:
+            print_plan(source, whole or Checkpoint.open(source.path), options)
+            return
         Pipeline(source, whole or Checkpoint.open(source.path), options).run()
         return
     if arguments.target is None:
         raise ConvertError(f"{arguments.src} is a block drafter: give --target, the model that it drafts for")
-    if arguments.imatrix_file is not None or arguments.split_max_size is not None:
+    if arguments.imatrix_file is not None or arguments.split_max_size is not None or arguments.dry_run:
         raise ConvertError(
-            f"--imatrix and --split-max-size are for models; {arguments.src} is a block drafter"
+            f"--imatrix, --split-max-size and --dry-run are for models; {arguments.src} is a block drafter"
         )
     if search is not None:
         raise ConvertError(f"--quant auto searches a recipe for a model; {arguments.src} is a block drafter")
@@ -163,6 +169,8 @@ def _convert_adapter(source: Source, arguments: argparse.Namespace) -> None:
     """Raises ConvertError, for flags that mean nothing for an adapter, too."""
     untouched = parser().parse_args([])
     others = ["quant", "recipe", "target", "mmproj_outtype", "keep_vocab", "method", "calibration"]
+    others += ["imatrix_file", "tensor_type", "output_tensor_type", "token_embedding_type", "pure"]
+    others += ["split_max_size", "dry_run"]
     if given := [name for name in others if getattr(arguments, name) != getattr(untouched, name)]:
         raise ConvertError(
             f"--{given[0].replace('_', '-')}: {arguments.src} is a LoRA adapter, which is converted as it is "

@@ -22,7 +22,6 @@ OTHERS = {
     "--tensor-type-file": "--recipe FILE, whose overrides say the same, or --tensor-type several times",
     "--prune-layers": "--recipe FILE with prune in [layers]",
     "--keep-split": "--split-max-size SIZE",
-    "--dry-run": "a run checks the room on the disk first; its last table has the sizes",
     "--override-kv": "metadata is the checkpoint's; gguf-new-metadata of the package gguf changes it",
     "--outfile": "--out DIR, and --name",
     "--model-name": "--name",
@@ -57,6 +56,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--token-embedding-type", metavar="TYPE", type=_type, help="of the embedding, token_embd.weight"
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="say how large each --quant would be, and write nothing"
     )
     group.add_argument(
         "--split-max-size",

@@ -64,6 +64,30 @@ def write_gguf(
     Raises: CheckpointError: the tokenizer cannot be converted, a shard changed underfoot, or a weight is
         not finite or does not fit `outtype`.
     """
+    writer = _metadata(checkpoint, source, plan, kept_layers, outtype)
+    write_file(path, writer, plan, checkpoint.config, threads)
+
+
+def write_header(
+    path: Path,
+    checkpoint: Checkpoint,
+    source: Source,
+    plan: TensorPlan,
+    kept_layers: tuple[int, ...],
+    outtype: FloatType,
+) -> None:
+    """The same file with a hole where its weights are. Raises CheckpointError."""
+    start = _write_head(_metadata(checkpoint, source, plan, kept_layers, outtype), path, plan)
+    os.truncate(path, start + sum(_padded(tensor.nbytes) for tensor in plan.tensors))
+
+
+def _metadata(
+    checkpoint: Checkpoint,
+    source: Source,
+    plan: TensorPlan,
+    kept_layers: tuple[int, ...],
+    outtype: FloatType,
+) -> gguf.GGUFWriter:
     vocab = Vocab.load(checkpoint.folder, checkpoint.config)
     n_tokens = len(vocab.tokens)
     if plan.kept_tokens is not None:
@@ -74,8 +98,7 @@ def write_gguf(
     add_tokenizer(writer, vocab)
     if plan.kept_tokens is not None:
         writer.add_uint32(SOURCE_TOKENS, n_tokens)
-    del vocab
-    write_file(path, writer, plan, checkpoint.config, threads)
+    return writer
 
 
 def write_file(

@@ -75,9 +75,15 @@ _PLANNED = re.compile(
 
 
 def quantized_types(
-    source: Path, *, file_type: int, overrides: Sequence[tuple[str, int]] = (), mixture: Mixture = STOCK
+    source: Path,
+    *,
+    file_type: int,
+    overrides: Sequence[tuple[str, int]] = (),
+    mixture: Mixture = STOCK,
+    weighted: bool = True,
 ) -> dict[str, GGMLQuantizationType]:
-    """The type of each tensor in what `quantize_file` would make of `source` with an importance matrix.
+    """The type of each tensor in what `quantize_file` would make of `source`, `weighted` by an importance
+    matrix or not.
 
     No weights are read: `source` may be a header in front of nothing (a sparse file).
 
@@ -86,7 +92,7 @@ def quantized_types(
     """
     lines: list[str] = []
     # with any importance matrix llama.cpp takes other types for some tensors than without
-    columns = {"any": np.ones(1, np.float32)}
+    columns = {"any": np.ones(1, np.float32)} if weighted else {}
     params = _params(file_type, overrides, mixture, columns)
     params.dry_run = True
     set_up()

@@ -14,6 +14,7 @@ from qwen_serve.convert.cli_quantize import OTHERS, with_flags
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.imatrix import Entry, Imatrix, ImatrixError, Resume, check_fits, collect_imatrix
 from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.convert.search.target import parse_size
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import read_header, read_model
 from qwen_serve.llamacpp.quantize import quantized_types
@@ -203,3 +204,34 @@ def test_a_file_in_parts_is_whole_again(
     capsys.readouterr()
     assert main([*flags, "--split-max-size", "10kB"]) == 1
     assert "token_embd.weight alone has 41 kB; tensors stay whole" in capsys.readouterr().err
+
+
+def test_a_dry_run_tells_the_sizes_and_writes_nothing(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ["--src", str(checkpoint), "--no-vision", "--no-imatrix", "--no-kld", "--threads", "1"]
+    flags += ["--out", str(out), "--quant", "F16,Q2_K,Q8_0", "--pure"]
+    assert main([*flags, "--dry-run"]) == 0
+    planned = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert not out.exists()
+    assert main(flags) == 0
+    made = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("Random-1B-")]
+    assert [words[0] for words in planned] == ["quant", "F16", "Q2_K", "Q8_0", "nothing"]
+    # kB to three figures, and bits
+    assert [words[1:] for words in planned[1:4]] == [words[1:] for words in made]
+    assert main(["--dry-run", "--quant", "auto", "--target-bpw", "5"]) == 1
+    assert "not known before it has searched" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_gguf_and_of_less_than_all(
+    checkpoint: Path, nano_f16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--src", str(nano_f16), "--dry-run", "--out", str(tmp_path)]) == 0
+    assert "Q4_K_M" in capsys.readouterr().out
+    for flags in ([], ["--keep-vocab", "257"]):
+        assert main(["--src", str(checkpoint), "--quant", "F16", "--dry-run", *flags]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("F16")]
+    whole, fewer = (parse_size("".join(words[1:3])) for words in lines)
+    assert fewer < whole
+    assert not list(tmp_path.glob("*.gguf*"))
