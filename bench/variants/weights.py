@@ -122,8 +122,12 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
         raise BenchError(f"convert: {reason or f'ended with status {status}'}")
     with log.open("rb") as tables:
         tables.seek(start)
-        text = tables.read().decode("utf-8", "replace")
-    return set(re.findall(r"^(\S.*?\.gguf)(?:  |$)", text, re.MULTILINE))
+        return reported(tables.read().decode("utf-8", "replace"))
+
+
+def reported(tables: str) -> set[str]:
+    """The files that the converter's tables name, each at the beginning of a line."""
+    return set(re.findall(r"^(\S.*?\.gguf)(?:  |$)", tables, re.MULTILINE))
 
 
 def read_weights(gguf: Path, made: Set[str]) -> Weights:

@@ -1,6 +1,7 @@
 """Which file the converter makes, and that no other is measured."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from qwen_serve.bench.arguments import StoreOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.variants import weights
 from qwen_serve.bench.variants.plan import Plan, kept_vocabulary
-from qwen_serve.bench.variants.weights import Weights, make_weights
+from qwen_serve.bench.variants.weights import Weights, make_weights, reported
+from qwen_serve.convert.report import print_report, print_table
 from qwen_serve.server.variant import Variant
 
 Q4 = Variant(name="q", quant="Q4_K_M")
@@ -75,3 +77,11 @@ def test_what_the_sweep_sets_is_not_set_beside_it(option: str) -> None:
 def test_a_keep_vocab_that_is_no_number() -> None:
     with pytest.raises(BenchError, match=r"--convert-options: .*invalid int value: 'many'"):
         kept_vocabulary(["--keep-vocab", "many"])
+
+
+@pytest.mark.parametrize("told", [print_report, lambda path: print_table([path, path])])
+def test_what_the_converter_made_is_read_from_its_tables(
+    nano_q4_k_m: Path, told: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(nano_q4_k_m.with_suffix(".json"))
+    assert reported(capsys.readouterr().out) == {nano_q4_k_m.name}
