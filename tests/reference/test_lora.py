@@ -16,7 +16,7 @@ from tests.reference.golden import CHECKPOINT, load_reference, log_probabilities
 
 pytestmark = pytest.mark.reference
 
-LENGTH, SEQUENCES = 64, 3
+LENGTH, SEQUENCES = 64, 8
 
 
 @pytest.fixture(scope="module")
