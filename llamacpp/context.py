@@ -135,6 +135,7 @@ class Context:
         self.n_ctx_seq = int(C.llama_n_ctx_seq(self._handle))
         """Tokens that one sequence can have."""
         self._uncopied: set[int] = set()
+        self._copied_from: set[int] = set()
         """Ids with cells of their own that were copied to: llama.cpp does that in the next decode."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
@@ -205,6 +206,7 @@ class Context:
             layers.set_ring_rows(self._handle, self._ring_rows)
         self._batch.n_tokens = n_tokens
         self._uncopied.clear()
+        self._copied_from.clear()
         batch = self._embedded(n_tokens) if of_pictures else self._batch
         status = C.llama_decode(self._handle, batch)
         if self.samplers.error is not None:
@@ -336,6 +338,7 @@ class Context:
             self._snapshots.gone(sequence)
         if not self.unified:
             self._uncopied.add(target)
+            self._copied_from.add(source)
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
@@ -389,6 +392,8 @@ class Context:
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
         """Put a saved sequence into an id; what that held is forgotten. Raises LlamaError without room."""
         self._require_copied(sequence)
+        if sequence in self._copied_from:  # what is put there at once would be copied instead
+            raise LlamaError(f"sequence {sequence} is copied from in the next decode")
         self._load(sequence, saved, 0)
 
     def _require_copied(self, sequence: int) -> None:
