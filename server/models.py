@@ -25,6 +25,8 @@ from qwen_serve.server.names import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+
 
 @dataclass(frozen=True)
 class Cached:
@@ -123,8 +125,9 @@ def show(models: Sequence[Cached]) -> None:
 
 
 def remove_model(model: Cached, beside: Sequence[Cached]) -> None:
-    """Removes a model's files, and what else its folder has where `beside` names no other model."""
-    if all(other == model for other in beside):
+    """Removes a model's files, and what else its folder has where `beside` names no other model, nor are
+    there weights that other programs read."""
+    if all(other == model for other in beside) and not _others_weights(model):
         shutil.rmtree(model.home)
         return
     for file in model.files:
@@ -133,6 +136,16 @@ def remove_model(model: Cached, beside: Sequence[Cached]) -> None:
             path.unlink(missing_ok=True)
         for ending in (".json", ".toml"):  # a report, a recipe that was searched
             file.with_suffix(ending).unlink(missing_ok=True)
+
+
+def _others_weights(model: Cached) -> bool:
+    """Whether the folder has a checkpoint that is none of ours, in the hub's cache."""
+    own = {file.relative_to(model.home).parts[2:] for file in model.files}
+    return any(
+        Path(name).suffix in OTHER_WEIGHTS and Path(name).parts not in own
+        for snapshot in snapshots_of(model.home)
+        for name in files_below(snapshot)
+    )
 
 
 def _same_name(model: Cached, file: Path) -> list[Path]:

@@ -207,6 +207,12 @@ def test_list_and_rm(hub: type[Hub], tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_models("rm", "nano:q4_k_m", f"hf:{REPO}:Q8_0") == 0
     assert {path.name for path in nano.iterdir()} == {"nano-F16.gguf", "nano.imatrix.gguf"}
     assert len(list(blobs(tmp_path).iterdir())) == 2, "the other model, and the tower"
+    foreign = next((blobs(tmp_path).parent / "snapshots").iterdir()) / "model.safetensors"
+    foreign.write_bytes(b"another program's")
+    assert run_models("rm", f"hf:{REPO}") == 0
+    assert foreign.exists()
+    foreign.unlink()
+    resolve(f"hf:{REPO}:Q4_K_M", None)
     assert run_models("rm", "nano", f"hf:{REPO}", "Qwen/Qwen3.5-4B") == 0
     assert not nano.exists()
     assert list((tmp_path / "hub").glob("models--*")) == []
