@@ -60,7 +60,7 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
         return JSONResponse(
             {**about, "n_erased": await until_gone(context.http, asyncio.wrap_future(future))}
         )
-    path = _path(folder, request.filename)
+    path = _path(folder, request.filename, salt)
     work = save_prefixes if action == "save" else restore_prefixes
     try:
         counting = engine.between_steps(partial(work, components, path, salt))
@@ -73,11 +73,12 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
     return JSONResponse(about)
 
 
-def _path(folder: Path, name: str) -> Path:
+def _path(folder: Path, name: str, salt: str) -> Path:
+    """Requests with another salt have other files of that name."""
     if not FILE_NAME.fullmatch(name):
         message = "filename: must be letters, digits, _, - and ., and no path"
         raise bad_request(message, "filename", "invalid_value")
-    return folder / name
+    return folder / (f"{salt[:16]}-{name}" if salt else name)
 
 
 def slots(engine: Engine, *, fail_without: bool = False) -> list[dict[str, Any]]:

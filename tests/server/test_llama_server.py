@@ -117,6 +117,8 @@ def test_what_is_kept_goes_to_a_file_and_back(http: httpx.Client) -> None:
     assert completed(http, prompt)["timings"]["cache_n"] > 64
     assert http.post("/slots/0?action=erase").json()["n_erased"] > 0
     assert completed(http, prompt, cache_prompt=False)["timings"]["cache_n"] == 0
+    salted = {"filename": "one.bin", "cache_salt": "another's"}
+    assert http.post("/slots/0", params={"action": "save"}, json=salted).json()["n_saved"] == 0
     restored = act("restore").json()
     assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
     again = completed(http, prompt)
