@@ -1,4 +1,4 @@
-"""The engine: one thread that schedules, decodes and verifies, and a door to it for the event loop."""
+"""The engine: one thread schedules, decodes and verifies; event loops submit requests to it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """Loads a model and serves generations from it. Construct, `start`, `submit`, `close`.
 
-    Raises ModelLoadError when the file is no good and DoesNotFit when memory is too small.
+    Raises ModelLoadError when the file cannot be loaded and DoesNotFit when memory is too small.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -54,7 +54,7 @@ class Engine:
         settings = resolve_settings(settings)
         self.plan = plan_memory(settings, read_model(settings.model, "model"))
         self.settings = self.plan.settings
-        """The settings with every choice made; a `prefill_budget` of 0 is measured."""
+        """The settings with all defaults resolved; a `prefill_budget` of 0 is measured."""
         log.info("memory for %s:\n%s", settings.model, self.plan)
         stages.done("plan")
         self._profile = StepProfile()
@@ -66,42 +66,42 @@ class Engine:
         """The GGUF's scalar keys, as text."""
         self.description = components.model.description()
         self.n_params, self.size_bytes = components.model.n_params, components.model.size_bytes
-        """The latter: bytes of all tensors in the file."""
+        """`size_bytes` counts all tensors in the file."""
         self.adapters = self.plan.spec.adapters
-        """The LoRA adapters that there are, by their numbers."""
+        """The loaded LoRA adapters, by number."""
         self.context_size = min(components.model.n_ctx_train, components.context.n_ctx_seq)
-        """Most tokens of one sequence, prompt and output together."""
+        """Maximum tokens of one sequence, prompt and output together."""
         self.encoder = components.encoder
-        """Makes pictures of pixels; None where the model sees none."""
+        """Encodes pictures; None if the model has no vision part."""
         self.grammars = components.grammars
-        """Compiles what answers are kept to."""
+        """Compiles the grammars that constrain answers."""
         self.dries = DrySamplers(components.model, self.context_size)
-        """To be asked for a request's once, on any other thread, before it is submitted: it takes long."""
+        """Building a request's DRY sampler is slow: do it once, on another thread, before submitting."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._open: dict[Generation, OutputQueue] = {}
-        """Requests that have not ended. Event loops add to it, the engine's thread removes; with the lock."""
+        """Unfinished requests. Event loops add, the engine's thread removes; both hold the lock."""
         self._places = Places(self.settings.parallel, self.settings.max_queue)
         self._sequences: dict[Generation, Sequence] = {}
         self._listeners: dict[Sequence, Generation] = {}
         self._queues: Mapping[asyncio.AbstractEventLoop, OutputQueue] = {}
-        """Replaced whole, with the lock: event loops add to it while the engine's thread goes through it."""
+        """Replaced as a whole under the lock: event loops add to it while the engine's thread iterates."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._warm = threading.Event()
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._unsent: list[Output] = []
-        """What the last step gave those who go on; told while the device computes the next."""
+        """The last step's tokens of unfinished sequences, delivered while the device computes the next."""
 
     # --- the callers' side ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, which warms up and then serves; `ready` tells when."""
+        """Start the thread, which warms up and then serves; `ready` turns true in between."""
         self._thread.start()
 
     def wait_ready(self, timeout: float | None = None) -> bool:
-        """Block for at most `timeout` seconds; whether it is warm then. Raises EngineDead on failure."""
+        """Block for at most `timeout` seconds; return whether it is warm. Raises EngineDead on failure."""
         self._warm.wait(timeout)
         if self._error:
             raise EngineDead(self._error)
@@ -112,10 +112,10 @@ class Engine:
         return self._warm.is_set() and self._error is None
 
     def prompt(self, ids: ListLike[int], pictures: ListLike[tuple[int, Picture]] = ()) -> Prompt:
-        """Check a prompt, which takes time with its length: call from any thread but an event loop's.
+        """Check a prompt. The time grows with its length, so do not call this on an event loop.
 
-        `pictures` are inserted, each before the token at an index of `ids`, in order; behind the last there
-        is one. Raises InvalidPrompt and PromptTooLong.
+        Each of `pictures` is inserted before the token at its index into `ids`; the indices ascend, and a
+        token follows the last picture. Raises InvalidPrompt and PromptTooLong.
         """
         if not len(ids):
             raise InvalidPrompt("the prompt is empty; it must have at least one token")
@@ -127,7 +127,7 @@ class Engine:
         return prompt
 
     def check_queue(self, scheduling: SchedulingParams) -> None:
-        """Before work on a request that is not submitted yet. Raises QueueFull where it would be refused."""
+        """Check for room before preparing a request. Raises QueueFull if `submit` would refuse it now."""
         with self._lock:
             self._places.check(scheduling.tenant)
 
@@ -145,13 +145,13 @@ class Engine:
         progress: Progress | None = None,
         adapters: Adapters = (),
     ) -> Generation:
-        """Queue a request; call on the event loop that will listen. Long prompts take no longer.
+        """Queue a request, in constant time. Call this on the event loop that will read the answer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
-        With 0 the prompt is read, and no more. Without `stream` all tokens are delivered together at the end.
-        A `constraint` is this request's alone, at the beginning of its answer; with `thinking` limits the
-        answer begins in a think block. Only requests with the same `salt` and the same LoRA
-        `adapters` share prefixes. `scheduling` says whose it is, for the scheduling policy.
+        With 0 only the prompt is read. Without `stream` all tokens are delivered together at the end.
+        A `constraint` must be new and belong to this request only; with `thinking` limits the answer
+        begins in a think block. Only requests with the same `salt` and the same LoRA `adapters` share
+        prefixes. The scheduling policy uses `scheduling`.
 
         Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
         """
@@ -186,7 +186,7 @@ class Engine:
         return generation
 
     def between_steps(self, work: Callable[[], Result]) -> Future[Result]:
-        """Has the engine's thread do `work` between two steps. Raises EngineDead."""
+        """Run `work` on the engine's thread between two steps. Raises EngineDead."""
         if self._error:
             raise EngineDead(self._error)
         future: Future[Result] = Future()
@@ -194,7 +194,7 @@ class Engine:
         return future
 
     def stats(self) -> EngineStats:
-        """What the engine did so far and does now; safe from any thread."""
+        """Counters since the start and the current load; safe from any thread."""
         running = 0 if self._error else len(self._scheduler.running)
         cells = self.components.states.cells
         return EngineStats(
@@ -216,7 +216,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Stop the thread and free the model; what is in flight fails. Blocks for one step. Idempotent."""
+        """Stop the thread and free the model; open requests fail. Blocks for one step. Idempotent."""
         self._closing = True
         if self._thread.is_alive():
             self._inbox.put(lambda: None)  # wakes it
@@ -234,8 +234,8 @@ class Engine:
         self._post(generation, partial(self._end, generation, "cancelled"))
 
     def _post(self, generation: Generation, action: Callable[[], None]) -> None:
-        """Have the engine's thread do something for a request, between two steps. What it raises fails that
-        request and no other."""
+        """Run `action` for a request on the engine's thread, between two steps. An exception from it fails
+        only that request."""
 
         def act() -> None:
             try:
@@ -263,7 +263,7 @@ class Engine:
             self._fail(f"the engine failed: {error}")
 
     def _receive(self) -> bool:
-        """Take in what the event loop sent, waiting for it when there is nothing to do; False to stop."""
+        """Handle what event loops sent; block while there is nothing to do. Return False to stop."""
         while not self._closing:
             if self._inbox.empty():
                 if self._scheduler.running or self._scheduler.waiting:
@@ -277,13 +277,13 @@ class Engine:
         return False
 
     def _step(self) -> None:
-        """What the device does not have to wait for is done while it computes."""
+        """Run one step. Host work that the device does not depend on runs while it computes."""
         lap, scheduler, speculator = self._profile.lap, self._scheduler, self._speculator
         asynchronous = self.components.device_runs_alone
         lap("receive")
         batch = scheduler.schedule()
         lap("schedule")
-        if not asynchronous or speculator.catches_up(batch):  # tokens would wait for the step, or for reading
+        if not asynchronous or speculator.catches_up(batch):  # else tokens wait for the step or the drafters
             self._flush()
             lap("flush")
         speculator.propose(batch)
@@ -299,9 +299,9 @@ class Engine:
         lap("reserve")
         for chunk in batch.chunks:
             if chunk.samples:
-                with suppress(Exception):  # whatever keeps it from it, `sample` meets it again
+                with suppress(Exception):  # `sample` meets the same exception and handles it
                     chunk.sequence.sampler.prepare(chunk.draft)
-        if asynchronous:  # last: the event loop wakes up, and can run while this thread waits
+        if asynchronous:  # last, so that the event loop runs while this thread waits for the device
             self._flush()
             lap("flush")
         rows = self._runner.collect(batch)
@@ -318,7 +318,7 @@ class Engine:
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
 
     def _deliver(self, batch: Batch, outputs: list[Output]) -> None:
-        """Book a step's tokens and end complete sequences. The others are told by the next `_flush`."""
+        """Count a step's tokens and end complete sequences. The next `_flush` delivers the other tokens."""
         self._steps += 1
         self._prompt_tokens += batch.prompt_tokens
         for output in outputs:
@@ -334,7 +334,7 @@ class Engine:
                 self._finish(output.sequence, output.done, output.tokens)
 
     def _flush(self) -> None:
-        """Tell listeners what their sequences have gained; whoever listened on a closed loop is cancelled."""
+        """Deliver new tokens to listeners; cancel the requests of closed event loops."""
         outputs, self._unsent = self._unsent, []
         for output in outputs:
             generation = self._listeners.get(output.sequence)
@@ -351,7 +351,7 @@ class Engine:
                             loop: other for loop, other in self._queues.items() if other is not queue
                         }
                         queue.close()
-                for generation in orphans:  # not now: they may be in the step that is being computed
+                for generation in orphans:  # posted, since they may be in the step that is being computed
                     self._request_cancel(generation)
 
     def _add(
@@ -382,10 +382,10 @@ class Engine:
             adapters=adapters,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
-        # without room for any, the prompt is read all the same
+        # the prompt is read even if no output token is wanted
         forced, done = sequence.extend(sampler.forced([]), self.vocab.eog_ids) if max_tokens else ([], None)
         self._generated_tokens += len(forced)
-        if done is not None:  # nothing is left to the model
+        if done is not None:  # forced tokens were the whole answer
             self._finish(sequence, done, forced)
             return
         if forced:
@@ -393,11 +393,11 @@ class Engine:
         self._scheduler.add(sequence)
 
     def _end(self, generation: Generation, done: FinishReason | Exception) -> None:
-        """End a request between two steps, wherever it is; nothing happens when it has ended before."""
+        """End a request between two steps, in any state; do nothing if it has already ended."""
         if generation not in self._open:
             return
         sequence = self._sequences.get(generation)
-        if sequence is None:  # it never came so far
+        if sequence is None:  # `_add` made none
             self._close(generation, done, [])
             return
         self._scheduler.remove(sequence, failed=isinstance(done, Exception))
@@ -406,7 +406,7 @@ class Engine:
         self._finish(sequence, done, tokens)
 
     def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:
-        """A sequence has left the scheduler: free what it has, and tell its listener, of `tokens` too."""
+        """A sequence has left the scheduler: free its resources and deliver `tokens` and the end."""
         generation = self._listeners.pop(sequence)
         del self._sequences[generation]
         self._speculator.forget(sequence)
@@ -425,7 +425,7 @@ class Engine:
         queue.put(generation, tokens, done)
 
     def _relieve(self, error: NoMemorySlot) -> None:
-        """llama.cpp found no cells where the scheduler counted some: run fewer, and say so."""
+        """llama.cpp found no free cells although the scheduler counted some: log it and run fewer."""
         scheduler, cells = self._scheduler, self.components.states.cells
         log.error("%s, though only %d of %d are counted as used", error, cells.used, cells.total)
         if len(scheduler.running) > 1:
@@ -434,7 +434,7 @@ class Engine:
             self._end(self._listeners[scheduler.running[0]], GenerationError(str(error)))
 
     def _fail(self, message: str) -> None:
-        """End everything in flight with `message`, and refuse whatever comes."""
+        """End all open requests with `message`, and refuse new ones."""
         self._flush()
         with self._lock:
             self._error = self._error or message
@@ -447,4 +447,4 @@ class Engine:
             queue.put(generation, [], GenerationError(message))
         self._listeners.clear()
         self._flush()
-        self._warm.set()  # nobody needs to wait any longer
+        self._warm.set()  # releases `wait_ready`

@@ -1,4 +1,4 @@
-"""Carries out a batch: fills llama.cpp's, decodes it, waits for its rows. Knows no drafter and no cache."""
+"""Computes batches: fills llama.cpp's, decodes it, waits for its rows. Knows no drafter and no cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from .sequence import Adapters, Sequence
 
 PATIENCE = 400
-"""Rows that may tell more than is needed before slots get narrower device samplers: what a change costs, for
-which all graphs are planned anew, over what a whole row costs (docs/kernels.md)."""
+"""Rows that may carry more than needed before slots get narrower device samplers: the cost of a change, which
+plans all graphs anew, divided by the cost of a whole row (docs/kernels.md)."""
 
 
 class Runner:
-    """The only one that decodes in the context while the engine runs, but for rehearsals before it does."""
+    """While the engine runs, only this class decodes in the context; rehearsals do so before the start."""
 
     def __init__(
         self,
@@ -37,28 +37,28 @@ class Runner:
         *,
         exact: bool = False,
     ) -> None:
-        """`adapters` by their numbers. `exact`: a slot's device sampler is always its request's own, since
-        others add up otherwise."""
+        """`adapters` are in order of their numbers. `exact`: a slot's device sampler is always the one that
+        its request needs, since others sum differently."""
         self._exact, self._adapters = exact, adapters
         self._applied: Adapters = ()
-        """What the context applies."""
+        """The adapters that the context applies now."""
         self._context, self._profile = context, profile
         self._slots: list[int] = []
-        """Of each row of the batch, the slot and the index in the batch."""
+        """For each row of logits: the slot; and in `_indices` the index in the batch."""
         self._indices: list[int] = []
         self._filled: Batch | None = None
-        """The batch that is in the context's arrays, where it only decodes."""
+        """The batch in the context's arrays, if it only decodes."""
         self._fits = False
-        """Whether its slots' device samplers are what is needed in the long run."""
+        """Whether its slots have exactly the device samplers that their requests need."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self._wasted = 0
         self.sampler_changes = 0
-        """How often a slot had to be given another device sampler for a request."""
+        """How often a slot got another device sampler for a request."""
 
     def launch(self, batch: Batch) -> None:
-        """Start to compute a batch. On a GPU this returns at once, without one when it is done.
+        """Start to compute a batch. On a GPU this returns at once, on a CPU when the batch is computed.
 
-        Raises NoMemorySlot or LlamaError; nothing of the batch was computed then.
+        Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
         self.apply(batch.adapters)
         self._fill(batch)
@@ -67,21 +67,21 @@ class Runner:
         self._profile.lap("decode")
 
     def apply(self, adapters: Adapters) -> None:
-        """Have the context apply these and no others; where they are not the same, it plans anew: slow."""
+        """Have the context apply exactly these adapters. A change is slow: all graphs are planned anew."""
         if adapters != self._applied:
             self._context.set_adapters([(self._adapters[index], scale) for index, scale in adapters])
             self._applied = adapters
 
     def each_adapter(self) -> Iterator[None]:
-        """Each applied alone, one after the other, and last none."""
+        """Apply each adapter alone, one after the other, and last none."""
         for adapters in (*(((index, 1.0),) for index in range(len(self._adapters))), ()):
             self.apply(adapters)
             yield
 
     def collect(self, batch: Batch) -> Rows | None:
-        """Wait for the rows of the batch; None where it has none, and the next may follow at once.
+        """Wait for the rows of the batch; None if it has none, and then the next may be launched at once.
 
-        Raises LlamaError when the batch as a whole failed.
+        Raises LlamaError if the batch as a whole failed.
         """
         if not self._slots:
             return None
@@ -90,17 +90,17 @@ class Runner:
         return rows
 
     def place(self, sequence: Sequence, free: ListLike[int]) -> int:
-        """The slot for a sequence: one whose device sampler is what it needs, or tells enough, or the
-        first."""
+        """Choose a free slot: one with exactly the device sampler that the sequence needs, else one whose
+        sampler serves it, else the first."""
         if not self._context.samplers.active:
             return free[0]
         kinds, need = self._context.samplers.kinds, sequence.sampler.need
         return min(free, key=lambda slot: 0 if kinds[slot] is need else 1 if kinds[slot].serves(need) else 2)
 
     def _set_samplers(self, batch: Batch) -> bool:
-        """Give each slot a device sampler that is enough for its request and, in the long run, no more.
+        """Give each slot a device sampler that serves its request and, after PATIENCE rows, no wider one.
 
-        Whether that holds already of the long run.
+        Return whether each slot has exactly the one that it needs.
         """
         samplers = self._context.samplers
         if not samplers.active:
@@ -123,7 +123,7 @@ class Runner:
     # --- llama.cpp's batch ---------------------------------------------------------------------------------
 
     def _fill(self, batch: Batch) -> None:
-        """Write llama.cpp's batch; after the same batch, only what has changed."""
+        """Write llama.cpp's batch; if it is the same batch as before, only what has changed."""
         if batch is self._filled and batch.is_decode:
             n, context = batch.n_tokens, self._context
             context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
@@ -144,7 +144,7 @@ class Runner:
         self._filled = batch if batch.is_decode else None
 
     def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
-        """A token of each."""
+        """Write one token of each chunk."""
         context, n = self._context, len(chunks)
         slots = [chunk.slot for chunk in chunks]
         context.tokens[:n] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
@@ -161,7 +161,7 @@ class Runner:
         return placements
 
     def _fill_ubatches(self, batch: Batch) -> list[Placement]:
-        """In the order of computation: outputs that came in another would be swapped back, row by row."""
+        """Write tokens in the order of ubatches; llama.cpp would swap outputs of another order row by row."""
         context, chunks = self._context, batch.chunks
         write = self._write_rows if batch.of_pictures else self._write_tokens
         placements = [Placement([]) for _ in chunks]
@@ -188,7 +188,7 @@ class Runner:
         return placements
 
     def _write_tokens(self, chunk: Chunk, first: int, start: int, end: int) -> None:
-        """Those of the chunk from `first` on, to [start, end) of the batch."""
+        """Write the chunk's tokens from its `first` on to [start, end) of the batch."""
         context, sequence, length = self._context, chunk.sequence, end - start
         at = chunk.start + first
         tokens = sequence.tokens[at : min(at + length, chunk.start + chunk.count)]
@@ -200,7 +200,7 @@ class Runner:
         context.positions[start:end] += sequence.pictures.position(chunk.start) + first
 
     def _write_rows(self, chunk: Chunk, first: int, start: int, end: int) -> None:
-        """The same of a picture."""
+        """Write the chunk's picture rows from its `first` on to [start, end) of the batch."""
         place = chunk.sequence.pictures.at(chunk.start)
         assert place is not None
         picture, at = place.picture, chunk.start + first - place.start

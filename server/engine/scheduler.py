@@ -1,35 +1,34 @@
 """Which tokens go into the next step: continuous batching with chunked prefill and lossless preemption.
 
-Up to `slots` requests run at once, the rest wait in a queue, whose policy says who is next: first come, first
-served, by priority, or fairly by tenant (`scheduling_policy.py`). One that waits and has the better claim
-takes the slot of one that runs, if the prefix cache can keep that one's state until it has a slot again.
+Up to `slots` requests run at once and the rest wait in a queue. Its policy picks the next one: first come,
+first served, by priority, or fairly by tenant (`scheduling_policy.py`). A waiting request with a better claim
+takes the slot of a running one if the prefix cache can keep the latter's state until it has a slot again.
 
-Steps that decode take what is pending of every sequence that decodes; while there are prompts to read, they
-take turns with steps of at most `prefill_budget` prompt tokens, so that no running answer waits longer than
-one of those. Half of these tokens go to the prompt that came first, so that a flood of short ones never
-starves it; the other half to whichever prompts are closest to their first token, each tenant's closest one
-before anybody's second, so that a flood of long ones never starves a short one. A prompt that shares a
-beginning with one before it, which is just being computed, keeps its place and waits for that beginning
-instead of computing it too; if the other goes away, it computes it itself.
+A decode step takes the pending tokens of every decoding sequence. While there are prompts to read, decode
+steps alternate with prefill steps of at most `prefill_budget` prompt tokens, so a running answer waits for at
+most one of those. Half of these tokens go to the prompt that came first, so that many short prompts cannot
+starve it. The other half goes to the prompts closest to their first token, each tenant's closest one before
+any tenant's second, so that many long prompts cannot starve a short one. A prompt that shares a prefix with
+an earlier one that is being computed keeps its place and waits for that prefix. If the earlier request goes
+away, the prompt computes the prefix itself.
 
 The KV cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when its tokens
-fit beside those running and a little room remains for everyone to grow; it does not reserve cells for an
-answer it may never give. When cells run short, checkpoints of the prefix cache are evicted first. When that
-is not enough, the youngest running sequence is preempted, of those with the worst claim: its cells are freed,
-it waits in its place of the queue, and reads its tokens again, the generated ones included, when there is
-room. Its sampler stays as it was, so nothing is lost but time. The oldest sequence is never preempted for
-cells that others need to grow, and one sequence always fits into the cache alone, so every request gets its
-turn and ends.
+fit beside the running ones and each running sequence keeps a little room to grow; no cells are reserved for
+its whole answer. When cells run short, checkpoints of the prefix cache are evicted first. If that is not
+enough, the youngest running sequence of those with the worst claim is preempted: its cells are freed, it
+returns to its place in the queue, and later it reads its tokens again, the generated ones included. Its
+sampler is kept, so preemption costs only time. The oldest sequence is never preempted for cells that others
+need to grow, and one sequence alone always fits into the cache, so every request runs and ends.
 
-Attention multiplies what others have in their cells, and what is left in free ones, by 0, which a value that
-is not finite survives. So where logits are no use, nobody knows whose values are to blame: the cells are
-cleared, and the running sequences run again, each alone until it has a token. One that has none is to blame.
+Attention multiplies other sequences' cells and free cells by 0, and a value that is not finite survives that.
+So unusable logits do not tell which sequence caused them. The cells are cleared, and the running sequences
+start again, each alone until it has a token. A sequence that gets none even alone is the cause and fails.
 
-On a hybrid model a step reads the weights once for each distinct number of tokens that its sequences bring,
-since the recurrent layers take all sequences of a ubatch with the same number. So mixing decodes with a chunk
-of a prompt would save nothing: both cost a pass, mixed or not.
+On a hybrid model a step reads the weights once for each distinct token count of its sequences, since the
+recurrent layers need the same count from all sequences of a ubatch. So mixing decodes with a chunk of a
+prompt would save nothing: both cost a pass, mixed or not.
 
-No llama.cpp here: the scheduler counts cells, the runner fills them.
+This module does not use llama.cpp: the scheduler counts cells, the runner fills them.
 """
 
 from __future__ import annotations
@@ -59,31 +58,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GROWTH = 64
-"""Cells that admission leaves free for each running sequence: fewer would invite preemption at once."""
+"""Cells that admission leaves free for each running sequence; with fewer, preemption soon follows."""
 
 
 @dataclass(slots=True)
 class Output:
-    """What a step gave one sequence; not frozen, which takes twice as long to make."""
+    """One sequence's result of a step; not frozen, since a frozen one takes twice as long to make."""
 
     sequence: Sequence
     tokens: list[int]
     done: FinishReason | Exception | None
-    """Why it has ended, if it has; a sampler's exception where that failed."""
+    """Why the sequence ended, or None; an exception if its sampler failed."""
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
-    """The first free slot, whichever sequence it is for."""
+    """The lowest free slot, for any sequence."""
     return free[0]
 
 
 class Scheduler:
-    """Owns queue and slots, and is the only writer of what sequences have computed.
+    """Owns the queue and the slots, and alone writes each sequence's computed length.
 
-    The cells must hold the longest sequence there can be; with `reproducible` they must be each sequence's
-    own. `place` chooses among the free slots, in ascending order, for a sequence that is admitted.
-    `draft_rows` is the most draft tokens of a step, `scored_rows` the most tokens of prompts that leave their
-    rows in one.
+    The cells must hold the longest possible sequence; with `reproducible` each sequence must own its cells.
+    `place` chooses a slot for an admitted sequence from the free ones, which are in ascending order. A step
+    has at most `draft_rows` draft tokens, and at most `scored_rows` prompt tokens whose rows of logits are
+    kept.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class Scheduler:
         self._prefill_is_due = self._oldest_is_due = False
         self._turns = Turns()
         self._last: Batch | None = None
-        """The batch before, if everybody only decoded in it, and nobody has come or gone since."""
+        """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -131,9 +130,9 @@ class Scheduler:
         self._cache.track(sequence)
 
     def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
-        """Take a sequence out, wherever it is; its slot and cells are free for the next step.
+        """Remove a waiting or running sequence; its slot and cells are free for the next step.
 
-        Its state stays in the prefix cache, unless it `failed`: then there may be something wrong with it.
+        Its state stays in the prefix cache unless it `failed`, since its state may then be wrong.
         """
         self.waiting.discard(sequence)
         if sequence.slot is not None:
@@ -142,17 +141,17 @@ class Scheduler:
             if not failed:
                 try:
                     self._cache.cache_finished(sequence)
-                except Exception:  # what is kept for others is worth nobody's place
+                except Exception:  # caching is optional: its failure must not fail a request
                     log.warning("a finished sequence was not cached", exc_info=True)
             self._vacate(sequence)
-            if sequence.suspect and not self.running:  # what it leaves is not to spoil the next one
+            if sequence.suspect and not self.running:  # its values must not reach the next sequence
                 self._clear()
         self._cache.forget(sequence)
         self._cache.trim()
 
     def preempt_youngest(self) -> None:
-        """Put the sequence that came last, of those with the worst claim, back into the queue; it will read
-        its tokens again."""
+        """Put the youngest sequence of those with the worst claim back into the queue; it will read its
+        tokens again."""
         self._preempt(self.waiting.policy.youngest())
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -164,7 +163,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _suspect(self) -> None:
-        """Restart each running sequence alone, in cells with nothing left of others."""
+        """Restart each running sequence alone, in cleared cells."""
         log.warning("logits were no use: whoever ran begins anew, one after the other")
         for sequence in reversed(self.running.copy()):
             sequence.suspect = True
@@ -172,14 +171,14 @@ class Scheduler:
         self._clear()
 
     def _clear(self) -> None:
-        """Nobody runs: nothing is left in any cell."""
+        """Clear all cells; no sequence may be running."""
         self._cache.clear()
         self._states.clear()
 
     def schedule(self) -> Batch:
         """Choose the tokens of the next step. Empty only when there is nothing to do.
 
-        It may be the very object of the step before: the same sequences, each a token further.
+        It may be the same object as in the step before: the same sequences, each a token further.
         """
         batch = self._again() or self._anew()
         batch.draft_room = min(self._decode_size - batch.n_tokens, self._cells.free - batch.n_tokens)
@@ -188,7 +187,7 @@ class Scheduler:
         return batch
 
     def decoded(self, batch: Batch, seconds: float) -> None:
-        """A step that decoded took so long: what a written token costs its tenant."""
+        """Tell the policy how many `seconds` a decode step took: it prices output tokens by that."""
         self.waiting.policy.decoded(batch.n_tokens, seconds, self.prefill_budget.each)
 
     def reserve(self, batch: Batch) -> None:
@@ -196,9 +195,9 @@ class Scheduler:
         self._states.appended(batch)
 
     def commit(self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int]) -> list[Output]:
-        """Account for a step: what each sequence has computed, gained, and whether it has ended.
+        """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
-        `held` is what each chunk's slot holds now. Sequences that ended are removed.
+        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -220,9 +219,9 @@ class Scheduler:
                     progress.cached, progress.processed = sequence.reused or 0, computed
                     outputs.append(Output(sequence, [], None))
                 continue
-            # where taking a draft back failed, it reads everything again
+            # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             sequence.status = DECODE if computed else PREFILL
-            if result.recompute:  # it comes back, to a slot whose rows come back whole or to cleared cells
+            if result.recompute:  # in a slot whose whole rows are fetched, or in cleared cells
                 again.append(sequence)
             elif sequence.suspect:
                 sequence.suspect = False
@@ -234,7 +233,7 @@ class Scheduler:
                 sequence.timings.first_token = now
             new = [*result.tokens, *result.forced] if result.forced else result.tokens
             new, done = sequence.extend(new, self._ends)
-            alone = alone and len(new) == 1  # nothing was forced beside
+            alone = alone and len(new) == 1  # no forced tokens
             (finished if done else outputs).append(Output(sequence, new, done))
         steady = alone and not finished and batch.is_decode and len(batch.chunks) == len(self.running)
         self._last = batch if steady else None
@@ -250,7 +249,7 @@ class Scheduler:
     # --- the parts of schedule -----------------------------------------------------------------------------
 
     def _again(self) -> Batch | None:
-        """The batch before once more: what a device that decodes would otherwise wait for."""
+        """Return the previous batch again, if possible: building a new one would keep the device waiting."""
         batch = self._last
         if batch is None or (self.waiting and (self._free_slots or self.waiting.contended)):
             return None
@@ -265,14 +264,14 @@ class Scheduler:
         self._admit()
         self._begin()
         self._choose(batch, prefill_first=self._prefill_is_due)
-        while not batch.chunks and self.running:  # no cell is left for any prompt
+        while not batch.chunks and self.running:  # no free cell for any prompt
             self.preempt_youngest()
             self._choose(batch)
         self._prefill_is_due = not self._prefill_is_due
         return batch
 
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
-        """Something of those whose turn it is, by their adapters, or of the next who have what fits."""
+        """Fill the batch for one set of adapters: the first one, in turn, that has work that fits."""
         for adapters in self._turns.order(self.running):
             if prefill_first:
                 self._schedule_prefills(batch, adapters)
@@ -285,8 +284,8 @@ class Scheduler:
                 return
 
     def _admit(self) -> None:
-        """Give slots to those who are next, while there is room; where it is lacking, to those for whom
-        another has to make room. Nobody overtakes one that is next and waits for cells."""
+        """Admit waiting sequences in the policy's order while there is room. Without room, admit one that may
+        preempt a running sequence. None overtakes the next one while it waits for cells."""
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.suspect or self.running[0].suspect):
@@ -307,7 +306,7 @@ class Scheduler:
             self.running.append(head)
 
     def _fits(self, sequence: Sequence, victim: Sequence | None = None) -> bool:
-        """Whether there are cells for one that waits, were the victim suspended."""
+        """Whether there are cells for a waiting sequence if `victim` were suspended."""
         others = [other for other in self.running if other is not victim]
         reused, idle = self._cache.reusable(sequence)
         promised = sum(other.pending + _growth(other) for other in others)
@@ -316,7 +315,8 @@ class Scheduler:
         return not others or promised + needed <= self._cells.available + freed
 
     def _begin(self) -> None:
-        """Start those from the cache who do not wait for somebody else to compute their beginning."""
+        """Start admitted sequences from the prefix cache, except those that wait for another to compute their
+        prefix."""
         for index, sequence in enumerate(self.running):
             if sequence.begun:
                 continue
@@ -329,11 +329,11 @@ class Scheduler:
                 self._cache.match_prefix(sequence)
 
     def _make_room(self, cells: int) -> bool:
-        """Evict checkpoints until so many cells are free and, if that can be, those that drafts may take."""
+        """Evict checkpoints until `cells` are free and, if possible, the cells that drafts may take too."""
         return self._cache.make_room(cells + self._draft_rows) or self._cache.make_room(cells)
 
     def _schedule_decodes(self, batch: Batch, adapters: Adapters) -> None:
-        """What is pending of every sequence that decodes; the youngest are preempted until it fits."""
+        """Add the pending tokens of every decoding sequence; preempt the youngest until they fit."""
         while True:
             ready = [one for one in self.running if one.ready and one.adapters == adapters]
             counts = self._shares(ready)
@@ -342,13 +342,13 @@ class Scheduler:
             self.preempt_youngest()
         shares = [*zip(ready, counts, strict=True)]
         if self.reproducible is not None:
-            # llama.cpp computes neighbouring ids in one pass, and those in descending order each in its own
+            # llama.cpp computes neighbouring ids in one pass; ids in descending order get a pass each
             shares.sort(key=lambda share: share[0].slot or 0, reverse=self.reproducible.alone)
         for sequence, count in shares:
             batch.add(sequence, count)
 
     def _shares(self, ready: list[Sequence]) -> list[int]:
-        """Pending tokens of each, as far as they fit into a batch; at least one."""
+        """How many pending tokens each sequence decodes so that all fit into a batch; at least one."""
         counts = [sequence.pending for sequence in ready]
         room = self._decode_size - len(ready)
         if sum(counts) <= self._decode_size:
@@ -359,9 +359,9 @@ class Scheduler:
         return counts
 
     def _schedule_prefills(self, batch: Batch, adapters: Adapters) -> None:
-        """Chunks of prompts: up to where a checkpoint is wanted, as far as budget and cells go.
+        """Add chunks of prompts within the budget and the free cells; if none decodes, up to a whole ubatch.
 
-        Where nobody decodes, they may fill a ubatch.
+        A chunk ends where a checkpoint is wanted.
         """
         prompts = [one for one in self.running if one.begun and not one.ready and one.adapters == adapters]
         if not prompts:
@@ -383,8 +383,8 @@ class Scheduler:
                 rows -= len(batch.chunks[-1].scored)
 
     def _schedule_pieces(self, batch: Batch, prompts: list[Sequence], how: Reproducible, budget: int) -> None:
-        """The next piece of the oldest prompt or, in turn, of the shortest, and those that it can have
-        beside."""
+        """Add the next piece of the oldest prompt or, alternately, of the shortest one, and the pieces that
+        may share its pass."""
         self._oldest_is_due = not self._oldest_is_due
         first = prompts[0] if self._oldest_is_due else min(prompts, key=lambda one: one.pending)
         pieces = {one: min(one.pending_alike, how.chunk - one.computed % how.chunk) for one in prompts}
@@ -392,10 +392,10 @@ class Scheduler:
             batch.add(one, pieces[one])
 
     def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
-        """How many tokens of each prompt: half for the oldest, half for those with less to go.
+        """How many tokens of each prompt to read: half for the oldest, half for those with fewer pending.
 
-        Every other length is another pass, so at most one prompt beside the oldest gets a part of what it
-        has to go, and none gets only a few tokens.
+        Each distinct length costs a pass, so besides the oldest at most one prompt is read in part, and none
+        gets only a few tokens.
         """
         oldest, least = prompts[0], budget // 8
         wanted = {sequence: self._until_cut(sequence) for sequence in prompts}
@@ -434,7 +434,7 @@ class Scheduler:
 
 
 def _with_rows(sequence: Sequence, rows: int) -> int:
-    """Most pending tokens that leave no more than so many rows of a prompt that is scored."""
+    """Maximum pending tokens that keep at most `rows` rows for prompt log-probabilities."""
     scored = sequence.unscored(sequence.computed, sequence.pending)
     return sequence.pending if len(scored) <= rows else scored.start + rows - sequence.computed
 

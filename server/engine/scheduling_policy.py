@@ -1,18 +1,18 @@
-"""The scheduling policies: whose turn it is, who has to make room, and what each tenant has had.
+"""The scheduling policies: which request is next, which one is preempted, and how much each tenant has used.
 
 - `fcfs`: first come, first served.
 - `priority`: by service tier, then by `priority`, the lower number first, then in order, as in vLLM.
-- `fair`: of the best tier that waits the tenant that has had least, within a tenant as `priority`. With one
-  tenant and no priorities this is `fcfs`.
+- `fair`: within the best waiting tier, the tenant that has used the least is next; within a tenant as
+  `priority`. With one tenant and no priorities this is `fcfs`.
 
-Ageing: every `AGEING`th admission to a free slot looks at no tier, and every `AGEING`th of a tenant takes the
-one that waits longest, so that a stream of better ones keeps nobody waiting for ever.
+Ageing: every `AGEING`th admission to a free slot ignores tiers, and every `AGEING`th admission of a tenant
+takes its longest waiting request, so that a stream of better requests cannot starve the others.
 
-What a tenant has had is a virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language
+A tenant's use is a virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language
 Models", OSDI 2024), divided by its share: computed prompt tokens, and output tokens weighted by how much
-longer a step takes for one. A tenant without waiting requests restarts at the lowest counter of those with
-some: it saves nothing up, and owes nothing for what others left. It restarts no lower than an average tenant
-(weighted fair queueing's virtual time), so newcomers cannot keep anybody waiting for ever.
+longer a step takes for one. A tenant without waiting requests restarts at the lowest counter of the tenants
+that have some: it saves up no credit and carries no debt. It restarts no lower than an average tenant
+(weighted fair queueing's virtual time), so newcomers cannot starve other tenants.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 AGEING = 8
 WRITTEN, MOST_WRITTEN = 2.0, 100.0
-"""What a written token costs in prompt tokens before steps have shown it (VTC's weight), and at most."""
+"""Cost of an output token in prompt tokens (VTC's weight): before it is measured, and at most."""
 
 Rank = tuple[bool, int, int]
 """Suspects come first, then the better tier, then the lower priority."""
@@ -40,43 +40,43 @@ Rank = tuple[bool, int, int]
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One of those that share the server: an API key, or an address."""
+    """One tenant of the server: an API key or an address."""
 
     counter: float = 0.0
     share: float = 1.0
     requests: int = 0
-    """Those that wait or run."""
+    """Waiting and running ones."""
     admitted: int = 0
     waiting: list[tuple[Rank, int, Sequence]] = field(default_factory=list)
     """By rank, then by arrival."""
 
     def turn(self, *, tiers: bool = True) -> tuple[bool, int, float, int]:
-        """The tenant with the least is next."""
+        """Sort key of tenants: the lowest is next."""
         (rest, tier, _), arrival, _ = self.waiting[0]
         return rest, tier if tiers else 0, self.counter, arrival
 
     def first(self) -> Sequence:
-        """Whose turn it is among its own."""
+        """The next of its waiting requests."""
         if (self.admitted + 1) % AGEING or self.waiting[0][2].suspect:
             return self.waiting[0][2]
         return min(self.waiting, key=lambda entry: entry[1])[2]
 
 
 class Policy:
-    """Order and counters; `running`, those that have a slot in order of admission, is only read."""
+    """Order and counters. It only reads `running`, the sequences with a slot in order of admission."""
 
     def __init__(self, policy: SchedulingPolicy, running: ListLike[Sequence]) -> None:
         self.ranked, self.apart = policy != "fcfs", policy == "fair"
         self.served = dict.fromkeys(TIERS, 0.0)
-        """What requests of each tier have cost so far, in prompt tokens."""
+        """Cost of each tier's requests so far, in prompt tokens."""
         self._running = running
         self._tenants: dict[str, Tenant] = {}
         self._active, self._shares = 0, 0.0
-        """Tenants that have requests, and the sum of their shares."""
+        """Number of tenants with requests, and the sum of their shares."""
         self._average = 0.0
         """The counter of a tenant that was never idle and always got its share."""
         self.last: Tenant | None = None
-        """Whose last waiting request left the queue last."""
+        """The tenant that most recently had its last waiting request admitted or removed."""
         self._written = WRITTEN
 
     def name(self, sequence: Sequence) -> str:
@@ -91,15 +91,16 @@ class Policy:
         ranks = (TIERS.index(asked.service_tier), asked.priority) if self.ranked else (0, 0)
         return not sequence.suspect, *ranks
 
-    # --- who makes room, and who reads its prompt ----------------------------------------------------------
+    # --- preemption and the order of prefills --------------------------------------------------------------
 
     def preemption(
         self, heads: Iterable[Sequence], can_go: Callable[[Sequence], bool]
     ) -> tuple[Sequence, Sequence] | None:
-        """The first of the `heads`, who wait, for whom one that runs makes room, and that one. It can go, and
-        is of a worse tier, of a worse priority of the same tenant, or of a tenant that has had no less and
-        would still run as many for its share. The worst rank goes first, then who runs most for its share,
-        then the youngest."""
+        """The first of the waiting `heads` that may preempt a running sequence, and that sequence; or None.
+
+        The victim must pass `can_go`. It has a worse tier, or a worse priority of the same tenant, or a
+        tenant that has used no less and would still run as many requests for its share. The worst rank goes
+        first, then the tenant that runs most for its share, then the youngest."""
         runs = Counter(map(self.name, self._running))
         able = sorted(
             (self.rank(one), runs[self.name(one)] / one.scheduling.share, index)
@@ -121,14 +122,14 @@ class Policy:
         return None
 
     def youngest(self) -> Sequence:
-        """Who makes room for the growth of others: of the worst rank, then of the tenant that has had most,
-        the last that was admitted. Never the first, so that somebody always comes to an end."""
+        """The sequence to preempt when others need cells: of the worst rank, then of the tenant that has used
+        most, the last admitted. Never the first admitted beside others, so that one always finishes."""
         self.settle()
         claims = ((self.rank(one), self.of(one).counter, i) for i, one in enumerate(self._running))
         return self._running[max([*claims][1:], default=(0, 0, 0))[2]]
 
     def nearest(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """By how near they are to their first token, each tenant's nearest before anybody's second."""
+        """Sort by tokens left before the first output token, each tenant's nearest before any second one."""
         before = Counter[str]()
         turns: dict[Sequence, tuple[int, float, int]] = {}
         for sequence in sorted(sequences, key=lambda one: one.pending):
@@ -137,12 +138,12 @@ class Policy:
             before[name] += 1
         return sorted(turns, key=turns.__getitem__)
 
-    # --- what each tenant has had --------------------------------------------------------------------------
+    # --- each tenant's counter -----------------------------------------------------------------------------
 
     def arrived(self, sequence: Sequence) -> None:
         """A new request."""
         name = self.name(sequence)
-        if not self._active:  # nobody is owed anything
+        if not self._active:  # no tenant has requests: all counters start again
             self._tenants, self._shares, self._average, self.last = {}, 0.0, 0.0, None
         tenant = self._tenants.get(name)
         if tenant is None or not tenant.waiting:
@@ -164,7 +165,7 @@ class Policy:
         """A request is over."""
         tenant = self.of(sequence)
         tenant.requests -= 1
-        if not tenant.requests:  # by the shares as they were
+        if not tenant.requests:  # before the sum of shares changes
             self.settle()
         self.charge(sequence)
         self._count(sequence)
@@ -173,12 +174,12 @@ class Policy:
             self._shares -= tenant.share
 
     def settle(self) -> None:
-        """Charge for what was computed since, when somebody asks; not where all are one tenant's."""
+        """Charge running sequences for their work since the last charge, if the policy counts by tenant."""
         for sequence in self._running if self.apart else ():
             self.charge(sequence)
 
     def charge(self, sequence: Sequence) -> None:
-        """For what it has cost since the last time. A prompt counts from the admission on."""
+        """Charge its tenant for its work since the last charge. A prompt counts in full from admission on."""
         prompt, written = sequence.charged
         if sequence.slot is not None or prompt:
             sequence.charged = sequence.prompt_length - (sequence.reused or 0), sequence.generated
@@ -187,7 +188,7 @@ class Policy:
         tenant.counter += cost / tenant.share
         self._average += cost / max(self._shares, tenant.share)  # rounded, a sum may be below a part
         sequence.uncounted += cost
-        if sequence.reused is not None:  # before, a part may turn out to be in the prefix cache
+        if sequence.reused is not None:  # until then, a part may turn out to be in the prefix cache
             self._count(sequence)
 
     def _count(self, sequence: Sequence) -> None:
@@ -195,6 +196,6 @@ class Policy:
         sequence.uncounted = 0.0
 
     def decoded(self, tokens: int, seconds: float, each: float) -> None:
-        """A step wrote so many tokens; `each`: seconds that a prompt token takes, 0 if nobody knows."""
+        """A step of `seconds` wrote `tokens`; `each`: seconds that a prompt token takes, 0 if unknown."""
         if each:
             self._written += (min(max(seconds / tokens / each, 1.0), MOST_WRITTEN) - self._written) / 64

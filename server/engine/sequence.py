@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "cancelled"]
 
 Adapters = tuple[tuple[int, float], ...]
-"""LoRA adapters by their number, ascending, each with its scale, which is not 0; () is the model alone."""
+"""LoRA adapters as (number, scale), numbers ascending, no scale 0; () is the model without adapters."""
 
 ServiceTier = Literal["priority", "default", "flex"]
 TIERS: tuple[ServiceTier, ...] = get_args(ServiceTier)
-"""The best one first."""
+"""The best tier first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingParams:
-    """Whose a request is, and what it may ask of the queue; the scheduling policy says what counts."""
+    """A request's tenant and its place in the queue; which fields count depends on the scheduling policy."""
 
     tenant: str = ""
-    """Who shares the server with whom: an API key or an address, under whatever name."""
+    """Any name for the tenant, which is an API key or an address."""
     share: float = 1.0
-    """Of what there is, beside other tenants' shares."""
+    """The tenant's weight relative to other tenants' shares."""
     service_tier: ServiceTier = "default"
     priority: int = 0
     """The lower number first, as in vLLM."""
@@ -39,39 +39,39 @@ ANYBODY = SchedulingParams()
 
 
 class SequenceStatus(Enum):
-    """What becomes of a sequence next."""
+    """What a sequence does next."""
 
     WAITING = "waiting"
     """It has no slot."""
     WAITING_FOR_PREFIX = "waiting for prefix"
-    """It has a slot, and another sequence computes its beginning."""
+    """It has a slot, and another sequence computes its prefix."""
     PREFILL = "prefill"
-    """Its prompt is read, or what it had before a preemption."""
+    """It reads its prompt, or after a preemption all its tokens."""
     DECODE = "decode"
-    """It has sampled a token since it began: what is pending is no prompt any more."""
+    """It has sampled a token since it got its slot, so its pending tokens are not prefill."""
 
 
 PREFILL, DECODE = SequenceStatus.PREFILL, SequenceStatus.DECODE
-"""Asked for many times a step, and an enum's members are slow to look up."""
+"""Module-level names, since looking up an enum's members is slow and happens many times a step."""
 
 
 @dataclass(slots=True)
 class Timings:
-    """Moments of a request on the clock of `time.perf_counter`, in seconds; 0 until they come."""
+    """Times of a request on the clock of `time.perf_counter`, in seconds; 0 until they are reached."""
 
     submitted: float = 0.0
     started: float = 0.0
-    """Its first token entered a step."""
+    """When its prefill began."""
     first_token: float = 0.0
     finished: float = 0.0
     waited_for: Literal["", "a slot", "its tenant's others", "KV cells", "a prefix"] = ""
-    """Why it did not start at once; the last reason. A prefix is one that another request computes."""
+    """The last reason why it did not start at once. "a prefix" is one that another request computes."""
     preempted: int = 0
     """How often it lost its slot."""
 
     @property
     def queue_ms(self) -> float:
-        """Time spent waiting for a place."""
+        """Time from submission to the first step."""
         return _milliseconds(self.submitted, self.started or self.finished)
 
     @property
@@ -91,17 +91,17 @@ def _milliseconds(start: float, end: float) -> float:
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What became of drafts: of one request, or of one drafter and all requests."""
+    """Draft counts of one request, or of one drafter over all requests."""
 
     steps: int = 0
     """Steps that verified a draft."""
     drafted: int = 0
     """Tokens in those drafts."""
     accepted: int = 0
-    """Those that were right."""
+    """Accepted tokens among them."""
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A draft of so many tokens was verified."""
+        """Count a verified draft of `drafted` tokens."""
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -109,37 +109,37 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class Progress:
-    """How much of a prompt has been read, for a listener that wants to be told before the first token."""
+    """How much of a prompt has been read, for listeners that want reports before the first token."""
 
     cached: int = 0
-    """Tokens that the prefix cache had."""
+    """Tokens that came from the prefix cache."""
     processed: int = 0
-    """All that have been read, those among them."""
+    """All tokens read so far, the cached ones included."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMiss:
     """Why a part of a prompt had to be computed.
 
-    "new": nothing before began with more of it. "diverged": something before began like it up to `position`
-    and went another way there. "evicted": it was read up to `position`, and the states are gone. "off": there
-    is no prefix cache.
+    "new": no earlier prompt shares more of it. "diverged": an earlier prompt shares it up to `position` and
+    differs there. "evicted": it was read before up to `position`, but the states are gone. "off": there is no
+    prefix cache.
     """
 
     reason: Literal["new", "diverged", "evicted", "off"]
     position: int
-    """Tokens of the prompt that were known, though there need not be a state at their end."""
+    """Tokens of the prompt that were known; a state at their end may never have been kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """Token ids that were checked against the vocabulary and the context; `Engine.prompt` makes it.
+    """Token ids, checked against the vocabulary and the context by `Engine.prompt`.
 
     Several requests may share one.
     """
 
     ids: list[int]
-    """Never changed. Those of pictures' rows are negative."""
+    """Never changed. Picture rows have negative ids."""
     pictures: Layout = NO_PICTURES
 
     def __len__(self) -> int:
@@ -148,56 +148,56 @@ class Prompt:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens, and how many of them a slot has computed. Touched by the engine's thread only.
+    """Tokens, and how many of them a slot has computed. Used by the engine's thread only.
 
-    A sequence is always in the middle of the same movement: `pending` tokens are not computed yet, and once
-    they are, the logits of the last one give the next. Most of the time one is pending; more while its prompt
-    is read, after a preemption, and after a draft that was rejected.
+    `pending` tokens are not computed yet; once they are, the logits of the last one give the next token.
+    Usually one token is pending. More are while the prompt is read, after a preemption, and after a rejected
+    draft.
     """
 
     tokens: list[int]
-    """The prompt, which becomes the sequence's own, and what was generated."""
+    """The prompt and the generated tokens; the sequence takes over this list and appends to it."""
     max_tokens: InitVar[int]
     sampler: Sampler
     timings: Timings = field(default_factory=lambda: Timings(submitted=perf_counter()))
     drafts: DraftCounts = field(default_factory=DraftCounts)
-    """What became of draft tokens."""
+    """Drafted and accepted tokens."""
     logprobs: Logprobs | None = None
-    """What it has to tell of its tokens beside them, if anything."""
+    """Collects log-probabilities, if the request wants any."""
     stops: frozenset[int] = frozenset()
-    """Tokens that end it beside those that end every generation."""
+    """Tokens that end it besides those that end every generation."""
     include_stop: bool = False
-    """Such a token is a part of the answer."""
+    """Whether one of `stops` becomes part of the answer."""
     pictures: Layout = NO_PICTURES
-    """In its prompt."""
+    """The pictures in its prompt."""
     salt: str = ""
-    """Only sequences with the same one share prefixes."""
+    """Only sequences with the same salt share prefixes."""
     scheduling: SchedulingParams = ANYBODY
     progress: Progress | None = None
     adapters: Adapters = ()
-    """Only sequences with the same ones are in a step."""
+    """All sequences of a step have the same adapters."""
     arrival: int = field(init=False, default=0)
-    """Its number in the queue's order of arrival; 0 before it came and once it is over."""
+    """Its number in the queue's order of arrival; 0 before it arrives and after it ends."""
     charged: tuple[int, int] = field(init=False, default=(0, 0))
-    """Prompt tokens and written tokens that its tenant has been charged for."""
+    """Prompt tokens and output tokens that its tenant has been charged for."""
     uncounted: float = field(init=False, default=0.0)
-    """What it has cost that is not in its service tier's sum yet."""
+    """Its cost that is not yet in its service tier's sum."""
     aged: bool = field(init=False, default=False)
-    """It was admitted for having waited long, and keeps its slot."""
+    """It was admitted because it had waited long, and is not preempted for a better claim."""
     prompt_length: int = field(init=False)
     limit: int = field(init=False)
-    """Most tokens, prompt and answer together."""
+    """Maximum tokens, prompt and answer together."""
     computed: int = field(init=False, default=0)
     """Tokens whose keys, values and state the slot holds."""
     slot: int | None = field(init=False, default=None)
-    """llama.cpp's sequence id while it does not wait for one."""
+    """llama.cpp's sequence id; None while it waits for one."""
     status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
     suspect: bool = field(init=False, default=False)
-    """Its logits were no use, or those of one that ran beside it: it runs alone until it has a token."""
+    """Its logits, or those of a sequence beside it, were unusable: it runs alone until it has a token."""
     reused: int | None = field(init=False, default=None)
-    """Tokens of the prompt that it found in the prefix cache, once it has begun for the first time."""
+    """Prompt tokens found in the prefix cache at its first start; None before."""
     missed: CacheMiss | None = field(init=False, default=None)
-    """Why the rest was not there."""
+    """Why the rest of the prompt was not found."""
 
     def __post_init__(self, max_tokens: int) -> None:
         self.prompt_length = len(self.tokens)
@@ -205,24 +205,23 @@ class Sequence:
 
     @property
     def reads_all(self) -> bool:
-        """Whether all of its prompt has to be computed: what is in a cache has left no rows."""
+        """Whether its whole prompt must be computed: cached tokens give no rows of logits."""
         return self.logprobs is not None and self.logprobs.of_prompt
 
     def unscored(self, start: int, count: int) -> range:
-        """Of `count` positions from `start` on those after which a token of the prompt comes whose
-        log-probability is wanted, and not known yet."""
+        """The positions, `count` from `start` on, whose next prompt token still lacks its log-probability."""
         if self.logprobs is None or not self.logprobs.of_prompt:
             return range(0)
         return range(max(start, len(self.logprobs.prompt)), min(start + count, self.prompt_length - 1))
 
     @property
     def pending(self) -> int:
-        """Tokens still to be computed before the next one can be sampled."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.computed
 
     @property
     def pending_alike(self) -> int:
-        """Those among them that one batch may hold: tokens of text, or rows of one picture."""
+        """Pending tokens that one batch may hold: either tokens of text or rows of one picture."""
         end = self.pictures.run(self.computed)
         return self.pending if end is None else min(self.pending, end - self.computed)
 
@@ -242,7 +241,7 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether its next step gives a token, and no stretch of a prompt is in between."""
+        """Whether its next step gives a token without a chunk of a prompt before it."""
         return self.status is DECODE or (self.status is PREFILL and self.pending == 1)
 
     @property
@@ -250,10 +249,10 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:
-        """Append `new` tokens up to the end of the answer; what was appended, and why it ends if it does.
+        """Append `new` tokens up to the end of the answer; return those appended, and why it ended or None.
 
-        `ends` are the tokens that end every generation; they are not appended, and its own `stops` only where
-        they are to be a part of the answer.
+        `ends` are the tokens that end every generation; they are not appended. Its own `stops` are appended
+        only with `include_stop`.
         """
         ends = ends | self.stops if self.stops else ends
         done: FinishReason | None = None

@@ -1,7 +1,7 @@
-"""What was computed before, for whoever needs it again: a radix tree of checkpoints of a hybrid model.
+"""The prefix cache: a radix tree of checkpoints of a hybrid model.
 
-A recurrent state can not be cut back to an earlier token, so a prompt can only go on from where a state was
-kept. `Tree` knows where that is, `HostTier` what was put aside in host memory, `ShadowIndex` what was read
+A recurrent state cannot be cut back to an earlier token, so a prompt can only continue from a kept state.
+`Tree` records where states are, `HostTier` holds those in host memory, `ShadowIndex` records what was read
 before, and `PrefixCache` decides what is kept, reused and evicted.
 """
 

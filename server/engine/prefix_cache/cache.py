@@ -1,4 +1,4 @@
-"""Which states are kept, who starts from them, and which have to go."""
+"""Decides which states are kept, which requests start from them, and which are evicted."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIN_GAIN = 16
-"""Tokens that a checkpoint must save beyond the one before it. Less is read again as fast as it is copied."""
+"""Tokens that a checkpoint must save beyond the one before it. Reading fewer again is as fast as a copy."""
 
 MIN_TURN = 64
-"""The least history, in tokens, that is worth a pass of its own to keep at the start of a chat turn."""
+"""Minimum tokens of history for a checkpoint at the start of a chat turn, which costs a pass of its own."""
 
 HEAD = 4
-"""Tokens of a chat turn that say whose it is, and whether it brings what a tool gave."""
+"""First tokens of a chat turn that tell its role and whether it holds a tool's result."""
 
 FULL = 1 / 2
 """Reuse ratio of prompt tokens from which the full cell budget is allowed; below, it is proportional."""
 
 MIN_RESTORE = 128
-"""Tokens that a copy in host memory must save beyond what the device holds: bringing it back takes time."""
+"""Tokens that a copy in host memory must save beyond what the device holds, since restoring it takes time."""
 
 
 @dataclass
 class PrefixStats:
-    """A snapshot. Counts run from the start of the engine; the rest is as of now."""
+    """A snapshot of the statistics. Counts run from the engine's start; the rest is the current state."""
 
     hits: int = 0
-    """Requests that began from a checkpoint."""
+    """Requests that started from a checkpoint."""
     misses: int = 0
-    """Requests that began with nothing."""
+    """Requests that started without one."""
     tokens_saved: int = 0
     """Prompt tokens that were not computed again."""
     checkpoints: int = 0
     """Taken so far."""
     evictions: int = 0
-    """Checkpoints that had to leave the device."""
+    """Checkpoints evicted from the device."""
     restores: int = 0
-    """Checkpoints that came back from host memory."""
+    """Checkpoints restored from host memory."""
     failed_copies: int = 0
     """Copies to or from host memory that failed; the checkpoint was lost."""
     resident: int = 0
@@ -66,39 +66,39 @@ class PrefixStats:
     resident_cells: int = 0
     """KV cells that only checkpoints occupy."""
     resident_bytes: int = 0
-    """What the resident checkpoints occupy: those cells, and a recurrent state each."""
+    """Bytes of the resident checkpoints: those cells, and a recurrent state each."""
     host_checkpoints: int = 0
     host_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _PromptPath:
-    """Where a request's prompt lies in the tree."""
+    """A request's prompt in the tree."""
 
     end: Node
-    """All of it but the last token, which has to be computed for its logits."""
+    """The whole prompt but its last token, which must be computed for its logits."""
     root: Node
-    """Where the prefixes begin that it may share."""
+    """The root of the prefixes that it may share."""
     known: int
-    """Tokens with which others in the tree began, too, when it came."""
+    """Prompt tokens that the tree already held when the request arrived."""
     parts: bool
-    """And they went another way there."""
+    """Whether another path in the tree differs from the prompt after those."""
     nodes: list[Node]
-    """The nodes that are there because of this request: those that it wants kept, `end` among them, and the
-    one that it started from."""
+    """The nodes that this request refers to: those that it wants kept, `end` among them, and the one that it
+    started from."""
     suspended: Node | None = None
-    """Where its state is kept since it was preempted for a slot, if it is."""
+    """The node that keeps its state while another sequence has its slot, or None."""
 
 
 class PrefixCache:
-    """Checkpoints of prefixes, in spare sequence ids of the context that share cells with those who use them.
+    """Checkpoints of prefixes, in spare sequence ids of the context that share cells with running sequences.
 
     A checkpoint is taken where the last chat turn of a prompt begins, around its last question, after its
-    first message, every `interval` tokens, where its path leaves one that is known or is waiting to be
-    computed, where it ends (all but its last token), and where an answer ends; not less than MIN_GAIN tokens
-    behind another. The least recently used go when ids or cells run short; `max_cells` bounds what is held
-    beyond the running sequences.
-    Used by the scheduler on the engine's thread. Off when there are no `ids`.
+    first message, every `interval` tokens, where its path leaves a path that is known or is waiting to be
+    computed, where the prompt ends (all but its last token), and where an answer ends. It is at least
+    MIN_GAIN tokens after the one before. The least recently used are evicted when ids or cells run short;
+    `max_cells` bounds the cells held beyond the running sequences.
+    Used by the scheduler on the engine's thread. Disabled if there are no `ids`.
     """
 
     def __init__(
@@ -122,25 +122,25 @@ class PrefixCache:
         self._max_cells = max_cells
         self._shrinks, self._interval = shrinks, interval
         self.chunk = chunk
-        """Checkpoints are only where a multiple of this was read of a prompt; 1: everywhere."""
+        """Checkpoints are only at multiples of this many prompt tokens; 1: everywhere."""
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._tool_ids = np.array(sorted(tool_ids), np.int32)
-        """With one of these a turn begins that brings what tools gave, and is no question."""
+        """Tokens that mark a turn as a tool's result, which is no question."""
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
         self._host = HostTier(host_bytes)
         self._held: dict[Node, None] = {}  # the least recently used first
         self._paths: dict[Sequence, _PromptPath] = {}
         self._shadow, self._again = ShadowIndex(), 1.0
-        """And the share of prompt tokens that had been read before, of the last ones, about as many as the
-        budget has cells."""
+        """`_again` is the reuse ratio: the share of prompt tokens that had been read before, over about as
+        many recent tokens as the budget has cells."""
         self._stats = PrefixStats()
-        """The counts of it; the rest is filled in where it is asked for."""
+        """Only its counts; `stats` fills in the rest."""
 
     # --- a request's life ----------------------------------------------------------------------------------
 
     def track(self, sequence: Sequence) -> None:
-        """A request arrived: from now on its prompt is known, and others see where they part from it."""
+        """A request arrived: insert its prompt, so that later prompts find where they differ from it."""
         if not self.enabled:
             return
         tokens = np.asarray(sequence.tokens[: sequence.prompt_length - 1], np.int32)
@@ -157,7 +157,7 @@ class PrefixCache:
             self._touch(best)
 
     def match_prefix(self, sequence: Sequence) -> None:
-        """Give an admitted sequence, whose slot is empty, the deepest prefix there is."""
+        """Give an admitted sequence, whose slot is empty, the deepest cached prefix."""
         if not self.enabled:
             sequence.missed = CacheMiss("off", 0)
             return
@@ -169,12 +169,12 @@ class PrefixCache:
             self._states.copy(node.seq_id, sequence.slot)
             sequence.computed = node.depth
             nodes = self._paths[sequence].nodes
-            nodes.append(node)  # who shares it will come as long as somebody runs on it
+            nodes.append(node)  # kept while this request runs: others that share it are likely to come
             node.refcount += 1
-            for above in nodes:  # the next request will want them, too
+            for above in nodes:  # the next request is likely to want these too
                 if above.seq_id is not None:
                     self._touch(above)
-        if sequence.reused is None:  # else it was preempted
+        if sequence.reused is None:  # its first start, not one after a preemption
             sequence.reused = sequence.computed
             before = self._read(sequence, sequence.prompt_length)
             sequence.missed = self._missed(sequence, before)
@@ -186,7 +186,7 @@ class PrefixCache:
             self._stats.misses += sequence.computed == 0
 
     def _missed(self, sequence: Sequence, before: int) -> CacheMiss | None:
-        """Why the sequence, of which so many tokens were read `before`, did not find more."""
+        """Why the sequence did not find more; `before`: how many of its tokens had been read earlier."""
         path, found = self._paths[sequence], sequence.computed
         if found >= path.end.depth:
             return None
@@ -196,7 +196,7 @@ class PrefixCache:
         return CacheMiss("diverged" if path.parts else "new", known)
 
     def can_suspend(self, sequence: Sequence) -> bool:
-        """Whether what a running sequence has computed can be kept while others have its slot."""
+        """Whether a running sequence's state can be kept while another sequence has its slot."""
         if sequence.computed == 0:
             return True
         if not self.enabled or self.chunk > 1 or sequence.slot is None:
@@ -205,8 +205,8 @@ class PrefixCache:
         return whole and (bool(self._free) or self._spare(sequence) is not None)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Keep the state of a sequence that is about to lose its slot, for itself: `match_prefix` gives it
-        back, unless it was evicted by then."""
+        """Keep the state of a sequence that is about to lose its slot; `match_prefix` gives it back, unless
+        it was evicted by then."""
         if sequence.computed == 0 or sequence.slot is None:
             return
         path = self._paths[sequence]
@@ -220,7 +220,7 @@ class PrefixCache:
             self._hold(node, sequence.slot)
 
     def _spare(self, sequence: Sequence) -> Node | None:
-        """A checkpoint that nobody in flight wants but perhaps the sequence itself, which is further."""
+        """A checkpoint that no request in flight refers to, except perhaps the sequence, which is past it."""
         own = self._paths[sequence].nodes
         return next(
             (
@@ -232,8 +232,7 @@ class PrefixCache:
         )
 
     def _resume(self, sequence: Sequence) -> bool:
-        """Go on from where the sequence was suspended, if that is still there; what was kept has done its
-        part."""
+        """Continue from the state kept by `suspend`, if it is still there, and release it."""
         path = self._paths[sequence]
         node, path.suspended = path.suspended, None
         if node is None:
@@ -272,7 +271,7 @@ class PrefixCache:
         return next((node.depth for node in self._cuts(sequence) if self._has_id(node)), None)
 
     def cache_unfinished(self, sequence: Sequence) -> None:
-        """Take a checkpoint if the sequence has just come to where one is wanted."""
+        """Take a checkpoint if the sequence has just reached a depth where one is wanted."""
         if not self.enabled or sequence.slot is None or sequence.computed >= sequence.prompt_length:
             return
         for node in self._paths[sequence].end.path():
@@ -282,15 +281,15 @@ class PrefixCache:
                 return
 
     def cache_finished(self, sequence: Sequence) -> None:
-        """A running sequence ends, its slot still intact: keep its state for whoever goes on from there."""
+        """Keep the state of a running sequence that ends, for later prompts; its slot is still intact."""
         slot, depth = sequence.slot, sequence.computed
         if not self.enabled:
             return
         self._read(sequence, depth)
-        if self.chunk > 1:  # what was generated would be read otherwise
+        if self.chunk > 1:  # a prompt would read the generated tokens in other passes
             return
         if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
-            return  # the last: drafts behind the end were computed too, and can not be taken back
+            return  # last condition: drafts after the end were computed too and cannot be rolled back
         end = self._paths[sequence].end
         start = end if depth >= end.depth else self._paths[sequence].root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
@@ -303,7 +302,7 @@ class PrefixCache:
             self._tree.prune(node)
 
     def forget(self, sequence: Sequence) -> None:
-        """A request is over, wherever it was: only what it left behind stays."""
+        """Release the nodes of a request that is over, in any state; its checkpoints may stay."""
         track = self._paths.pop(sequence, None)
         suspended = [track.suspended] if track and track.suspended else []
         for node in [*track.nodes, *suspended] if track else ():
@@ -313,9 +312,9 @@ class PrefixCache:
     # --- room ----------------------------------------------------------------------------------------------
 
     def trim(self) -> None:
-        """Give up checkpoints until those left are within the budget of cells.
+        """Evict checkpoints until the rest fit the budget of cells.
 
-        If it shrinks, that is less where prompts do not come again; the last may stay.
+        A budget that shrinks is smaller while prompts are not reused; the last checkpoint may stay.
         """
         share = min(1.0, self._again / FULL) if self._shrinks else 1.0
         last = next(reversed(self._held), None)
@@ -323,13 +322,13 @@ class PrefixCache:
         cells = max(int(share * self._max_cells), least)
         while self._cells.idle > cells:
             sizes = {node: self._cells.exclusive(self._seq_id(node)) for node in self._held}
-            # one that alone is too large would otherwise drive out all the others first
+            # a checkpoint over the budget alone goes first, or all others would be evicted before it
             too_large = (node for node, size in sizes.items() if size > self._max_cells)
             victim = next(too_large, None) or next(node for node, size in sizes.items() if size)
             self._evict(victim)
 
     def make_room(self, cells: int) -> bool:
-        """Give up checkpoints until so many cells are free; False, with none given up, if that can not be."""
+        """Evict checkpoints until `cells` are free; if that is impossible, return False and evict none."""
         if cells > self._cells.available:
             return False
         while cells > self._cells.free:
@@ -337,7 +336,7 @@ class PrefixCache:
         return True
 
     def reusable(self, sequence: Sequence) -> tuple[int, int]:
-        """Tokens that the sequence would find on the device, and how many of their cells nobody runs on."""
+        """Tokens that the sequence would find on the device, and how many of their cells are idle."""
         reads_all = not self.enabled or sequence.reads_all
         best = self._suspended(sequence)
         if best is None and not reads_all:
@@ -345,7 +344,7 @@ class PrefixCache:
         return (best.depth, self._cells.idle_in(self._seq_id(best))) if best else (0, 0)
 
     def clear(self) -> None:
-        """Give up all checkpoints, those in host memory, too."""
+        """Discard all checkpoints, those in host memory too."""
         for node in self._host.nodes:
             self._host.discard(node)
             self._tree.prune(node)
@@ -353,7 +352,7 @@ class PrefixCache:
             self._evict(node, keep=False)
 
     def erase(self, salt: str) -> int:
-        """Let go of what requests with this salt share; how many checkpoints that were."""
+        """Discard the checkpoints that requests with this salt share; return how many."""
         host = [node for node in self._host.nodes if self._tree.salt_of(node) == salt]
         held = [node for node in self._held if self._tree.salt_of(node) == salt]
         for node in host:
@@ -366,9 +365,9 @@ class PrefixCache:
     # --- across a restart ----------------------------------------------------------------------------------
 
     def entries(self) -> Iterator[Entry]:
-        """What is kept, the most recently used first, those on the device before those in host memory.
+        """The checkpoints, the most recently used first, those on the device before those in host memory.
 
-        One at a time is in memory. One that can not be copied is left out.
+        They are copied one at a time. One that cannot be copied is left out.
         """
         for node in [*reversed(self._held), *reversed(self._host.nodes)]:
             if node.depth < MIN_RESTORE or (node.seq_id is None and node.saved is None):
@@ -383,7 +382,7 @@ class PrefixCache:
             yield Entry(self._tree.salt_of(node), tokens, state.trunk)
 
     def take_in(self, entries: Iterable[Entry]) -> int:
-        """Keep what `entries` gave, as far as it fits: on the device, then in host memory; how many do."""
+        """Keep as many `entries` as fit: on the device, then in host memory. Return how many."""
         resident: list[Node] = []
         taken = 0
         for entry in entries:
@@ -405,7 +404,7 @@ class PrefixCache:
         return taken
 
     def stats(self) -> PrefixStats:
-        """Counters, and what is held now."""
+        """Counters, and what the cache holds now."""
         return replace(
             self._stats,
             resident=len(self._held),
@@ -418,7 +417,7 @@ class PrefixCache:
     # --- how -----------------------------------------------------------------------------------------------
 
     def _wanted(self, tokens: npt.NDArray[np.int32], known: int) -> list[int]:
-        """Depths inside a prompt at which others are likely to go another way, or to come back to."""
+        """Depths of a prompt at which checkpoints are wanted: later prompts are likely to continue there."""
         turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
         places = {int(turn) for turn in (*turns[1:2], *self._question(tokens, turns)) if turn >= MIN_TURN}
         places.update((np.flatnonzero((tokens[:-1] < 0) & (tokens[1:] >= 0)) + 1).tolist())  # pictures' ends
@@ -432,9 +431,9 @@ class PrefixCache:
     def _question(self, tokens: npt.NDArray[np.int32], turns: npt.NDArray[np.intp]) -> list[int]:
         """Where the last question begins and ends, and where the last turn begins.
 
-        A question is edited, and asked again. What follows it loses its reasoning when the next one comes, or
-        at once where a client does not send that back. A turn that is neither the last one's role nor what
-        tools gave is a question.
+        Users edit a question and ask it again. What follows a question loses its reasoning when the next
+        question comes, or at once if the client does not send reasoning back. A question is a turn whose role
+        is not the last turn's and that holds no tool's result.
         """
         if not len(turns) or turns[-1] + 1 >= len(tokens):
             return [int(turn) for turn in turns[-1:]]
@@ -444,7 +443,7 @@ class PrefixCache:
         return [*turns[last].tolist(), *turns[last + 1].tolist(), int(turns[-1])]
 
     def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
-        """The nodes at which the sequence will take a checkpoint, those beyond `since` (what is computed)."""
+        """The nodes deeper than `since` (default: computed) at which the sequence will take a checkpoint."""
         since = sequence.computed if since is None else since
         previous = 0
         for node in reversed([*self._paths[sequence].end.path()]):
@@ -456,17 +455,17 @@ class PrefixCache:
                 yield node
 
     def _has_id(self, node: Node) -> bool:
-        """Whether a state may be kept here: for one request nothing goes that another in flight wants."""
+        """Whether a state may be kept here: one request's must not evict what others in flight want."""
         return node.refcount > 1 or bool(self._free) or any(not held.refcount for held in self._held)
 
     def _read(self, sequence: Sequence, length: int) -> int:
-        """Remember the sequence up to there; how much of it was read before. Not where all of it was kept."""
+        """Remember the first `length` tokens; return how many were read before. Skipped on a full hit."""
         if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
         return self._shadow.read(sequence.tokens[:length], sequence.salt)
 
     def _suspended(self, sequence: Sequence) -> Node | None:
-        """Where its state is kept since it was preempted for a slot."""
+        """The node that keeps the state of a suspended sequence; None if there is none."""
         node = self._paths[sequence].suspended if self.enabled else None
         return node if node is not None and node.seq_id is not None else None
 
@@ -474,14 +473,14 @@ class PrefixCache:
         return next((above for above in node.path() if above.seq_id is not None), None)
 
     def _source(self, sequence: Sequence) -> Node | None:
-        """The node to start from; one that is only in host memory is brought back if that pays."""
+        """The node to start from; one that is only in host memory is restored if that pays."""
         end = self._paths[sequence].end
         held = self._deepest_held(end)
         worth = MIN_RESTORE + (held.depth if held else 0)
         saved = next((node for node in end.path() if node.saved is not None), None)
         if saved is not None and saved.seq_id is None and saved.depth >= worth and self._restore(saved):
             return saved
-        return self._deepest_held(end)  # again: making room may have taken it
+        return self._deepest_held(end)  # looked up again: making room may have evicted it
 
     def _hold(self, node: Node, source: int) -> None:
         """Take a checkpoint of the sequence id `source`."""
@@ -498,7 +497,7 @@ class PrefixCache:
     def _restore(self, node: Node) -> bool:
         saved = node.saved
         assert saved is not None
-        # Those that make room for it may go to the host, and its own copy may have to leave for them.
+        # Checkpoints evicted for it may move to host memory and push out its own copy there.
         self._host.touch(node)
         node.refcount += 1
         try:
@@ -521,7 +520,7 @@ class PrefixCache:
         return True
 
     def _take_id(self, node: Node) -> int:
-        """A free sequence id for `node`, which must not go while others make room for it."""
+        """A free sequence id for `node`, evicting another checkpoint if need be but not `node`."""
         node.refcount += 1
         if not self._free:
             unwanted = (held for held in self._held if not held.refcount)
@@ -530,7 +529,7 @@ class PrefixCache:
         return self._free.pop()
 
     def _evict(self, node: Node, *, keep: bool = True) -> None:
-        """Off the device; `keep`: into host memory."""
+        """Evict a checkpoint from the device; with `keep`, copy it to host memory first if that has room."""
         seq_id = self._seq_id(node)
         if keep and node.depth >= MIN_RESTORE and self._host.budget and node.saved is None:
             self._save(node, seq_id)
@@ -542,7 +541,7 @@ class PrefixCache:
         self._tree.prune(node)
 
     def _save(self, node: Node, seq_id: int) -> None:
-        """Copy a checkpoint to host memory; one that can not be copied is lost, and nothing else."""
+        """Copy a checkpoint to host memory; if the copy fails, only this checkpoint is lost."""
         try:
             saved = self._states.save(seq_id)
         except Exception as error:
@@ -553,7 +552,7 @@ class PrefixCache:
             self._tree.prune(lost)
 
     def _lost_copy(self, seq_id: int, text: str, *about: object) -> None:
-        """A copy into a sequence id failed; the id holds nothing."""
+        """A copy into a sequence id failed: log it and free the id."""
         self._stats.failed_copies += 1
         log.warning(text, *about)
         self._states.free(seq_id)

@@ -1,9 +1,8 @@
 """Checkpoints on disk, so that they survive a restart: a zip of NumPy arrays with a JSON header.
 
 Layout: `about.json` ({"format", "made_by", "salts"}), then for entry n `n/tokens.npy` (int32, [length]) and
-`n/state.npy` (uint8, [bytes], what llama.cpp's `llama_state_seq_get_data` gives), the most recently used
-first. A zip has a checksum for each member, so that a damaged file is noticed. What drafters keep beside a
-state is not in it.
+`n/state.npy` (uint8, [bytes], from llama.cpp's `llama_state_seq_get_data`), the most recently used first. A
+zip has a checksum for each member, so a damaged file is detected. Drafters' parts of a state are not in it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ FORMAT = 1
 
 
 class PrefixFileError(Exception):
-    """The file can not be used: the message says why."""
+    """The file cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checkpoint: its `tokens` [length], which only requests with its `salt` share, and llama.cpp's `state`
+    """A checkpoint: its `tokens` [length], shared only by requests with its `salt`, and llama.cpp's `state`
     [bytes]."""
 
     salt: str
@@ -42,22 +41,22 @@ class Entry:
 
 
 class PrefixFile:
-    """Reads and writes the file at `path`. `made_by` is what a state depends on: model, build, settings."""
+    """Reads and writes the file at `path`. `made_by`: what a state depends on (model, build, settings)."""
 
     def __init__(self, path: Path, made_by: Mapping[str, Any]) -> None:
         self.path = path
         self._made_by = json.loads(json.dumps(made_by))
 
     def write(self, entries: Iterable[Entry], max_bytes: int) -> tuple[int, int]:
-        """Replace the file, under a temporary name until it is complete, by entries of `max_bytes` in all.
+        """Replace the file by entries of at most `max_bytes` in all, written under a temporary name first.
 
-        Entries that do not fit beside those before them are left out. Returns how many are in it, and their
-        bytes. Raises OSError.
+        An entry that does not fit beside the earlier ones is left out. Returns the number of entries written
+        and their bytes. Raises OSError.
         """
         salts: list[str] = []
         size = 0
         with replacing(self.path, sync=True) as part:
-            # only the owner reads it: states tell what was asked
+            # readable by the owner only, since it holds users' prompts
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w+b") as file, zipfile.ZipFile(file, "w") as archive:
                 for entry in entries:
@@ -73,7 +72,7 @@ class PrefixFile:
         return len(salts), size
 
     def read(self) -> Iterator[Entry]:
-        """The entries, one at a time. Raises PrefixFileError, also where the file was made otherwise."""
+        """Yield the entries one at a time. Raises PrefixFileError, also if `made_by` differs."""
         try:
             with os.fdopen(open_regular(self.path), "rb") as file, zipfile.ZipFile(file) as archive:
                 about = json.loads(archive.read("about.json"))

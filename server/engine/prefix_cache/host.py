@@ -1,4 +1,4 @@
-"""The second tier: checkpoints that left the device, in host memory."""
+"""The second tier: checkpoints evicted from the device, in host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class HostTier:
-    """Saved states under a budget of bytes, the least recently used first to go. `node.saved` is set here."""
+    """Saved states within a budget of bytes; the least recently used is evicted first. Sets `node.saved`."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -24,11 +24,11 @@ class HostTier:
 
     @property
     def nodes(self) -> list[Node]:
-        """Whose states are kept, the least recently used first."""
+        """Nodes with a saved state, the least recently used first."""
         return list(self._nodes)
 
     def put(self, node: Node, saved: SavedState) -> list[Node]:
-        """Keep a state; returns the nodes that lost theirs for it, `node` itself where it is too large."""
+        """Keep a state, if the budget allows; return the nodes whose states were evicted for it."""
         if saved.nbytes > self.budget:
             return []
         lost = []
@@ -42,12 +42,12 @@ class HostTier:
         return lost
 
     def touch(self, node: Node) -> None:
-        """A node's state was used: the others go before it."""
+        """Mark a node's state as the most recently used."""
         del self._nodes[node]
         self._nodes[node] = None
 
     def discard(self, node: Node) -> None:
-        """Give up what was saved for a node."""
+        """Discard a node's saved state."""
         assert node.saved is not None
         self.used -= node.saved.nbytes
         node.saved = None

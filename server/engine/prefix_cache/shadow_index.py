@@ -1,4 +1,4 @@
-"""What has been read before, kept or not: it tells what a cache without a budget would have saved."""
+"""Remembers what was read before, cached or not: it shows what an unlimited cache would have saved."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BLOCK = 16
 """Tokens from one hash to the next."""
 
 LIMIT = 1 << 16
-"""Beginnings that are remembered, the latest: of a million tokens, in some ten megabytes."""
+"""Hashes that are kept, the latest ones: they cover a million tokens, in some ten megabytes."""
 
 
 class ShadowIndex:
-    """The beginnings of texts, as hashes of every `BLOCK` tokens and of all before them.
+    """Prefixes of texts, as a chain of hashes: each covers `BLOCK` tokens and all before them.
 
-    Block hashes are how vLLM finds cached prefixes; here nothing is found by them but how long they are.
+    vLLM finds cached prefixes by such block hashes; here they only tell how long a known prefix is.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -27,9 +27,9 @@ class ShadowIndex:
         self._hashes: dict[int, None] = {}  # the least recently read first
 
     def read(self, tokens: ListLike[int], salt: str = "") -> int:
-        """Remember a text, apart from those with another `salt`.
+        """Remember a text; texts with another `salt` are separate.
 
-        Returns with how many tokens, in whole blocks, it begins as another did.
+        Returns the length of its known prefix, in tokens of whole blocks.
         """
         text = np.asarray(tokens, np.int32).tobytes()
         known, new, chain, size = 0, False, hash(salt), 4 * BLOCK

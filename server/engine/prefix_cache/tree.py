@@ -1,4 +1,4 @@
-"""A radix tree over token ids, whose nodes are places where a state is kept, or would be worth keeping."""
+"""A radix tree over token ids. Its nodes are prefixes whose state is kept or worth keeping."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """A prefix: the tokens on the way from the root to here, `depth` of them.
+    """A prefix: the `depth` tokens on the path from the root to here.
 
-    It is there for one of four reasons: a checkpoint is held here on the device (`seq_id`) or in host memory
-    (`saved`), requests refer to it (`refcount`), or paths part here.
+    It exists for one of four reasons: a checkpoint is held here on the device (`seq_id`) or in host memory
+    (`saved`), requests refer to it (`refcount`), or paths branch here.
     """
 
     __slots__ = ("children", "depth", "parent", "refcount", "saved", "seq_id", "tokens")
 
     def __init__(self, tokens: Tokens, parent: Node | None) -> None:
         self.tokens = tokens
-        """Those between the parent and here."""
+        """The tokens between the parent and here."""
         self.parent = parent
         self.depth: int = len(tokens) + (parent.depth if parent else 0)
         self.children: dict[int, Node] = {}
-        """By the first token after this node."""
+        """Keyed by the first token after this node."""
         self.seq_id: int | None = None
-        """The sequence id that keeps the state at this depth."""
+        """The sequence id that holds the state at this depth."""
         self.saved: SavedState | None = None
         self.refcount = 0
         """Requests in flight that want a checkpoint here, or have started from it."""
@@ -51,7 +51,7 @@ class Node:
 
 
 class Tree:
-    """Nodes are made by `insert` and go with `prune`; where two paths part, a node appears by itself."""
+    """`insert` makes nodes and `prune` removes them; where two paths branch, `insert` adds a node."""
 
     def __init__(self) -> None:
         self.root = Node(np.zeros(0, np.int32), None)
@@ -59,7 +59,7 @@ class Tree:
         self._salts: dict[Node, str] = {}
 
     def root_of(self, salt: str) -> Node:
-        """Where the prefixes begin that requests with this salt share, and no others; made if need be."""
+        """The root of the prefixes that only requests with this salt share; made if need be."""
         if not salt:
             return self.root
         root = self._salted.get(salt)
@@ -69,13 +69,13 @@ class Tree:
         return root
 
     def salt_of(self, node: Node) -> str:
-        """The salt below whose root a node is."""
+        """The salt of the root that a node is below."""
         while node.parent is not None:
             node = node.parent
         return self._salts.get(node, "")
 
     def insert(self, tokens: Tokens, start: Node | None = None) -> Node:
-        """The node at the end of `tokens`, which continue the path to `start` (the root); made if need be."""
+        """The node at the end of `tokens`, which start at `start` (default: the root); made if need be."""
         node = start or self.root
         while len(tokens):
             child = node.children.get(int(tokens[0]))
@@ -89,8 +89,8 @@ class Tree:
         return node
 
     def common(self, tokens: Tokens, start: Node | None = None) -> tuple[int, bool]:
-        """With how many tokens `tokens` begin as something below `start` (the root) does; whether that goes
-        another way there, rather than one of the two ends."""
+        """Length of the longest prefix of `tokens` known below `start` (default: the root), and whether the
+        two differ after it, rather than one of them ending there."""
         node, depth = start or self.root, 0
         while len(tokens) and (child := node.children.get(int(tokens[0]))) is not None:
             common = _common(child.tokens, tokens)
@@ -101,13 +101,13 @@ class Tree:
         return depth, len(tokens) > 0 and depth > 0 and bool(node.children)
 
     def prune(self, node: Node) -> None:
-        """Remove the node, and those above it, as far as nothing needs them; nothing if it was removed."""
+        """Remove the node and its ancestors as far as nothing needs them. Does nothing if it was removed."""
         while not node._needed:
             parent = node.parent
             assert parent is not None
             if len(node.children) > 1:
                 return
-            node.parent = None  # it is gone, should anybody ask again
+            node.parent = None  # marks it as removed
             if node.children:
                 [child] = node.children.values()
                 child.tokens = np.concatenate([node.tokens, child.tokens])
@@ -121,7 +121,7 @@ class Tree:
 
     @staticmethod
     def _split(node: Node, length: int) -> Node:
-        """Put a new node `length` tokens into the edge that leads to `node`."""
+        """Insert a new node `length` tokens into the edge that leads to `node`."""
         parent = node.parent
         assert parent is not None
         middle = Node(node.tokens[:length], parent)

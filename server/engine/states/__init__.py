@@ -1,4 +1,4 @@
-"""Sequence ids, KV cells, recurrent states: who has them, who shares them, and rollback of drafts."""
+"""Sequence ids, KV cells and recurrent states: their owners, how they are shared, and rollback of drafts."""
 
 from .cells import CellAllocator, StreamCells
 from .deferred_reads import DeferredReads

@@ -1,4 +1,4 @@
-"""How many KV cells are in use, when sequences share them."""
+"""Counts the KV cells in use, which sequences may share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Neighbouring cells of a sequence that have the same owners."""
+    """Adjacent cells of a sequence that have the same owners."""
 
     length: int
     owners: int = 0
@@ -18,9 +18,9 @@ class _Segment:
 class CellAllocator:
     """Counts the cells of a unified KV cache (llama-kv-cells.h), one a token, as llama.cpp shares them.
 
-    A sequence is a chain of segments. Copying one shares its chain; what is appended afterwards is its own.
-    So a segment is never shared in part, and counting owners is exact. Ids below `slots` run requests, those
-    from there on hold checkpoints.
+    A sequence is a chain of segments. A copy shares the chain; tokens appended afterwards get segments of
+    their own. So a segment is never shared in part, and counting owners is exact. Ids below `slots` run
+    requests, the others hold checkpoints.
     """
 
     def __init__(self, slots: int, total: int) -> None:
@@ -28,7 +28,7 @@ class CellAllocator:
         self.used = 0
         """Distinct cells, all sequences together."""
         self.idle = 0
-        """Those among them that no running sequence shares: what evicting checkpoints can free."""
+        """Used cells that no running sequence shares: evicting checkpoints can free them."""
         self._slots = slots
         self._chains: dict[int, list[_Segment]] = {}
 
@@ -38,7 +38,7 @@ class CellAllocator:
 
     @property
     def available(self) -> int:
-        """Cells that running sequences do not use: those that are free, and those that can be freed."""
+        """Cells that running sequences do not use: the free cells and the idle ones."""
         return self.free + self.idle
 
     def length(self, sequence: int) -> int:
@@ -46,7 +46,7 @@ class CellAllocator:
         return sum(segment.length for segment in self._chains.get(sequence, ()))
 
     def append(self, sequence: int, count: int) -> None:
-        """So many tokens come behind those of a sequence. Raises ValueError without as many cells."""
+        """Append `count` tokens to a sequence. Raises ValueError if there are fewer free cells."""
         if count > self.free:
             raise ValueError(f"{count} cells are wanted, {self.free} are free")
         chain = self._chains.setdefault(sequence, [])
@@ -59,7 +59,7 @@ class CellAllocator:
             self.idle += count
 
     def share(self, source: int, target: int) -> None:
-        """`source` was copied to `target`, which must be empty. Raises ValueError when it is not."""
+        """`source` was copied to `target`. Raises ValueError if `target` was not empty."""
         if self._chains.get(target):
             raise ValueError(f"sequence {target} is not empty")
         chain = self._chains[target] = list(self._chains.get(source, ()))
@@ -67,7 +67,7 @@ class CellAllocator:
             self._own(target, segment)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Take back what was appended beyond `length`. Raises ValueError when others share that."""
+        """Remove the cells beyond `length`. Raises ValueError if another sequence shares them."""
         chain = self._chains.get(sequence, [])
         surplus = self.length(sequence) - length
         while surplus > 0:
@@ -84,7 +84,7 @@ class CellAllocator:
                 chain.pop()
 
     def drop(self, sequence: int) -> None:
-        """A sequence was freed."""
+        """Free a sequence's cells."""
         for segment in self._chains.pop(sequence, ()):
             segment.owners -= 1
             if sequence < self._slots:
@@ -96,15 +96,15 @@ class CellAllocator:
                 self.used -= segment.length
 
     def exclusive(self, sequence: int) -> int:
-        """Cells that would be free if this sequence went."""
+        """Cells that dropping this sequence would free."""
         return sum(segment.length for segment in self._chains.get(sequence, ()) if segment.owners == 1)
 
     def idle_in(self, sequence: int) -> int:
-        """Cells of this sequence that no running one shares."""
+        """Cells of this sequence that no running sequence shares."""
         return sum(segment.length for segment in self._chains.get(sequence, ()) if not segment.running)
 
     def run_by(self, sequence: int) -> int:
-        """Cells of this running sequence that no other running one shares."""
+        """Cells of this running sequence that no other running sequence shares."""
         return sum(segment.length for segment in self._chains.get(sequence, ()) if segment.running == 1)
 
     def _own(self, sequence: int, segment: _Segment) -> None:
@@ -116,10 +116,10 @@ class CellAllocator:
 
 
 class StreamCells(CellAllocator):
-    """The same where every sequence id has cells of its own: who is copied shares nothing."""
+    """Counts cells where every sequence id has cells of its own: a copy shares nothing."""
 
     def share(self, source: int, target: int) -> None:
-        """`source` was copied to `target`, which must be empty. Raises ValueError when it is not."""
+        """`source` was copied to `target`. Raises ValueError if `target` was not empty."""
         if self.length(target):
             raise ValueError(f"sequence {target} is not empty")
         self.append(target, self.length(source))

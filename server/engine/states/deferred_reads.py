@@ -1,8 +1,8 @@
-"""What drafters have yet to read of prompts, and what becomes of sequence ids until then.
+"""Drafters' reads of prompt chunks that are put off, and operations on sequence ids that must follow them.
 
-A chunk of a prompt that gives no token is not waited for: the next batch is launched behind it. What drafters
-read would be the first to wait for it. So they read later: when a token has come and was sent off, when
-nothing else is to be done, or before a batch that would write over it.
+The engine does not wait for a chunk of a prompt that gives no token: it launches the next batch behind it. If
+drafters read the chunk's rows at once, they would wait for it. So they read later: when a token has come and
+was sent off, when there is nothing else to do, or before a batch that would overwrite the rows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class DeferredReads:
-    """Calls that wait for the device, and whatever must come after them, in order.
+    """A queue of calls that wait for the device, and of calls that must follow them.
 
-    They read rows of `context`, which following batches leave alone for a while: on the host those that are
-    further back than these batches are long, in the ring a window behind the newest.
+    They read rows of `context`, which following batches do not overwrite for a while: on the host those that
+    are further back than these batches are long, in the ring a window behind the newest.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._calls: deque[Callable[[], object]] = deque()
         self._batch_indices: list[int] = []
-        """In the last batches, of the first row that is to be read on the host."""
+        """Index, in the last batches, of the first row to be read on the host."""
         self._limits: dict[int, int] = {}
         """Slot -> length, in tokens, at which the ring overwrites rows that are still needed."""
 
@@ -36,21 +36,21 @@ class DeferredReads:
         return bool(self._calls)
 
     def put_off(self, read: Callable[[], object], batch_index: int | None = None) -> None:
-        """Have a drafter read later, on the host from `batch_index` in the last batch on; `read` must not
-        raise."""
+        """Queue a drafter's `read`, which must not raise. On the host it reads from `batch_index` of the last
+        batch on."""
         self._calls.append(read)
         if batch_index is not None:
             self._batch_indices.append(batch_index)
 
     def in_turn(self, call: Callable[[], object]) -> None:
-        """Do something now, or if anything was put off after that; it must not raise."""
+        """Run `call` now, or after the queued calls if there are any; it must not raise."""
         if self._calls:
             self._calls.append(call)
         else:
             call()
 
     def copied(self, slot: int, length: int) -> None:
-        """A copy of a slot with so many tokens is wanted, if anything was put off."""
+        """A slot with `length` tokens was copied: if reads are queued, they need its rows of the ring."""
         if self._calls and self._context.ring is not None:
             self._limits[slot] = length + self._context.ring.spare
 
@@ -60,7 +60,7 @@ class DeferredReads:
             self._limits[slot] = 0
 
     def spoiled_by(self, batch: Batch) -> bool:
-        """Whether the batch, computed before, would write over what is to be read."""
+        """Whether the batch would overwrite rows of queued reads if it were computed before them."""
         if not self._calls:
             return False
         first = min(self._batch_indices, default=None)
@@ -68,14 +68,14 @@ class DeferredReads:
             return True
         for chunk in batch.chunks:
             limit = self._limits.get(chunk.slot)
-            if limit is None or (chunk.is_prompt and limit):  # of a prompt only its last window is read
+            if limit is None or (chunk.is_prompt and limit):  # only the last window of a prompt is read
                 continue
             if chunk.start + chunk.n_tokens > limit:
                 return True
         return False
 
     def clear_up(self) -> None:
-        """Do it all. Waits for the device, if there is anything."""
+        """Run all queued calls. Waits for the device if there are any."""
         if self._calls:
             self._context.wait()  # drafters have streams of their own, which do not wait for the trunk's
         while self._calls:

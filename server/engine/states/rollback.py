@@ -1,20 +1,20 @@
-"""Rollback of wrong drafts. There are three ways, and each step takes the one that suits it.
+"""Rollback of rejected drafts. There are three ways, and each step uses the one that suits it.
 
 A recurrent state cannot drop its last tokens. So before drafts are verified, a spare sequence id, the slot's
-rollback copy, takes a share of the slot's cells; after a rejection the slot goes back to that state, and the
-tokens that were right are decoded once more with the next step. Nothing is copied on the device, and only
-what the slot has gained since the copy was last brought up to date is touched. But the slot goes on in
-another cell for its state, for which llama.cpp builds its graph anew, unless the draft was wrong.
+rollback copy, shares the slot's cells. After a rejection the slot returns to that state, and the accepted
+tokens are decoded again in the next step. Nothing is copied on the device, and updating the copy touches only
+the tokens added since its last update. But unless the draft was wrong, the slot's state moves to another
+cell, for which llama.cpp builds its graph anew.
 
-A sequence that decodes alone on a GPU has its state copied instead, on the device, and copied back after a
-rejection: it keeps its cell and, where all steps have as many rows, its graph, which would take longer to
-build than the copy.
+For a sequence that decodes alone on a GPU, the state is copied on the device instead, and copied back after a
+rejection. The state keeps its cell and, if all steps have the same number of rows, llama.cpp keeps its graph,
+which takes longer to build than the copy.
 
-If its draft is so short that one of the context's snapshots (llama.cpp's `n_rs_seq`) is what it must go back
-to, nothing is copied, and what was right need not be decoded twice.
+If the draft is short enough for one of the context's snapshots (llama.cpp's `n_rs_seq`), nothing is copied,
+and accepted tokens need not be decoded twice.
 
-Where every sequence id has cells of its own, sharing them would be a copy of all: states are copied on the
-device, of every sequence that drafts.
+If every sequence id has cells of its own, sharing cells would copy them all. Then the state of every sequence
+that drafts is copied on the device.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Rollback:
-    """Rollback copies for the slots 0, 1...: the sequence ids `ids`, which nobody else may use.
+    """Rollback copies for the slots 0, 1...: the sequence ids `ids`, reserved for them.
 
-    `device_copies` is the longest draft before which a lone sequence's state is copied on the device; 0 where
-    building a graph takes less than that.
+    `device_copies` is the longest draft for which a lone sequence's state is copied on the device; 0 if
+    building a graph takes less time than the copy.
     """
 
     def __init__(self, context: Context, ids: range, *, device_copies: int = 0) -> None:
@@ -40,19 +40,19 @@ class Rollback:
         self._held: dict[int, int] = {}
         """Tokens of the rollback copy's state, by slot."""
         self._by_snapshot = self._by_device = False
-        """Which way the step goes back."""
+        """How this step rolls back; by rollback copies if neither is set."""
         self._always_by_device = not context.unified
 
     def rewinds(self, slot: int) -> int:
-        """Tokens of the longest draft of which a step of this slot alone keeps what is right."""
+        """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
         return self._context.n_snapshots if slot < LONE_SLOTS else 0
 
     def keeps_graph(self, slot: int) -> int:
-        """Tokens of the longest draft of this slot alone that leaves llama.cpp's graph for the next one."""
+        """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph."""
         return max(self._device_copies, self._context.n_snapshots) if slot < LONE_SLOTS else 0
 
     def checkpoint(self, batch: Batch) -> None:
-        """Before a batch is launched: keep what its drafts can be rolled back to. Raises LlamaError."""
+        """Before a batch is launched: keep the states that its drafts may roll back to. Raises LlamaError."""
         first = batch.chunks[0]
         slot, drafted = first.slot, len(first.draft)
         one_pass = len(batch.chunks) == 1 and first.n_tokens <= self._context.n_ubatch
@@ -71,7 +71,7 @@ class Rollback:
                     self._hold(chunk)
 
     def reject(self, chunk: Chunk, accepted: int) -> int:
-        """Only so many draft tokens were right: how many tokens the slot holds now. Raises LlamaError."""
+        """Roll back to `accepted` draft tokens; return how many tokens the slot holds. Raises LlamaError."""
         slot, position = chunk.slot, chunk.sequence.pictures.position
         if self._by_snapshot:
             kept = chunk.start + chunk.count + accepted
@@ -80,13 +80,13 @@ class Rollback:
             self._context.unstash(slot)
         else:
             kept = self._held[slot]
-            # an empty range of KV cells: only the recurrent state is shared, which then allows the removal
+            # an empty range of KV cells: only the recurrent state is shared, so that the cells can be removed
             self._context.copy(self._ids[slot], slot, position(kept), position(kept))
         self._context.remove(slot, position(kept))
         return kept
 
     def free(self, slot: int) -> None:
-        """The slot was freed. Idempotent."""
+        """Free the slot's rollback copy. Idempotent."""
         if self._held.pop(slot, None) is not None:
             self._context.remove(self._ids[slot])
 
@@ -94,7 +94,7 @@ class Rollback:
         slot, length = chunk.slot, chunk.start
         held = self._held.get(slot)
         if held != length:
-            # the recurrent part takes the whole state, whatever the range; the KV part lacks the new cells
+            # the recurrent part copies the whole state for any range; the KV part only lacks the new cells
             first = chunk.sequence.pictures.position(held) if held else -1
             self._context.copy(slot, self._ids[slot], first, -1)
             self._held[slot] = length

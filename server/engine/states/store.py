@@ -1,4 +1,4 @@
-"""Every sequence id of llama.cpp, and what lies beside it: one owner, so that it all moves together."""
+"""The one owner of llama.cpp's sequence ids and of drafters' states, so that they move together."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A sequence in host memory: the trunk's keys, values and recurrent states, and what drafters had."""
+    """A sequence in host memory: the trunk's keys, values and recurrent states, and drafters' states."""
 
     trunk: npt.NDArray[np.uint8]
     drafters: tuple[SavedDraftCache | None, ...]
-    """One for each of the store's `hidden_drafters`; None where it had nothing."""
+    """One for each of the store's `hidden_drafters`; None if it had no state."""
     length: int
     """Tokens."""
 
@@ -38,32 +38,32 @@ class SavedState:
 
 
 class StateStore:
-    """Slots run requests, rollback copies let drafts be taken back, checkpoints belong to the prefix cache.
+    """Slots run requests, rollback copies undo drafts, checkpoints belong to the prefix cache.
 
-    Ids from 0 on: `slots` of them, then `rollback`, then the checkpoints. The engine's thread only.
+    Ids from 0 on: first `slots` slots, then `rollback`, then the checkpoints. Engine's thread only.
     """
 
     def __init__(self, context: Context, slots: int, rollback: range, *, device_copies: int = 0) -> None:
         self.cells = (CellAllocator if context.unified else StreamCells)(slots, context.n_ctx)
         self.hidden_drafters: list[HiddenDrafter] = []
-        """Each has a state for each sequence id, which goes where the trunk's goes; what it loses costs only
-        time."""
+        """Each has a state for each sequence id, copied, freed and saved with the trunk's. A lost one costs
+        only time."""
         self.deferred = DeferredReads(context)
-        """What they have yet to read, and to do after that."""
+        """Their reads that were put off, and calls that must follow them."""
         self._context = context
         self._rollback = Rollback(context, rollback, device_copies=device_copies)
 
     def length(self, sequence: int) -> int:
-        """Tokens that an id holds."""
+        """Number of tokens that an id holds."""
         return self.cells.length(sequence)
 
     def appended(self, batch: Batch) -> None:
-        """llama.cpp computes the batch: its tokens are in their slots."""
+        """llama.cpp computes the batch: count its tokens in their slots."""
         for chunk in batch.chunks:
             self.cells.append(chunk.slot, chunk.n_tokens)
 
     def copy(self, source: int, target: int) -> None:
-        """`target`, which is empty, becomes what `source` is: cells and state are shared."""
+        """Make `target`, which is empty, a copy of `source` that shares its cells and state."""
         self._context.copy(source, target)
         self.cells.share(source, target)
         self.deferred.copied(source, self.length(source))
@@ -71,7 +71,7 @@ class StateStore:
             self.deferred.in_turn(partial(self._copy_reading, drafter, source, target))
 
     def free(self, sequence: int) -> None:
-        """Empty an id: its cells, its state, its rollback copy, what drafters have of it. Idempotent."""
+        """Empty an id: its cells, its state, its rollback copy and drafters' states. Idempotent."""
         self._rollback.free(sequence)
         self._context.remove(sequence)
         self.cells.drop(sequence)
@@ -80,7 +80,7 @@ class StateStore:
             self.deferred.in_turn(partial(self._free_reading, drafter, sequence))
 
     def clear(self) -> None:
-        """All ids are empty: nothing is left in their cells, either."""
+        """Empty all ids and clear the contents of their cells."""
         self.deferred.clear_up()
         self._context.clear(data=True)
         for drafter in self.hidden_drafters:
@@ -93,7 +93,7 @@ class StateStore:
         return SavedState(self._context.save(sequence), saved, self.length(sequence))
 
     def restore(self, sequence: int, saved: SavedState) -> None:
-        """Put a saved sequence into an empty id. Raises LlamaError, the id empty, without room."""
+        """Put a saved sequence into an empty id. Raises LlamaError without room, and leaves the id empty."""
         self.deferred.clear_up()
         try:
             self._context.restore(sequence, saved.trunk)
@@ -111,28 +111,28 @@ class StateStore:
     # --- drafts --------------------------------------------------------------------------------------------
 
     def rewinds(self, slot: int) -> int:
-        """Longest draft, in a step of this slot alone, that can be taken back keeping what was right."""
+        """Longest draft, in a step of this slot alone, whose accepted tokens survive a rollback."""
         return self._rollback.rewinds(slot)
 
     def keeps_graph(self, slot: int) -> int:
-        """Longest draft, of this slot alone, after which llama.cpp's graph is still the one in use, right or
-        wrong."""
+        """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph, whether the
+        draft was right or wrong."""
         return self._rollback.keeps_graph(slot)
 
     def checkpoint(self, batch: Batch) -> None:
-        """Before a batch is launched: keep what its drafts can be rolled back to. Raises LlamaError."""
+        """Before a batch is launched: keep the states that its drafts may roll back to. Raises LlamaError."""
         self._rollback.checkpoint(batch)
 
     def rollback(self, chunk: Chunk, accepted: int) -> int:
-        """Take a slot back after so many tokens of its draft; returns the tokens that it holds now.
+        """Roll a slot back after `accepted` tokens of its draft; return the tokens that it holds now.
 
-        Where that is `chunk.start`, what was right has to be decoded again. Raises LlamaError.
+        If that is `chunk.start`, accepted tokens must be decoded again. Raises LlamaError.
         """
         kept = self._rollback.reject(chunk, accepted)
         self.cells.truncate(chunk.slot, kept)
         return kept
 
-    # --- what drafters have; what goes wrong with it costs them alone ---------------------------------------
+    # --- drafters' states: an error in one is not raised ----------------------------------------------------
 
     def _copy_reading(self, drafter: HiddenDrafter, source: int, target: int) -> None:
         try:
@@ -150,7 +150,7 @@ class StateStore:
     def _free_reading(self, drafter: HiddenDrafter, sequence: int) -> None:
         try:
             drafter.free(sequence)
-        except Exception as error:  # what it has is wrong from now on, as are its drafts
+        except Exception as error:  # its state and its drafts may be wrong from now on
             drafter.lost += 1
             log.warning("%s could not free sequence %d: %s", type(drafter).__name__, sequence, error)
 
