@@ -1,9 +1,9 @@
 """HTTP: OpenAI's endpoints over one engine. Knows nothing of llama.cpp.
 
-A request's way: `routes` has its body read (`request`) as the model of its format (`formats`, with the
-`fields` that they share); the format makes a prompt of it, submits its choices (`serving`), and answers with
-an object or a stream (`sse`). Around it: `connection` and `limits`, what clients may send and what that may
-take; `service`, the model's life from loading to drained; `middleware`, `errors`, `observe`.
+`routes` reads a request's body (`request`) into the model of its format (`formats`, which share `fields`).
+The format builds a prompt, submits its choices (`serving`), and answers with an object or a stream (`sse`).
+`connection` and `limits` bound what clients may send and what it may cost. `service` is the model's life from
+loading to drained. `middleware`, `errors` and `observe` surround every request.
 """
 
 from qwen_serve.server.api.app import create_app

@@ -1,4 +1,4 @@
-"""The application: settings and a way to load the model in, an ASGI app out."""
+"""The application: makes an ASGI app from settings and a function that loads the model."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     describe(app, key=bool(keys), unlocked=unlocked)
     if keys:
         app.add_middleware(RequireKey, keys=[key.key for key in keys], unlocked=unlocked)
-    elif settings.uds is None:  # no page can ask through a socket
+    elif settings.uds is None:  # web pages cannot reach a Unix socket
         hosts = [name.strip() for name in settings.allowed_hosts.split(",")]
         app.add_middleware(
             KnownSites, host=settings.host, hosts=hosts, origins=origins, open_paths=OPEN_PATHS
         )
-    if origins or keys:  # outside of the keys: a browser asks without one whether it may ask
+    if origins or keys:  # outside the key check: a browser's preflight request carries no key
         app.add_middleware(AllowedSites, origins=origins)
-    # added last: outermost, so that it sees refusals too
+    # added last, so outermost: it sees refusals too
     app.add_middleware(Watch, service=service, tracer=tracer)
     return app

@@ -1,15 +1,17 @@
-"""One client's connection: uvicorn's, with bounds on what it may send, how slowly, and how many there are.
+"""One client's connection: uvicorn's, with limits on size, slowness and number.
 
-uvicorn has no setting for these, an ASGI layer sees a request once its head is whole, and a proxy in front is
-optional. Each has a test in tests/server/api/test_connection.py that fails on uvicorn's own protocol:
+uvicorn has no settings for these, an ASGI layer sees a request only once its head is complete, and a proxy in
+front is optional. Each limit has a test in tests/server/api/test_connection.py that fails on uvicorn's own
+protocol:
 
-- httptools counts neither headers nor what frames chunks (h11 does, and costs more for each event):
+- httptools counts neither headers nor the framing of chunks (h11 does, and costs more for each event):
   `test_what_surrounds_a_body_has_a_limit`, `test_a_trailer_is_no_header`.
-- Idle connections alone time out: `test_headers_that_do_not_come`, `test_a_body_that_does_not_come`.
-- `limit_concurrency` refuses probes, too, and closes nobody who is idle: `test_connections_have_a_limit`.
+- uvicorn only times out idle connections: `test_headers_that_do_not_come`, `test_a_body_that_does_not_come`.
+- `limit_concurrency` also refuses probes, and never closes an idle one: `test_connections_have_a_limit`.
 - An offer to upgrade drops the body: `test_an_offer_to_upgrade_is_passed_over`.
-- What is no HTTP, or for nobody, gets text or reaches the app, and what was complete before it no answer:
-  `test_what_is_no_http`, `test_one_host`, `test_what_is_refused_behind_a_request_leaves_it_its_answer`.
+- Input that is not HTTP, or names no valid host, gets plain text or reaches the app, and complete requests
+  before it get no answer: `test_what_is_no_http`, `test_one_host`,
+  `test_what_is_refused_behind_a_request_leaves_it_its_answer`.
 """
 
 from __future__ import annotations
@@ -44,21 +46,22 @@ SLICE = 16 * 1024
 MAX_HEADERS = 256
 
 HOST = re.compile(rb"[^\s,/?#@\\]*")
-"""What may be a name or an address and its port; which of them are right is for `KnownSites` to say."""
+"""A host name or address with its port, by its characters; `KnownSites` decides which are allowed."""
 
 LINGER_S = 2.0
-"""What a client that was refused still sends is dropped for so long; closed at once, its system would forget
-the refusal before it was read."""
+"""Seconds for which input from a refused client is read and dropped. If the socket closed at once, the
+client's system could discard the refusal before the client reads it."""
 
 FOR_PROBES = 16
-"""Connections beyond the limit, for health checks alone: they tell a busy server from a dead one."""
+"""Connections beyond the limit, for health checks only, so that they can tell a busy server from a dead
+one."""
 
 RESERVED_DESCRIPTORS = 32
-"""For the model's file, the log, and what libraries open."""
+"""File descriptors kept for the model's file, the log, and what libraries open."""
 
 
 class BoundedConfig(uvicorn.Config):
-    """uvicorn's settings, and ours. More connections than there are file descriptors for are not taken."""
+    """uvicorn's settings, and ours. Takes no more connections than there are file descriptors for."""
 
     def __init__(self, app: Any, settings: Settings, **options: Any) -> None:
         super().__init__(app, http=BoundedProtocol, ws="none", **options)
@@ -66,13 +69,13 @@ class BoundedConfig(uvicorn.Config):
         self.max_header_bytes = settings.max_header_kib * 1024
         self.max_connections = max(1, min(settings.max_connections, free_descriptors() - FOR_PROBES))
         self.idle: dict[BoundedProtocol, None] = {}
-        """Connections that work on nothing, the one that has been idle for longest first."""
+        """Idle connections, the one idle for longest first."""
         self.unread: dict[BoundedProtocol, None] = {}
-        """Those that work on a request whose body is not complete, in the order of their heads."""
+        """Connections whose current request has an incomplete body, in the order of their heads."""
 
 
 def free_descriptors() -> int:
-    """File descriptors that connections may take, once the process may open as many as it is allowed to."""
+    """File descriptors left for connections, after raising the process's soft limit to its hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -81,10 +84,10 @@ def free_descriptors() -> int:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A request is read in three phases: "idle" until its first byte comes, then "head", then "body".
+    """Reads a request in three phases: "idle" until its first byte comes, then "head", then "body".
 
-    What is received of a request beside its body (headers, the framing of chunks, trailers) may have
-    `max_header_bytes`, and in a chunked body as many again as the body has.
+    Everything but the body (headers, the framing of chunks, trailers) may take `max_header_bytes`, and in a
+    chunked body as many bytes again as the body has.
     """
 
     config: BoundedConfig
@@ -92,8 +95,9 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- connections -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes it; above a limit in place of one that waits for its client, or for health checks alone."""
-        self._phase = "head"  # a new connection has as long for its first request as any head has
+        """Accepts the connection. Above the limit it replaces one that waits for its client, or serves only
+        health checks."""
+        self._phase = "head"  # a new connection's first request has the time of any head
         self._timed: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._received = self._body = 0
@@ -116,8 +120,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(503, "too many connections", code="too_many_connections"))
 
     def _replace(self) -> bool:
-        """Closes the one that has been idle for longest; where none is, one whose client has not sent all of
-        its request. Whether there was one."""
+        """Closes the connection that has been idle for longest, else one whose request is incomplete. Returns
+        whether there was one."""
         oldest = next(chain(self.config.idle, self.config.unread), None)
         if oldest is None:
             return False
@@ -129,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return True
 
     def _rank(self) -> None:
-        """Puts it behind those that may be closed for others, if it may."""
+        """Makes this connection the last candidate for replacement, if it is one."""
         self._unrank()
         if not self.busy:
             self.config.idle[self] = None
@@ -142,11 +146,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     @property
     def unread(self) -> bool:
-        """Whether a request is being worked on whose body is not complete."""
+        """Whether the current request's body is incomplete."""
         return self.busy and self._phase == "body" and self._active is self.cycle
 
     def drop_unread(self) -> None:
-        """Refuses such a request, as it would have been had its head come now that the server drains."""
+        """Refuses the incomplete request as if its head had come during draining."""
         if self.unread and not self.cycle.response_started:
             self.refuse(ApiError(503, "the server is shutting down", code="draining"))
 
@@ -155,7 +159,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._active is not None and not self._active.response_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells every request of the connection, not the newest alone."""
+        """Notifies every request of the connection, not only the newest."""
         super().connection_lost(exc)
         self._unrank()
         self._stop_timer()
@@ -166,7 +170,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- what is received ----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parses in slices. What comes behind a pipelined request waits unparsed, so that reading goes on."""
+        """Parses in slices. Data after a pipelined request stays unparsed, so that reading goes on."""
         for start in range(0, len(data), SLICE):
             if self._refused or self.transport.is_closing() or self.parser is None:
                 return
@@ -183,9 +187,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._time()
 
     def _parse(self, data: bytes) -> None:
-        """uvicorn's `data_received`, but that an offer to upgrade is passed over (RFC 9110, section 7.8).
+        """uvicorn's `data_received`, except that an offer to upgrade is ignored (RFC 9110, section 7.8).
 
-        llhttp takes the offer for accepted: it drops the body, or reads it as the next request.
+        llhttp treats the offer as accepted: it drops the body, or reads it as the next request.
         """
         self._unset_keepalive_if_required()
         try:
@@ -197,14 +201,15 @@ class BoundedProtocol(HttpToolsProtocol):
                     data = data[offer.args[0] :]
                     self._read_without_offer()
         except HttpParserError as error:
-            if isinstance(error.__context__, MemoryError):  # in what the parser calls: not the client's fault
+            if isinstance(error.__context__, MemoryError):  # raised in a callback: not the client's fault
                 logger.error("a request was not read: out of memory")
                 self.refuse(from_exception(error.__context__))
                 return
             self.send_400_response("this is not HTTP/1.1, or not as RFC 9112 has it")
 
     def _read_without_offer(self) -> None:
-        """Has a fresh parser read the request's head again, without what made the last one stop behind it."""
+        """Parses the request's head again with a fresh parser, without the offer that stopped the last
+        one."""
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
@@ -221,7 +226,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(431, message, code="headers_too_large"))
 
     def _check_head(self) -> None:
-        """Refuses, and ends the parser's work, where nobody could say what was asked of whom."""
+        """Refuses a head without one clear target and host, and stops the parser."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if self.parser.get_method() == b"CONNECT":
             self.refuse(ApiError(501, "CONNECT: this server is no proxy", code="not_supported"))
@@ -246,16 +251,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase == "body":
-            return  # a trailer: who was let in by its head does not change it
+            return  # a trailer: the head has been checked already
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse_head(f"a request may have {MAX_HEADERS} headers")
-            raise ValueError  # ends the parser's work
+            raise ValueError  # stops the parser
 
     def on_headers_complete(self) -> None:
         self._check_head()
         if self.parser.should_upgrade():
-            return  # it is read again, without the offer
+            return  # the head is read again, without the offer
         self._phase = "body"
         if self.parser.get_http_version() == "1.0":
             self.expect_100_continue = False  # RFC 9110, section 10.1.1: its clients know no interim answers
@@ -291,7 +296,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- time ----------------------------------------------------------------------------------------------
 
     def _time(self) -> None:
-        """Sees to it that a timer runs for the phase, from its beginning on."""
+        """Starts the timer of the current phase, counted from the phase's beginning."""
         if self._phase == self._timed or self._refused or self.transport.is_closing():
             return
         self._stop_timer()
@@ -315,20 +320,20 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- refusals ------------------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """Of what is no HTTP."""
+        """Refuses input that is not HTTP."""
         self.refuse(ApiError(400, msg, code="invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
-        """Answers with `error` and closes, once the complete requests before have their answers.
+        """Answers with `error` and closes, after the complete requests before it have their answers.
 
-        A request that is being answered before all of it came gets no second answer.
+        A request whose answer began before its body was complete gets no second answer.
         """
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
         self._stop_timer()
         if self.pipeline and self._phase == "body":
-            self.pipeline.popleft()  # the newest, whose body is what is refused
+            self.pipeline.popleft()  # the newest, whose body is refused
         if self.busy and not self.unread:
             self._refusal = error
             self.flow.resume_reading()  # or nobody would learn that the client left

@@ -1,4 +1,4 @@
-"""Error objects as HTTP responses, for every exception that nobody else answers."""
+"""Turns exceptions that no endpoint handled into error objects over HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def error_response(http: Request, error: Exception) -> JSONResponse:
 
 
 def unknown_path(http: Request) -> ApiError:
-    """Whether other servers have something there, or what there is here."""
+    """404: names what other servers offer at this path, or what this one offers."""
     asked = f"{http.method} {shown_path(http.scope)}"
     if what := unsupported_endpoint(http.scope["path"]):
         return ApiError(501, f"{asked}: {what}", code="not_supported")
@@ -40,7 +40,7 @@ def unknown_path(http: Request) -> ApiError:
 
 
 def unknown_method(http: Request) -> ApiError:
-    """Which methods the path has."""
+    """405: names the methods that the path has."""
     matching = [route for route in http.app.state.routes if route.matches(http.scope)[0] is not Match.NONE]
     allowed = ", ".join(sorted({method for route in matching for method in route.methods})) or "GET, HEAD"
     message = f"{http.method} {shown_path(http.scope)}: this method is not allowed here; use {allowed}"
@@ -48,7 +48,7 @@ def unknown_method(http: Request) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Routes every exception through `error_response`; what nobody foresaw gets there by `Watch`."""
+    """Routes every exception through `error_response`; `Watch` brings unexpected ones there."""
     kinds: tuple[type[Exception], ...] = (
         ApiError,
         ClientLeft,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RETRY_AFTER_S = 1
 
 MAX_MESSAGE = 2000
-"""Characters of a message, which may quote what the client sent, of any length."""
+"""Most characters of a message, which may quote client input of any length."""
 
 
 class ApiError(Exception):
@@ -63,12 +63,12 @@ class ApiError(Exception):
         return named.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object, as a response's body or as the last event of a stream."""
+        """OpenAI's error object: a response's body, or the last event of a stream."""
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": fields}
 
     def anthropic_body(self) -> dict[str, Any]:
-        """Anthropic's error object, likewise."""
+        """Anthropic's error object, for the same uses."""
         named = {
             401: "authentication_error",
             404: "not_found_error",
@@ -80,11 +80,11 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def ollama_body(self) -> dict[str, Any]:
-        """Ollama's error object, likewise."""
+        """Ollama's error object, for the same uses."""
         return {"error": self.message}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The error object that clients of an endpoint know."""
+        """The error object in the format of the endpoint at `path`."""
         if path.startswith("/api/"):
             return self.ollama_body()
         return self.anthropic_body() if path.startswith("/v1/messages") else self.body()
@@ -95,7 +95,7 @@ def _cut(text: str) -> str:
 
 
 class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the answer."""
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
@@ -104,7 +104,7 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 
 
 def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
-    """The first of a schema's complaints, with how many more there are."""
+    """The schema's first complaint, with the number of further ones."""
     first, *others = error.errors()
     param = field_path(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -121,7 +121,7 @@ def field_path(location: tuple[int | str, ...]) -> str:
 
 
 def from_exception(error: Exception) -> ApiError:
-    """What a client is told about an exception from the schemas, the chat room or the engine."""
+    """The error that a client gets for an exception from the schemas, the chat package or the engine."""
     match error:
         case ApiError():
             return error

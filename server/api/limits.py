@@ -1,4 +1,4 @@
-"""What the bodies of all requests may take together: memory, threads, and time of the one that is large."""
+"""Limits on what all requests' bodies may use together: memory, threads, and the time of large ones."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 LARGE = 256 * 1024
-"""Bytes from which on a body is large: no more than one such is there decoded at a time."""
+"""A body of this many bytes is large. At most one large body is decoded at a time."""
 
 _SMALL_WORK = ThreadPoolExecutor(4, "small-work")
 _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
 PICTURE_WORK = ThreadPoolExecutor(4, "picture-work")
-"""Text must not wait for pictures, which take seconds where no GPU encodes them. Each thread holds one, of up
-to 100 MB."""
-# not asyncio's own threads: the end of the loop would wait for those
+"""Threads for pictures. Without a GPU an encoding takes seconds, and text must not wait for it. Each thread
+holds one picture, of up to 100 MB."""
+# not asyncio's own threads: closing the loop would wait for those
 
 
 _COUNTING = threading.Lock()
 _resting = 0
-"""Bodies for which the garbage collector rests."""
+"""Number of bodies for which garbage collection is paused."""
 
 
 def stopped() -> ApiError:
-    """What clients are told whose requests the end of the server cuts short."""
+    """The error for requests that the server's shutdown cuts short."""
     return ApiError(503, "the server stopped before the answer was complete", code="draining")
 
 
 class Abandoned(Exception):
-    """Raised in a thread whose result nobody waits for."""
+    """Raised in a thread whose result is no longer needed."""
 
 
 class Bodies:
-    """The bodies that one server holds: counted from their first byte until they have become prompts."""
+    """The bodies that one server holds, counted from their first byte until they have become prompts."""
 
     def __init__(self, limit: int) -> None:
         """At most `limit` bytes, of all bodies together."""
@@ -52,25 +52,25 @@ class Bodies:
         self._large = asyncio.Semaphore(1)
         self.held = 0
         self.closed = False
-        """Whether the work on bodies is to end."""
+        """Whether work on bodies is to stop."""
 
     def begin(self) -> Body:
-        """For one request; to be released."""
+        """A count for one request; the caller releases it."""
         return Body(self)
 
 
 class Body:
-    """What one request holds of them."""
+    """One request's share of the bytes counted."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self.size = self._held = 0
-        """Bytes that have come, and those of them that are still counted."""
+        """Bytes received, and how many of them are still counted."""
         self._alone = False
         self._resting = False
 
     def grow(self, size: int) -> None:
-        """So many bytes more. Raises ApiError 429 where there is no memory for them."""
+        """Counts `size` more bytes received. Raises ApiError 429 if there is no memory for them."""
         bodies = self._bodies
         if bodies.held + size > bodies._limit:
             raise ApiError(
@@ -84,25 +84,25 @@ class Body:
         self.hold(size)
 
     def hold(self, size: int) -> None:
-        """Count so many bytes more, of what was made of a body."""
+        """Counts `size` more bytes, for objects made from a body."""
         self._bodies.held += size
         self._held += size
 
     @property
     def must_wait(self) -> bool:
-        """Whether the body, now complete, is decoded in its turn only."""
+        """Whether the body, now complete, has to wait for its turn to be decoded."""
         return self.size >= LARGE
 
     async def wait_turn(self) -> None:
-        """Until no other large body is being worked on."""
+        """Waits until no other large body is being worked on."""
         await self._bodies._large.acquire()
         self._alone = True
 
     def rest_collector(self) -> None:
-        """No look for garbage until the body is released: no other thread would run while its many objects
-        are looked at, none of which is garbage.
+        """Pauses garbage collection until the body is released. A collection would stop all threads to look
+        at the body's many objects, none of which is garbage.
 
-        Of several at once, the last to end lets the collector go on.
+        With several bodies, the last one released resumes collection.
         """
         global _resting
         with _COUNTING:
@@ -111,7 +111,7 @@ class Body:
             gc.disable()
 
     def release(self) -> None:
-        """The body has become something smaller. May be called again."""
+        """Stops counting the body, which has become something smaller. May be called again."""
         global _resting
         if self._resting:
             with _COUNTING:
@@ -127,14 +127,14 @@ class Body:
 
 
 async def in_thread(work: Callable[[], Result], size: int, pool: ThreadPoolExecutor | None = None) -> Result:
-    """`work()` for a body of `size` bytes, on a thread, of a `pool` or of its size's."""
+    """Runs `work()` for a body of `size` bytes on a thread: of `pool`, or of the pool for this size."""
     pool = pool or (_LARGE_WORK if size >= LARGE else _SMALL_WORK)
     return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, _freeing, work)
 
 
 def _freeing(work: Callable[[], Result]) -> Result:
-    """`work()`. An error takes nothing along of what a body was made into: it would be freed on the event
-    loop, all of it at once."""
+    """Runs `work()`. An error keeps no reference to the objects made from a body, which the event loop would
+    otherwise free all at once."""
     try:
         return work()
     except BaseException as error:
@@ -151,9 +151,9 @@ async def interruptible(
     bodies: Bodies,
     pool: ThreadPoolExecutor | None = None,
 ) -> Result:
-    """`work(interrupt)` as `in_thread` does it; `interrupt` raises Abandoned once the caller was cancelled.
+    """Runs `work(interrupt)` like `in_thread`. `interrupt` raises Abandoned once the caller is cancelled.
 
-    And ApiError 503 once the bodies are closed.
+    It raises ApiError 503 once the bodies are closed.
     """
     given_up = threading.Event()
 

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine import TokenLogprobs, Vocab
 
 LOWEST = -9999.0
-"""JSON has no infinity; vLLM's figure."""
+"""JSON has no infinity; vLLM uses this number."""
 
 
 class TokenNames:
-    """What clients are shown of a token."""
+    """Names and bytes of tokens, as clients see them."""
 
     def __init__(self, vocab: Vocab, *, as_ids: bool = False) -> None:
-        """With `as_ids` tokens are called "token_id:7", as vLLM does where it is asked for."""
+        """With `as_ids` a token's name is "token_id:7", vLLM's option."""
         self._vocab, self._as_ids = vocab, as_ids
 
     def bytes(self, token: int) -> bytes:
-        """What it adds to a text, a control token its own name."""
+        """The bytes that the token adds to a text; for a control token, its name."""
         return self._vocab.spelling(token)
 
     def name(self, token: int) -> str:
-        """Its text, with U+FFFD for a part of a character."""
+        """The token's text, with U+FFFD for a part of a character."""
         return f"token_id:{token}" if self._as_ids else self.bytes(token).decode("utf-8", "replace")
 
     def entry(self, token: int, logprob: float, *, with_id: bool) -> dict[str, Any]:
@@ -42,16 +42,17 @@ class TokenNames:
         return {"id": token, **found} if with_id else found
 
     def scored(self, at: TokenLogprobs, *, n_top: int, with_id: bool = False) -> dict[str, Any]:
-        """The same, with the likeliest ones at its place."""
+        """The same, with the `n_top` likeliest tokens at its position."""
         top = [self.entry(*other, with_id=with_id) for other in at.top[:n_top]]
         return {**self.entry(at.token, at.logprob, with_id=with_id), "top_logprobs": top}
 
 
 class ChatLogprobs:
-    """Of one choice: `{"content": [...]}`, a token of the reply each, its reasoning and tags included.
+    """One choice's: `{"content": [...]}`, an entry for each token of the reply, its reasoning and tags
+    included.
 
-    The token that ends the reply is not among them, so the `bytes` together are the text. llama-server's
-    `n_probs` gives the same with the tokens' ids.
+    The token that ends the reply is left out, so the joined `bytes` are the text. llama-server's `n_probs`
+    gives the same with the tokens' ids.
     """
 
     def __init__(self, request: GenerationRequest, vocab: Vocab, generation: TextGeneration) -> None:
@@ -61,19 +62,19 @@ class ChatLogprobs:
 
     @property
     def asked(self) -> bool:
-        """Whether they are wanted at all."""
+        """Whether the request asks for log-probabilities."""
         return self._n_top is not None
 
     def all(self) -> dict[str, Any] | None:
-        """Of the whole choice, which is complete."""
+        """The log-probabilities of the whole choice, which is complete."""
         return self.new()
 
     def prompt(self) -> dict[str, Any] | None:
-        """This shape has none of an echoed prompt."""
+        """None: this format has no place for an echoed prompt's."""
         return None
 
     def new(self, *, last: bool = False) -> dict[str, Any] | None:
-        """Of the tokens since the last time; None where there are none, or none were asked for."""
+        """Those of the tokens since the last call; None if there are none, or none were asked for."""
         if self._n_top is None or not (found := self._generation.new_logprobs()):
             return None
         write = partial(self._names.scored, n_top=self._n_top, with_id=self._with_id)
@@ -81,29 +82,28 @@ class ChatLogprobs:
 
 
 class ResponseLogprobs:
-    """Of the texts of one response: what is its reasoning or in its calls is left out.
+    """One response's texts; tokens of its reasoning and its calls are left out.
 
-    The parts of the reply must be shown to it in order. A token counts for the first text that it has a part
-    in.
+    The caller passes all parts of the reply in order. A token that spans two texts counts for the first.
     """
 
     def __init__(self, n_top: int | None, vocab: Vocab, generation: TextGeneration) -> None:
-        """`n_top` alternatives to each token; None where nothing was asked for."""
+        """`n_top` alternatives to each token; None if the request asks for none."""
         self._n_top, self._vocab, self._generation = n_top, vocab, generation
         self._names = TokenNames(vocab)
         self._tokens: list[TokenLogprobs] = []
         self._ends: list[int] = []
-        """Bytes up to the end of each token."""
+        """For each token, the byte offset of its end."""
         self._written = bytearray()
         self._place = self._given = 0
-        """Bytes that were shown, and tokens whose log-probabilities were given out."""
+        """Bytes passed so far, and tokens whose log-probabilities were returned."""
 
     def written(self, found: list[TokenLogprobs]) -> Lazily[TokenLogprobs]:
-        """Tokens as clients get them."""
+        """The tokens in the clients' format."""
         return Lazily(partial(self._names.scored, n_top=self._n_top or 0), found)
 
     def of(self, text: str) -> list[TokenLogprobs]:
-        """The tokens of a text, which comes next."""
+        """The tokens of `text`, the next part of the reply."""
         if self._n_top is None:
             return []
         start = self.skip(text)
@@ -112,14 +112,14 @@ class ResponseLogprobs:
         return self._tokens[first : self._given]
 
     def skip(self, text: str) -> int:
-        """Something else comes next: where it begins."""
+        """Skips a part that is not text; returns where it begins."""
         for at in self._generation.new_logprobs():
             self._written += self._vocab.token_bytes(at.token)
             self._tokens.append(at)
             self._ends.append(len(self._written))
         part = text.encode("utf-8", "surrogatepass")
         start = self._written.find(part, self._place)
-        if start < 0:  # U+FFFD stands for something in it
+        if start < 0:  # the text contains U+FFFD in place of some bytes
             start, part = self._place, bytes(self._written[self._place :])
         self._place = start + len(part)
         return start

@@ -1,4 +1,4 @@
-"""Around every request: the API key, the count of requests in flight, its id, a log line, the metrics."""
+"""Surrounds every request: API key, count of requests in flight, request id, log line, metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 PROBES = frozenset({"/ping", "/health"})
 OPEN_PATHS = PROBES | {"/metrics"}
-"""For probes and scrapers; not counted as work that a shutdown waits for."""
+"""Paths of probes and scrapers; shutdown does not wait for them."""
 
 CLIENT_LEFT = 499
 
@@ -37,7 +37,7 @@ REQUEST_ID = b"x-request-id"
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no key and is no work: probes, metrics, and the chat page's own files."""
+    """Whether a path needs no key and does not count as work: probes, metrics, and the chat page's files."""
     return path in OPEN_PATHS or is_page(path)
 
 
@@ -60,7 +60,7 @@ class Watch:
             else:
                 await self._watched(context, send)
         finally:
-            del scope["state"]["context"]  # it holds the scope: the collector would have to find them
+            del scope["state"]["context"]  # a cycle with the scope, left to the collector otherwise
 
     async def _watched(self, context: RequestContext, send: Send) -> None:
         scope, receive = context.http.scope, context.http.receive
@@ -84,8 +84,8 @@ class Watch:
             if begun:
                 status, complete = 500, True
                 raise
-            # answered here and not by Starlette, which would raise again: uvicorn then closes the connection,
-            # and the client's next request may already be on it
+            # answered here, because Starlette would raise again: uvicorn then closes the connection, which
+            # may already carry the client's next request
             logger.exception("request %s failed", context.id)
             answer = await error_response(context.http, error)
             await answer(scope, receive, watched)
@@ -107,8 +107,8 @@ class Watch:
 
 
 class RequireKey:
-    """Answers 401 unless a request carries one of the keys, as `Authorization: Bearer <key>` or `X-Api-Key`,
-    but for `unlocked` paths and the chat page's own."""
+    """Answers 401 unless a request carries one of the keys, as `Authorization: Bearer <key>` or `X-Api-Key`.
+    `unlocked` paths and the chat page's files need none."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], unlocked: Collection[str]) -> None:
         self._app = app
@@ -130,5 +130,5 @@ class RequireKey:
         await self._app(scope, receive, send)
 
     def _known(self, given: str) -> bool:
-        """Whether it is one of the keys, found out in a time that says nothing about which, or how nearly."""
+        """Whether `given` is one of the keys, compared in constant time."""
         return sum(hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys) > 0

@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies as the models that validate them say, errors as `errors` writes them."""
+"""The OpenAPI description: bodies from the models that validate them, errors as `errors` writes them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ERRORS = {
     500: "The server failed",
     503: "The model is loading, the server is shutting down, or the engine has stopped",
 }
-"""Every status but 200 of the endpoints, and what it means."""
+"""The endpoints' statuses other than 200, and their meanings."""
 
 FOR_A_BODY = (400, 401, 403, 413, 415, 429, 500, 503)
 
@@ -68,13 +68,14 @@ _models: list[type[BaseModel]] = [ErrorAnswer, AnthropicErrorAnswer, OllamaError
 
 
 def documented(*schemas: type[BaseModel], error: type[BaseModel] = ErrorAnswer) -> dict[str, Any]:
-    """OpenAPI for an endpoint whose body, one of `schemas`, is read by hand; `error` is what refusals are."""
+    """OpenAPI for an endpoint that reads its body, one of `schemas`, itself; `error` is the format of
+    refusals."""
     _models.extend(schema for schema in schemas if schema not in _models)
     shapes = [{"$ref": REFERENCE.format(model=schema.__name__)} for schema in schemas]
     body = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if any("stream" in schema.model_fields for schema in schemas):
-        content["text/event-stream"] = {}  # OpenAPI 3.1 has no words for events
+        content["text/event-stream"] = {}  # OpenAPI 3.1 cannot describe events
     return {
         "requestBody": {"required": True, "content": body},
         "responses": {
@@ -85,15 +86,14 @@ def documented(*schemas: type[BaseModel], error: type[BaseModel] = ErrorAnswer) 
 
 
 def errors(*statuses: int, answer: type[BaseModel] = ErrorAnswer) -> dict[int | str, dict[str, Any]]:
-    """The answers with an error object that an endpoint may give."""
+    """The error responses that an endpoint may give."""
     schema = {"$ref": REFERENCE.format(model=answer.__name__)}
     content = {"application/json": {"schema": schema}}
     return {status: {"description": ERRORS[status], "content": content} for status in statuses}
 
 
 def describe(app: FastAPI, *, key: bool, unlocked: frozenset[str]) -> None:
-    """Gives the app its description, made when it is first asked for; with `key`, all but `unlocked` paths
-    need one."""
+    """Sets the app's description, built on first use; with `key`, all paths but `unlocked` require one."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

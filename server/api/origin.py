@@ -1,7 +1,7 @@
-"""Keeps web pages away from a server that asks for no key: a page of any site can send requests to localhost.
+"""Keeps web pages away from a server without a key, since a page of any site can send requests to localhost.
 
-Cross-site requests carry an Origin that is not this server's; DNS rebinding, a site whose name comes to mean
-this machine, a Host of that name (as Ollama and Jupyter check it).
+A cross-site request has an Origin other than this server. DNS rebinding points a site's name at this machine,
+so its requests have a Host of that name (Ollama and Jupyter check it too).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class KnownSites:
-    """Answers 403 to requests from other sites' pages, but for `open_paths`."""
+    """Answers 403 to requests from other sites' pages, except on `open_paths`."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class KnownSites:
         origins: Collection[str],
         open_paths: Collection[str],
     ) -> None:
-        """`host`: what is listened on. Elsewhere than on loopback any name is right, and of `hosts` and
-        `origins` one that is "*" stands for all."""
+        """`host` is the address listened on. Unless it is loopback, every name is allowed. "*" in `hosts` or
+        `origins` allows all."""
         self._app = app
         self._any_host = "*" in hosts or not (is_local(host))
         self._hosts = {name.lower() for name in hosts}
@@ -68,9 +68,9 @@ class KnownSites:
 
 
 class AllowedSites(CORSMiddleware):
-    """Tells browsers whether a page of theirs may ask: where its site is one of `origins`.
+    """CORS for the sites in `origins`.
 
-    They ask that first, without a key (a preflight).
+    Browsers ask first, without a key (a preflight).
     """
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
@@ -78,7 +78,7 @@ class AllowedSites(CORSMiddleware):
         self.allow_private_network = True  # newer Starlettes refuse it otherwise; older ones ignore this
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Starlette's, but that a refusal is an error object that says what to do."""
+        """Starlette's, except that a refusal is an error object that says what to do."""
         origin = request_headers["origin"]
         if self.is_allowed_origin(origin):
             response = super().preflight_response(request_headers)
@@ -91,7 +91,7 @@ class AllowedSites(CORSMiddleware):
     async def simple_response(
         self, scope: Scope, receive: Receive, send: Send, request_headers: Headers
     ) -> None:
-        """Starlette's, where there are sites to name."""
+        """Starlette's, if any origin is configured."""
         if self.allow_origins:
             await super().simple_response(scope, receive, send, request_headers)
         else:
@@ -99,7 +99,7 @@ class AllowedSites(CORSMiddleware):
 
 
 def other_site(origin: str) -> ApiError:
-    """403, for the page of a site that was not named."""
+    """403 for a page of a site that is not configured."""
     return ApiError(
         403,
         f"pages of {origin[:80]!r} may not use this server; --allowed-origins names the sites that may",
@@ -111,12 +111,12 @@ def host_name(host: str) -> str:
     """The name of a Host header, without the port."""
     try:
         return urlsplit(f"//{host}").hostname or ""
-    except ValueError:  # a bracket that is not closed
+    except ValueError:  # an unclosed bracket
         return host
 
 
 def is_address(name: str) -> bool:
-    """Whether it is no name at all, which nobody can make mean something else."""
+    """Whether `name` is an IP address, which DNS cannot redirect."""
     try:
         ip_address(name)
     except ValueError:
@@ -125,7 +125,7 @@ def is_address(name: str) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Whether it can only mean this machine."""
+    """Whether `name` always means this machine."""
     if is_address(name):
         return ip_address(name).is_loopback
     return name == "localhost" or name.endswith(".localhost")

@@ -1,4 +1,4 @@
-"""The chat page at `/`: files of `server/page/`, served as they are, compressed for whoever takes that."""
+"""The chat page at `/`: the files of `server/page/`, compressed for clients that accept it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[1] / "page"
 PREFIX = "/page"
 
 HEADERS = {
-    # nothing from elsewhere, nothing inline: a model's answer cannot load, run or send anything
+    # no external and no inline code: a model's answer cannot load, run or send anything
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -36,7 +36,8 @@ TEXTS = {".html", ".js", ".css"}
 
 
 def is_page(path: str) -> bool:
-    """Whether `path` is the page or one of its files: no secret, and asked for before a key can be given."""
+    """Whether `path` is the page or one of its files. They are public: the page loads before its user can
+    enter a key."""
     return path == "/" or path.startswith(f"{PREFIX}/")
 
 
@@ -56,7 +57,7 @@ class PageFiles(StaticFiles):
 
 
 def compressed(response: Response, scope: Scope) -> Response:
-    """The same in gzip, where it is a whole text and the client takes that."""
+    """The response in gzip, if it is a complete text and the client accepts that."""
     if not isinstance(response, FileResponse) or Path(response.path).suffix not in TEXTS:
         return response
     asked = Headers(scope=scope)
@@ -70,7 +71,7 @@ def compressed(response: Response, scope: Scope) -> Response:
 
 @lru_cache(maxsize=64)
 def _gzipped(path: Path, _: int) -> bytes:
-    """A file's bytes; its time of change is there to know it by."""
+    """A file's bytes in gzip. The modification time is part of the cache key."""
     return gzip.compress(path.read_bytes(), mtime=0)
 
 

@@ -1,7 +1,7 @@
-"""Pictures by address: fetched from the hosts that the settings name, where these are at public addresses.
+"""Fetches pictures by URL from the configured hosts, at public addresses only.
 
-A name is resolved once, what it resolves to is checked, and that address is connected to, so that it cannot
-mean another one the second time. Each step of a redirect is checked alike.
+Each name is resolved once. The resolved address is checked and then used for the connection, so that a second
+lookup cannot return another. Every redirect is checked the same way.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from qwen_serve.server.chat.pictures import GivenPicture
 
 SECONDS = 10.0
-"""For a picture, redirects included."""
+"""Time limit for one picture, redirects included."""
 
 REDIRECTS = 3
 AT_ONCE = 8
-"""Pictures that the server fetches at the same time."""
+"""Most pictures fetched at the same time."""
 
 PIECE = 2**16
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "qwen-serve"}
@@ -41,11 +41,11 @@ _NAT64 = IPv6Network("64:ff9b::/96")
 
 
 class NotPublic(Exception):
-    """A name resolves to an address that is not to be asked."""
+    """A name resolves to an address that may not be contacted."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the Internet's, and wraps no other."""
+    """Whether an IP address is public and embeds no other address."""
     ip = ip_address(address.partition("%")[0])
     wrapped: list[Any] = []
     if ip.version == 6:
@@ -57,7 +57,7 @@ def is_public(address: str) -> bool:
 
 @cache
 def trust() -> ssl.SSLContext:
-    """Whose certificates are believed."""
+    """The certificates that are trusted."""
     return ssl.create_default_context()
 
 
@@ -69,8 +69,8 @@ async def lookup(host: str, port: int, family: int) -> list[tuple[int, int, str]
 
 
 async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
-    """Put those that are given by address in place with their bytes, which count as the request's body does;
-    with `image_urls` off none. Raises PromptError and ApiError 429."""
+    """Replaces each picture that is given by URL with its bytes, in place; the bytes count like the request's
+    body. With `image_urls` off, all are refused. Raises PromptError and ApiError 429."""
     settings = context.service.settings
     wanted = [n for n, picture in enumerate(pictures) if picture.is_address]
     if settings.image_urls == "off" or not wanted:
@@ -92,7 +92,7 @@ async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
             pictures[n] = replace(pictures[n], data=data)
 
         try:
-            async with asyncio.TaskGroup() as group:  # with the first that fails, the others end
+            async with asyncio.TaskGroup() as group:  # the first failure cancels the others
                 for n in wanted:
                     group.create_task(one(n))
         except ExceptionGroup as errors:
@@ -102,8 +102,8 @@ async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
 async def fetched(
     session: ClientSession, picture: GivenPicture, hosts: list[str], count: Callable[[int], None]
 ) -> bytes:
-    """What stands at a picture's address, on one of `hosts`; `count` is told of bytes as they come. The
-    session has the `public_resolver`. Raises PromptError, and what `count` raises."""
+    """The bytes at a picture's URL, on one of `hosts`; calls `count` with the sizes received. The session
+    uses `public_resolver`. Raises PromptError, and what `count` raises."""
     from aiohttp import ClientError
 
     try:
@@ -151,14 +151,14 @@ def _check(picture: GivenPicture, url: URL, hosts: list[str]) -> None:
         raise picture.wrong(f"is of the host {host}, which is not one of --image-url-hosts")
     try:
         public = is_public(host)
-    except ValueError:  # a name, which is resolved when it is connected to
-        public = not host.replace(".", "").isdigit()  # 127.1 passes for an address: no resolver is asked
+    except ValueError:  # a name, resolved on connection
+        public = not host.replace(".", "").isdigit()  # 127.1 counts as an address: the resolver is not called
     if not public:
         raise NotPublic(host)
 
 
 def public_resolver() -> Any:
-    """aiohttp's, of public addresses alone. (It is not asked about addresses.)"""
+    """aiohttp's resolver, restricted to public addresses. (It is not called for literal addresses.)"""
     from aiohttp.abc import AbstractResolver, ResolveResult
 
     class PublicResolver(AbstractResolver):
