@@ -32,33 +32,34 @@ Result = TypeVar("Result")
 
 LARGE_JSON = 128 * 1024
 LONG_TEXT = 4 * 1024
-"""Bytes from which on a body is decoded, or its text tokenized, off the event loop: below, the way to a
-thread and back costs as much as the work."""
+"""A body of this many bytes is decoded, or its text tokenized, off the event loop. For a smaller one, the
+hand-over to a thread costs as much as the work."""
 
 MAX_VALUES = 2**19
-"""JSON values of a body, counted by its brackets and commas: all are made with the GIL held."""
+"""Most JSON values of a body, counted by its brackets and commas. All are created with the GIL held."""
 
 MAX_KEYS = 2**17
-"""Keys of a body's objects: each is hashed and becomes a string, five times the work of a value."""
+"""Most keys of a body's objects. Hashing a key and creating its string takes five times the work of a
+value."""
 
 KEY = re.compile(rb"(?<!\\)(?:\\\\)*\"[ \t\r\n]*:")
-"""The end of a key. A quote inside a string has a backslash before it, or another odd number of them."""
+"""The end of a key. A quote inside a string has an odd number of backslashes before it."""
 
 MAX_DIGITS = 2**20
-"""Digits, in texts too, of a body's numbers of 19 or more: what does not fit in 64 bits is slow to make."""
+"""Most digits, in strings too, of a body's numbers of 19 or more digits. Numbers over 64 bits are slow to
+parse."""
 
 LONG_NUMBER = re.compile(rb"[0-9]{19,}")
 
 SLICE = 2**17
-"""Bytes that are searched for keys or numbers with the GIL held."""
+"""Bytes searched for keys or numbers at a time, with the GIL held."""
 
 
 async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]], type[Schema]]) -> Schema:
-    """The body as the schema that `choose` names for it.
+    """Reads the body into the schema that `choose` names for it.
 
-    Refused unread while the service has no model to answer with; one that sleeps is woken. Raises ApiError
-    400, 413, 415, 429 and 503. A large body waits here until those before it have become prompts
-    (`prepared`).
+    A request is refused unread while the service has no model; a sleeping model is woken. A large body waits
+    here until those before it have become prompts (`prepared`). Raises ApiError 400, 413, 415, 429 and 503.
     """
     if (status := context.service.status) not in ("ready", "sleeping"):
         raise unavailable(status)
@@ -83,14 +84,14 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
 
 
 async def awake(context: RequestContext) -> None:
-    """Returns once there is a model, which this request needs. Raises ApiError 503, and ClientLeft."""
+    """Waits until the model that this request needs is loaded. Raises ApiError 503, and ClientLeft."""
     context.needs_model = True
     if context.service.status == "sleeping":
         await until_gone(context.http, context.service.wake())
 
 
 def decode(body: bytes | bytearray) -> dict[str, Any]:
-    """The object that `body` is in JSON, or an empty one for no body. Raises ApiError 400."""
+    """The JSON object in `body`; an empty one for no body. Raises ApiError 400."""
     if len(body) > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
         raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
     if body.count(b":") > MAX_KEYS and count_keys(body) > MAX_KEYS:
@@ -111,7 +112,7 @@ def decode(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def count_keys(body: bytes | bytearray) -> int:
-    """Keys of the objects in a JSON text, but for those that two slices share.
+    """Counts the keys in a JSON text, except those that span two slices.
 
     A string that begins with a colon counts as one.
     """
@@ -119,7 +120,7 @@ def count_keys(body: bytes | bytearray) -> int:
 
 
 def count_digits(body: bytes | bytearray) -> int:
-    """Digits of a JSON text's long numbers, but for some that two slices share."""
+    """Counts the digits of a JSON text's long numbers, except some that span two slices."""
     return sum(
         len(number)
         for at in range(0, len(body), SLICE)
@@ -128,7 +129,7 @@ def count_digits(body: bytes | bytearray) -> int:
 
 
 def all_finite(value: Any) -> bool:
-    """Whether no number in a JSON value was too large for a float: infinity could not be written back.
+    """Whether all numbers in a JSON value are finite: infinity cannot be written back as JSON.
 
     The decoder reads 1e400 as infinity, whatever `allow_inf_nan` says.
     """
@@ -148,24 +149,24 @@ def all_finite(value: Any) -> bool:
 
 
 async def on_thread(work: Callable[[], Result], size: int) -> Result:
-    """`work()`, which makes objects of a body of `size` bytes; on a thread where they are many."""
+    """Runs `work()`, which creates objects from a body of `size` bytes; on a thread for a large body."""
     return await in_thread(work, size) if size >= LARGE_JSON else work()
 
 
 async def prepared(context: RequestContext, work: Callable[[Callable[[], None]], Result]) -> Result:
-    """`work(interrupt)`, which makes of the request's body what is answered; on a thread if that is long.
+    """Runs `work(interrupt)`, which turns the request's body into a prompt; on a thread if that takes long.
 
-    It may begin twice: where a template takes long on the event loop, it begins anew on a thread. From then
-    on that template is rendered on threads only.
+    `work` may begin twice: if a template takes too long on the event loop, `work` begins again on a thread.
+    From then on that template is rendered on threads only.
 
-    `interrupt` raises once the client has left. Raises ClientLeft then. Whatever `work` leaves of the body is
-    not counted any more.
+    `interrupt` raises once the client has left, and this raises ClientLeft. What `work` leaves of the body is
+    no longer counted.
     """
     if context.body.size < LONG_TEXT:
         try:
             with briefly():
                 return work(lambda: None)
-        except TakesLong:  # a template that takes its time, whatever the body
+        except TakesLong:  # a slow template, whatever the body
             pass
     try:
         interrupted = interruptible(work, context.body.size, context.service.bodies)
@@ -177,10 +178,9 @@ async def prepared(context: RequestContext, work: Callable[[Callable[[], None]],
 async def seen(
     context: RequestContext, work: Callable[[Callable[[], None]], Result], pictures: list[GivenPicture]
 ) -> Result:
-    """`work(interrupt)`, which decodes and encodes `pictures` that a prepared body has left, on threads of
-    their own; those that are elsewhere are fetched before, in place. Their bytes are counted until then.
-    `interrupt` and what is raised as in `prepared`, and PromptError.
-    """
+    """Runs `work(interrupt)`, which decodes and encodes the `pictures` of a prepared body, on threads of
+    their own. Pictures given by URL are fetched first, in place. The pictures' bytes are counted until the
+    work is done. `interrupt` and exceptions are as in `prepared`, and PromptError."""
     size = sum(len(picture.url) for picture in pictures)
     context.body.hold(size)
     try:
@@ -192,7 +192,7 @@ async def seen(
 
 
 def check_media_type(headers: Headers) -> None:
-    """Raises ApiError 415 unless the headers are those of JSON in UTF-8, or say nothing."""
+    """Raises ApiError 415 unless the headers declare JSON in UTF-8, or nothing."""
     wrong = None
     if (header := headers.get("content-type")) is not None:
         message = Message()
@@ -211,7 +211,8 @@ def check_media_type(headers: Headers) -> None:
 
 
 async def received(context: RequestContext) -> bytearray:
-    """The whole body. Raises ApiError 413 as soon as it is known to be too long, 429, and ClientLeft."""
+    """Receives the whole body. Raises ApiError 413 as soon as it is known to be too long, 429, and
+    ClientLeft."""
     max_bytes = context.service.settings.max_body_mib * 1024**2
     too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     declared = context.http.headers.get("content-length", "")
@@ -230,9 +231,9 @@ async def received(context: RequestContext) -> bytearray:
 
 
 async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of `work`, which is cancelled when the client disconnects. Raises ClientLeft then.
+    """The result of `work`, which is cancelled if the client disconnects. Raises ClientLeft then.
 
-    The request must have been read.
+    The request's body must have been read.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -1,4 +1,4 @@
-"""Every endpoint: what it takes and who answers it."""
+"""Every endpoint: the body it takes and the function that answers it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 
 class AnswerRoute(APIRoute):
-    """For endpoints that take the request and return a response: FastAPI has nothing to find out for them."""
+    """Calls an endpoint that takes the request and returns a response, without FastAPI's dependency
+    handling."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The endpoint itself."""
@@ -67,16 +68,16 @@ answers = APIRouter(route_class=AnswerRoute)
 others = APIRouter()
 
 ROUTERS = (answers, others)
-"""Looked through in this order: what is asked for most comes first."""
+"""Searched in this order: the most used endpoints come first."""
 
 
 LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
 DEFAULT_LIMIT = 16
-"""Tokens of a completion where a request gives none of these, as in OpenAI's API and vLLM."""
+"""`max_tokens` of a completion that sets none of these fields, as in OpenAI's API and vLLM."""
 
 
 def endpoints() -> list[APIRoute]:
-    """Every route of theirs."""
+    """Every route of ROUTERS."""
     return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 
 
@@ -90,9 +91,9 @@ def _post(
     choose: Callable[[dict[str, Any]], type[BaseModel]] | None = None,
     error: type[BaseModel] = ErrorAnswer,
 ) -> None:
-    """Has `answer` called, at each of `paths`, with a body as the one of `bodies` that `choose` names for it.
+    """Registers `answer` at each of `paths`. `choose` names which of `bodies` a request's body is.
 
-    The first path is the one that the description tells of.
+    The OpenAPI description shows the first path only.
     """
 
     async def endpoint(http: Request) -> Response:
@@ -105,7 +106,7 @@ def _post(
                 task.uncancel()
                 raise stopped() from None
             raise
-        except EngineDead:  # what a grammar that is waited for gets then
+        except EngineDead:  # raised to a request that waits for its grammar
             if context.service.is_cut:
                 raise stopped() from None
             raise
@@ -125,25 +126,25 @@ def _post(
 
 
 def _in_path(path: str) -> list[dict[str, Any]]:
-    """A path's parameters, for the description."""
+    """A path's parameters, for OpenAPI."""
     names = re.findall(r"{(\w+)}", path)
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
 def invoke(context: RequestContext, request: CompletionRequest | ChatRequest) -> Awaitable[Response]:
-    """A `prompt` is continued, `messages` are answered; the temperature is 0 where none is given."""
+    """Continues a `prompt` or answers `messages`; the temperature is 0 unless given."""
     return complete(context, request) if isinstance(request, CompletionRequest) else chat(context, request)
 
 
 def completed(body: dict[str, Any]) -> type[CompletionRequest]:
-    """A completion, of `DEFAULT_LIMIT` tokens where nothing is said."""
+    """A completion; `DEFAULT_LIMIT` tokens unless the body sets a limit."""
     if all(body.get(name) is None for name in LIMITS):
         body["max_tokens"] = DEFAULT_LIMIT
     return CompletionRequest
 
 
 def invoked(body: dict[str, Any]) -> type[CompletionRequest | ChatRequest]:
-    """Which of the two a body asks for; gives it a temperature. Raises ApiError 400."""
+    """Whether a body is a completion or a chat; sets the default temperature. Raises ApiError 400."""
     prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
     if prompted == conversed:
         param = "messages" if prompted else "prompt"
@@ -216,13 +217,13 @@ async def version(http: Request) -> dict[str, str]:
 
 @others.get("/props")
 async def props(http: Request) -> dict[str, Any]:
-    """What llama-server tells of itself: the context of a slot, slots, chat template, defaults."""
+    """llama-server's properties: the context of a slot, slots, chat template, defaults."""
     service = service_of(http)
     return {**service.tell(llama_props), "is_sleeping": service.status == "sleeping"}
 
 
 def llama_props(service: Service) -> dict[str, Any]:
-    """The same, but for whether it sleeps."""
+    """The same, without whether the model sleeps."""
     backend = service.backend
     engine = backend.engine
     bos = engine.vocab.bos_id
@@ -245,7 +246,7 @@ def llama_props(service: Service) -> dict[str, Any]:
 
 @others.get("/slots", responses=errors(401, 403, 503))
 async def about_slots(http: Request, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
-    """What each slot does, as llama-server tells it; with `fail_on_no_slot` 503 where none is idle."""
+    """What each slot does, as llama-server reports it; with `fail_on_no_slot` 503 if none is idle."""
     await awake(context_of(http.scope))
     return slots(service_of(http).backend.engine, fail_without=bool(fail_on_no_slot))
 
@@ -264,7 +265,7 @@ async def running(http: Request) -> dict[str, Any]:
 
 @others.get("/api/version", responses=errors(401, 403, answer=OllamaErrorAnswer))
 async def ollama_version() -> dict[str, str]:
-    """The version of Ollama whose API this is."""
+    """The Ollama version whose API this server implements."""
     return {"version": OLLAMA_VERSION}
 
 
@@ -291,8 +292,8 @@ async def model(http: Request, model: str) -> dict[str, Any]:
 
 @others.get("/lora-adapters", responses=errors(401, 403))
 async def lora_adapters(http: Request) -> list[dict[str, Any]]:
-    """The adapters by the number that `lora` names, as llama-server lists them; none is applied unless a
-    request says so."""
+    """The adapters by the number that `lora` uses, as llama-server lists them; a request applies none unless
+    it asks for one."""
     adapters = service_of(http).settings.adapters.items()
     return [
         {"id": number, "path": str(path), "scale": 0.0, "name": name}
@@ -338,10 +339,10 @@ def model_card(service: Service) -> dict[str, Any]:
 
 
 KNOWN = (llama_props, model_card, model_tags)
-"""What is told of a model that sleeps, too."""
+"""Functions whose results stay available while the model sleeps."""
 
 for read in endpoints():
     if "GET" in (
         read.methods or ()
-    ):  # FastAPI, unlike Starlette, gives it no HEAD; the server leaves its body out
+    ):  # FastAPI, unlike Starlette, adds no HEAD; the server omits the body
         others.add_api_route(read.path, read.endpoint, methods=["HEAD"], include_in_schema=False)

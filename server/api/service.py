@@ -32,24 +32,24 @@ logger = logging.getLogger(__name__)
 Status = Literal["loading", "ready", "sleeping", "draining", "failed"]
 
 Facts = dict[str, Any]
-"""What an endpoint tells of the model."""
+"""What an endpoint reports about the model."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers requests once the model is loaded and warmed up."""
+    """The loaded and warmed-up model, which answers requests."""
 
     engine: Engine
     prompter: Prompter
     defaults: SamplingDefaults
-    """The model's own sampling values, for the fields that a request leaves out."""
+    """The model's own sampling values, for fields that a request omits."""
 
 
 class Service:
-    """Holds the backend while there is one, and counts the requests being answered.
+    """Holds the backend while it is loaded, and counts the requests in flight.
 
-    `load` makes the backend, warmed up. It runs on a thread of its own, so that the server answers 503, and
-    obeys SIGTERM, meanwhile. While the model sleeps, what `known` makes of it is told as it was.
+    `load` creates the backend, warmed up, on a thread of its own: meanwhile the server answers 503 and obeys
+    SIGTERM. While the model sleeps, the results of the functions in `known` are served from a copy.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Service:
             key.key.encode().decode("latin-1"): (number, key)
             for number, key in enumerate(settings.api_keys())
         }
-        """Those that clients may send, as they stand in a header, each with its number."""
+        """The valid keys, each as it stands in a header, with its number."""
         self.metrics = metrics
         self.started = int(time.time())
         self.in_flight = 0
         self.bodies = Bodies(settings.max_bodies_mib * 1024**2)
         self.fetching = asyncio.Semaphore(AT_ONCE)
-        """Of those who fetch pictures from elsewhere."""
+        """Limits concurrent fetches of pictures."""
         self.open: set[TextGeneration] = set()
-        """Those that their requests still wait for."""
+        """Generations that a request still waits for."""
         self.is_cut = False
         self.failure: Exception | None = None
         self._load = load
@@ -82,19 +82,20 @@ class Service:
         """When the model was loaded, or a request that needed it ended."""
         self._known = known
         self._asleep: Mapping[Callable[[Service], Facts], Facts] | None = None
-        """What is told of the model while it sleeps; None while it does not."""
+        """The copied results of `known` while the model sleeps; else None."""
         self._waking: asyncio.Future[ApiError | None] | None = None
-        """Those wait for it who need the model while it is loaded again: it tells why that failed."""
+        """Set while the model is loaded again. Requests that need it wait for this future, whose result is
+        the error, if any."""
         self._loader = ThreadPoolExecutor(1, "sleep")
-        """Unloads and loads, one after the other."""
+        """Runs unloading and loading one at a time."""
         self.loads = 0
         """How often the model was loaded."""
         self._closed = False
         self._close_lock = threading.Lock()
-        """Held to close or to take in what was loaded: a model that arrives is freed by one thread alone."""
+        """Held to close, or to store a loaded backend, so that exactly one thread frees it."""
 
     def start(self) -> None:
-        """Begins to load the model."""
+        """Starts loading the model."""
 
         def run() -> None:
             self.failure = self._take_in()
@@ -102,7 +103,7 @@ class Service:
         threading.Thread(target=run, name="load", daemon=True).start()
 
     def _take_in(self) -> Exception | None:
-        """Loads the model; what went wrong."""
+        """Loads the model. Returns the exception, if one was raised."""
         try:
             backend = self._load()
         except Exception as error:
@@ -116,13 +117,13 @@ class Service:
                 self.loads += 1
                 self.last_work = time.monotonic()
                 return None
-        backend.engine.close()  # nobody else knows of it
+        backend.engine.close()  # nothing else refers to it
         return None
 
     # --- sleep ---------------------------------------------------------------------------------------------
 
     async def sleep_when_idle(self, seconds: float) -> None:
-        """Has the model sleep each time that no request has needed it for so long; until it is cancelled."""
+        """Unloads the model each time that no request has needed it for `seconds`; runs until cancelled."""
         while True:
             left = seconds
             if self.status == "ready" and not self.in_flight:
@@ -133,7 +134,7 @@ class Service:
                 await self._sleep()
 
     async def _sleep(self) -> None:
-        """Unloads the model. Nothing may be in flight; later requests wait in `wake`."""
+        """Unloads the model. No request may be in flight; later ones wait in `wake`."""
         backend = self.backend
         self.metrics.pause(backend.engine.stats())
         self._asleep = {about: about(self) for about in self._known}
@@ -149,12 +150,12 @@ class Service:
                 except Exception:
                     logger.exception("the model was not unloaded in order")
                 self._backend = None
-        gc.unfreeze()  # what the start froze, which would hold the engine's objects
+        gc.unfreeze()  # undoes the freeze at start, which would keep the engine's objects
         gc.collect()
 
     async def wake(self) -> None:
-        """Loads the model again where it sleeps; whoever comes meanwhile waits for the same. Raises ApiError
-        503 where that fails, for the next request to try again, or where the server drains."""
+        """Loads a sleeping model again; concurrent calls share one load. Raises ApiError 503 if loading
+        fails, in which case the next request tries again, or if the server drains."""
         if self._asleep is None:
             return
         if self._waking is None:
@@ -185,14 +186,15 @@ class Service:
 
     @property
     def idle_left(self) -> float | None:
-        """Seconds until the model is unloaded unless a request comes; None: it stays."""
+        """Seconds until an idle model is unloaded; None if it never is."""
         seconds = self.settings.sleep_idle_seconds
-        if seconds is None or self.in_flight > 1:  # who asks is in flight, too
+        if seconds is None or self.in_flight > 1:  # the calling request is in flight, too
             return seconds
         return max(0.0, seconds + self.last_work - time.monotonic())
 
     def tell(self, about: Callable[[Service], Facts]) -> Facts:
-        """`about(self)`, one of `known`; while the model sleeps, what that was. Raises ApiError 503."""
+        """`about(self)`, for a function of `known`; its copied result while the model sleeps. Raises ApiError
+        503."""
         asleep = self._asleep
         return about(self) if asleep is None or self.status != "sleeping" else asleep[about]
 
@@ -200,7 +202,7 @@ class Service:
 
     @property
     def status(self) -> Status:
-        """ "draining" wins: once a server is told to stop, it stops."""
+        """ "draining" takes precedence: a server that was told to stop stops."""
         if self._drain_deadline is not None:
             return "draining"
         if self._asleep is not None:
@@ -211,7 +213,7 @@ class Service:
 
     @property
     def backend(self) -> Backend:
-        """The loaded model. Raises ApiError 503 while there is none to use."""
+        """The loaded model. Raises ApiError 503 while there is none."""
         status = self.status
         if status == "ready" and self._backend is not None:
             return self._backend
@@ -232,16 +234,16 @@ class Service:
 
     @property
     def drained(self) -> bool:
-        """Told to drain, and nothing is being answered any more."""
+        """Whether the server is draining and no request is in flight."""
         return self._drain_deadline is not None and self.in_flight == 0
 
     @property
     def overdue(self) -> float:
-        """Seconds since the time to drain was over; 0 before."""
+        """Seconds since the drain timeout passed; 0 before."""
         return max(0.0, time.monotonic() - self._drain_deadline) if self._drain_deadline is not None else 0.0
 
     def cut_short(self) -> bool:
-        """Ends whatever is being answered, so that its client is told. Whether this is the first call."""
+        """Cuts short all running requests with an error. Returns whether this is the first call."""
         if self.is_cut:
             return False
         self.is_cut = self.bodies.closed = True
@@ -252,7 +254,8 @@ class Service:
         return True
 
     def close(self) -> None:
-        """Stops the engine and blocks until its thread has ended; one still being loaded ends once it is."""
+        """Stops the engine and blocks until its thread has ended. An engine that is still loading stops after
+        that."""
         with self._close_lock:
             self._closed = True
             if self._backend is not None:
@@ -260,7 +263,7 @@ class Service:
 
 
 def unavailable(status: Status) -> ApiError:
-    """What requests that need the model are told while the service's status is none but "ready"."""
+    """The error for requests that need the model while the status is not "ready"."""
     messages = {
         "loading": "the model is loading",
         "sleeping": "the model is unloaded",
@@ -271,7 +274,7 @@ def unavailable(status: Status) -> ApiError:
 
 
 def unloadable(error: Exception) -> ApiError:
-    """What requests are told for which the model could not be loaded again."""
+    """The error for requests whose model could not be loaded again."""
     message = f"the model could not be loaded: {error}"
     return ApiError(503, message, code="loading_failed", headers={"Retry-After": "1"})
 

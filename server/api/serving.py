@@ -1,4 +1,4 @@
-"""The generations of one request: submitted together, counted together, cancelled together."""
+"""The generations of one request, which are submitted, counted and cancelled together."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class ServedRequest:
-    """One request's answers in the making: `n` for each prompt, prompt by prompt.
+    """One request's running answers: `n` for each prompt, prompt by prompt.
 
-    Submits at once; raises what `Engine.submit` raises, with nothing left running. All choices of a prompt
-    share it; all of them share `stops`, follow a constraint that `constrain` gives them and think within the
-    limits of `thinking`.
+    The constructor submits; it raises what `Engine.submit` raises, with nothing left running. All choices of
+    a prompt share it. All answers share `stops` and the limits of `thinking`; `constrain` gives each its
+    constraint.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ServedRequest:
     ) -> None:
         self._context = context
         service = context.service
-        backend = service.loaded or service.backend  # one that drains finishes what it has begun
+        backend = service.loaded or service.backend  # a draining backend finishes running requests
         self.request = request
         self.vocab = backend.engine.vocab
         self.created = int(time.time())
@@ -64,7 +64,7 @@ class ServedRequest:
         self.params = params = sampling_of(service, request)
         adapters, scheduling = adapters_of(service.settings, request), scheduling_of(context, request)
         self.service_tier = scheduling.service_tier
-        """The one that it is served in."""
+        """The tier in effect."""
         self.generations: list[TextGeneration] = []
         self.id = f"{prefix}{request.request_id or uuid.uuid4().hex}"
         self.model = request.model or service.settings.model_id
@@ -99,9 +99,9 @@ class ServedRequest:
         writer: EventWriter,
         collect: Callable[[], Awaitable[bytes]],
     ) -> Response:
-        """The response: events where the request asks for a stream, else one object, in JSON.
+        """The response: events if the request asks for a stream, else one JSON object.
 
-        Nothing is generated any longer than the client waits for it, however the response ends.
+        Generation stops when the response ends, however it ends.
         """
         if self.request.stream:
             return EventStream([aiter(answer) for answer in answers], writer, self.close)
@@ -115,12 +115,12 @@ class ServedRequest:
             self.close()
 
     async def written(self, work: Callable[[], bytes]) -> bytes:
-        """`work()`, which encodes all of an answer; on a thread where it has log-probabilities, some dozens
-        of objects for each token."""
+        """Runs `work()`, which encodes a whole answer; on a thread if it has log-probabilities, which are
+        dozens of objects a token."""
         return await in_thread(work, 0) if self._scored else work()
 
     def close(self, error: ApiError | None = None) -> None:
-        """Cancels what still runs and reports to the metrics. To be called once, however the request ends."""
+        """Cancels what still runs and reports to the metrics. Call once, however the request ends."""
         service = self._context.service
         service.open.difference_update(self.generations)
         self._context.record.error = error or self._context.record.error
@@ -129,17 +129,17 @@ class ServedRequest:
             service.metrics.observe(generation)
 
     def check(self, finish_reason: str | None) -> str:
-        """Why an answer ended, in OpenAI's words. Raises ApiError 503 where the server cut it short."""
+        """An answer's finish reason in OpenAI's terms. Raises ApiError 503 if the server cut it short."""
         if finish_reason in ("stop", "length", "tool_calls"):
             return finish_reason
         raise stopped()
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the whole request; a prompt with several answers counts once.
+        """Token usage of the whole request; a prompt with several answers counts once.
 
-        `completion_tokens_details` comes where an answer thinks. `speculation`, an extension: what became of
-        tokens guessed ahead, where there were any. `cache_miss`, where it was asked for: why a prompt had to
-        be computed beyond `cached_tokens`.
+        `completion_tokens_details` is present if an answer thinks. `speculation`, an extension, counts
+        drafted and accepted tokens, if any. `cache_miss`, on request, says why a prompt was computed beyond
+        `cached_tokens`.
         """
         answers = self._answers
         usage: dict[str, Any] = {
@@ -165,8 +165,8 @@ class ServedRequest:
         return usage
 
     def of_chunk(self) -> dict[str, Any]:
-        """What every chunk has beside its choices, where it was asked for: usage, which is null before the
-        last one or what it is so far, and llama-server's timings so far."""
+        """Fields of every chunk that the request asks for: usage (null before the last chunk, or usage so
+        far) and llama-server's timings so far."""
         fields = self.extras() if self.request.timings_per_token else {}
         if self.include_usage:
             fields["usage"] = self.usage() if self.request.continuous_usage else None
@@ -192,7 +192,7 @@ class ServedRequest:
 
 
 def sampling_of(service: Service, request: GenerationRequest) -> SamplingParams:
-    """How the first answer is sampled. Raises ApiError 400."""
+    """Sampling parameters of the first answer. Raises ApiError 400."""
     backend = service.loaded or service.backend
     mode = request.mode(thinking=service.settings.thinking, can_think=backend.prompter.can_think)
     return request.sampling_params(
@@ -204,7 +204,7 @@ def sampling_of(service: Service, request: GenerationRequest) -> SamplingParams:
 
 
 def progress_of(generation: TextGeneration, *, read: bool) -> dict[str, Any]:
-    """llama-server's `prompt_progress`, of a prompt that is read as a whole or still being read."""
+    """llama-server's `prompt_progress`; `read` is true for a prompt that is complete."""
     progress, total = generation.generation.progress, generation.prompt_tokens
     return {
         "total": total,
@@ -215,10 +215,10 @@ def progress_of(generation: TextGeneration, *, read: bool) -> dict[str, Any]:
 
 
 def timings_of(generation: TextGeneration) -> dict[str, Any]:
-    """llama-server's, and how long it waited."""
+    """llama-server's `timings`, with the time waited."""
     timings, drafts = generation.generation.timings, generation.generation.drafts
     prompt_n = generation.prompt_tokens - generation.cached_tokens
-    # the first token falls out of the prefill
+    # prefill gives the first token
     predicted_n = max(0, generation.completion_tokens - 1)
     figures = {
         "cache_n": generation.cached_tokens,
@@ -240,8 +240,8 @@ def timings_of(generation: TextGeneration) -> dict[str, Any]:
 async def compiled(
     context: RequestContext, request: GenerationRequest, wanted: WantedGrammar | None
 ) -> Callable[[], Constraint] | None:
-    """What gives each answer a constraint of its own; before, what its sampler takes long to make is made.
-    Raises ApiError 400 that names the field, QueueFull where too many grammars wait, and ClientLeft."""
+    """A function that creates each answer's constraint. What is slow to build for its sampler is built
+    before. Raises ApiError 400 naming the field, QueueFull if too many grammars wait, and ClientLeft."""
     if request.dry_multiplier:
         dries, params = context.service.backend.engine.dries, sampling_of(context.service, request)
         await until_gone(context.http, in_thread(partial(dries.of, params), 0))
@@ -257,7 +257,7 @@ async def compiled(
 
 
 def check_count(context: RequestContext, request: GenerationRequest, prompts: int = 1) -> None:
-    """Raises ApiError 400 for more answers than could ever wait and run together, however long one tries."""
+    """Raises ApiError 400 for more answers than the slots and the queue could ever hold."""
     settings = context.service.backend.engine.settings
     wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
     if wanted > most:
@@ -269,7 +269,7 @@ def check_count(context: RequestContext, request: GenerationRequest, prompts: in
 
 
 def stop_strings(request: GenerationRequest) -> StopStrings | None:
-    """What ends the answers early, for all of them; work for as long as the strings are."""
+    """The stop strings of all answers. Building them takes time in proportion to their length."""
     if not request.stop:
         return None
     included, least = bool(request.include_stop_str_in_output), request.min_tokens or 0
@@ -279,13 +279,13 @@ def stop_strings(request: GenerationRequest) -> StopStrings | None:
 def prompt_budget(
     request: GenerationRequest, context_size: int, interrupt: Callable[[], None]
 ) -> TokenBudget:
-    """What making tokens of a prompt may take: no more of them than fit, unless the request has it cut."""
+    """The limit for tokenizing a prompt: the context's size, unless the request truncates the prompt."""
     return TokenBudget(context_size if request.truncate_prompt_tokens is None else sys.maxsize, interrupt)
 
 
 def truncated(ids: list[int], request: GenerationRequest, context_size: int) -> list[int]:
-    """The end of a prompt, as much of it as `truncate_prompt_tokens` leaves; -1 is what the context has room
-    for beside the answer."""
+    """The end of a prompt, cut to `truncate_prompt_tokens`; -1 cuts to what the context holds beside the
+    answer."""
     keep = request.truncate_prompt_tokens
     if keep == -1:
         keep = max(1, context_size - (request.token_limit or 1))
@@ -293,14 +293,14 @@ def truncated(ids: list[int], request: GenerationRequest, context_size: int) -> 
 
 
 def prompt_details(cached_tokens: int, image_tokens: int) -> dict[str, Any]:
-    """Of a prompt's tokens those that were cached and those of images; vLLM has these where there are any."""
+    """How many of a prompt's tokens were cached and how many are of images; vLLM omits these at zero."""
     images = {"image_tokens": image_tokens} if image_tokens else {}
     return {"cached_tokens": cached_tokens, **images}
 
 
 def _misses(prompts: Sequence[TextGeneration]) -> Any:
-    """Why the prompt was not found whole in the prefix cache, and up to which token it was known; of several
-    prompts a list."""
+    """Why the prefix cache did not cover the prompt, and up to which token it did; a list for several
+    prompts."""
     misses = [
         {"reason": miss.reason, "position": miss.position} if miss else None
         for miss in (generation.generation.missed for generation in prompts)

@@ -1,4 +1,4 @@
-"""/slots, as llama-server has it."""
+"""llama-server's /slots."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 class SlotActionRequest(BaseModel):
-    """A file in the folder of `--slot-save-path`; to erase, none is needed."""
+    """A file in the folder of `--slot-save-path`; `erase` needs none."""
 
     model_config = ConfigDict(strict=True)
 
     filename: str = ""
     cache_salt: str | None = None
-    """That of the requests whose prompts are meant."""
+    """The salt of the requests whose prompts are meant."""
 
 
 async def slot_action(context: RequestContext, request: SlotActionRequest) -> Response:
-    """With `?action=save`, `restore` or `erase`: what the prompt cache has, which all slots share, to a file
-    and back."""
+    """Saves the prompt cache, which all slots share, to a file (`?action=save`), reads it back (`restore`),
+    or empties it (`erase`)."""
     service, query = context.service, context.http.query_params
     engine, folder, action = service.backend.engine, service.settings.slot_save_path, query.get("action")
     slot = context.http.path_params["slot"]
@@ -82,7 +82,7 @@ def _path(folder: Path, name: str, salt: str) -> Path:
 
 
 def slots(engine: Engine, *, fail_without: bool = False) -> list[dict[str, Any]]:
-    """What each slot does. Raises ApiError 503 where none is idle and the request wants to be told so."""
+    """What each slot does. Raises ApiError 503 if none is idle and the request asks for that."""
     states = slot_states(engine)
     if fail_without and all(state.params for state in states):
         raise ApiError(503, "no slot is idle", code="no_slot", headers={"Retry-After": "1"})

@@ -1,7 +1,7 @@
-"""Server-sent events: `data: {json}`, and what ends them; several choices as one stream.
+"""Server-sent events: `data: {json}` and the end of a stream; several choices as one stream.
 
-Chat and text completions end with `data: [DONE]`. Protocols whose objects have a `type` name the event after
-it, and end with an object that says so.
+Chat and text completions end with `data: [DONE]`. Protocols whose objects have a `type` name each event after
+it, and end with an object of their own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
-"""Legal in JSON, but line ends to clients that split a stream with `str.splitlines`."""
+"""Legal in JSON, but line breaks to clients that split a stream with `str.splitlines`."""
 
 
 NEVER_S = 10**9
 
 
 class Lazily(Generic[Item]):
-    """A long list in JSON, each value of which is made as it is written: all of them together would take much
-    memory, and their encoding in one piece would let no other thread run."""
+    """A long JSON list whose values are created as they are written. Together they would take much memory,
+    and encoding them at once would block all other threads."""
 
     def __init__(self, write: Callable[[Item], Any], items: list[Item]) -> None:
         self._write, self.items = write, items
@@ -46,7 +46,7 @@ class Lazily(Generic[Item]):
 
 
 def encode(value: Any) -> bytes:
-    """One line of JSON, in UTF-8 rather than escapes."""
+    """One line of JSON, in UTF-8 without escapes."""
     written = to_json(value, fallback=iter)
     if not written.isascii():
         for char, escaped in LINE_BREAKS.items():
@@ -64,42 +64,44 @@ def typed_event(data: Mapping[str, Any]) -> bytes:
 
 
 def ending(*events: Mapping[str, Any]) -> bytes:
-    """The last events and the mark of a complete stream, in one piece: a client wakes up once for them."""
+    """The last events and the end mark of a stream, in one piece, so that a client wakes up once."""
     return b"".join(map(event, events)) + b"data: [DONE]\n\n"
 
 
 class EventWriter:
-    """A format's way to write one response as events; OpenAI's is what is the same in most."""
+    """Writes one response as events; the base class does what most formats share, in OpenAI's way."""
 
     media_type = "text/event-stream"
     pings = True
-    """Whether there is anything that keeps an idle connection open and says nothing."""
+    """Whether the format has an event that only keeps an idle connection open."""
 
     def begin(self) -> bytes:
-        """What comes before the first part; may be nothing."""
+        """Bytes before the first part; may be empty."""
         return b""
 
     async def write(self, index: int, part: Any) -> bytes:
-        """A part of the answer `index`, None once it is complete; may be nothing."""
+        """The bytes of a part of answer `index`, or of its end for None; may be empty."""
         raise NotImplementedError
 
     async def end(self) -> bytes:
-        """What comes once all answers are complete. Raises ApiError where the server cut them short."""
+        """Bytes after all answers. Raises ApiError if the server cut them short."""
         raise NotImplementedError
 
     def failure(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails."""
+        """The last event of a failed stream."""
         return event(error.body())
 
     def ping(self) -> ServerSentEvent:
-        """What keeps an idle connection open."""
+        """The event that keeps an idle connection open."""
         return ServerSentEvent(comment="ping", sep="\n")
 
 
 class EventStream(EventSourceResponse):
-    """Streams answers as `writer` has them; calls `close`, with what went wrong, however the stream ends.
+    """Streams answers through `writer`. Calls `close` however the stream ends, with the error if there is
+    one.
 
-    That includes a client that left before the first event, when a generator's own `finally` never runs."""
+    That includes a client that left before the first event, when a generator's own `finally` never runs.
+    """
 
     def __init__(
         self,
@@ -136,7 +138,8 @@ class EventStream(EventSourceResponse):
                         yield written
             yield await writer.end()
         except Exception as error:
-            # the status is sent: an event is all that is left; no [DONE], or it would pass for complete
+            # the status is sent already, so only an event can report it; without [DONE] the stream does not
+            # pass for complete
             self._error = answer = from_exception(error)
             if answer.status == 500:
                 logger.exception("a stream failed")
@@ -144,11 +147,11 @@ class EventStream(EventSourceResponse):
 
 
 async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item | None], None]:
-    """Items of all streams as they come, each with its stream's index; None once a stream is exhausted.
+    """Items of all streams as they arrive, each with its stream's index; None when a stream ends.
 
     An exception in any stream ends them all.
     """
-    if len(streams) == 1:  # nothing to merge, no tasks to pay for
+    if len(streams) == 1:  # nothing to merge, so no tasks
         async for item in streams[0]:
             yield 0, item
         yield 0, None

@@ -1,4 +1,4 @@
-"""Who asks: who shares prefixes with whom, and the server's time."""
+"""Tenants: who shares prefixes with whom, and whose share of the server's time a request uses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine import ServiceTier
 
 NETWORK = 64
-"""Bits of an IPv6 address that tell clients apart: one client has all addresses of such a network."""
+"""Bits of an IPv6 address that identify a client, which owns all addresses of such a network."""
 
 
 def key_of(headers: Headers, known: Container[str]) -> str:
-    """The key in `Authorization` or, as Anthropic's clients send it, in `x-api-key`: of both, one of the
-    server's."""
+    """The key in `Authorization` or, from Anthropic's clients, in `x-api-key`; if both are present, one that
+    the server knows."""
     bearer = headers.get("authorization", "").partition(" ")[2].strip()
     sent = [key for key in (bearer, headers.get("x-api-key", "")) if key]
     return next((key for key in sent if key in known), sent[0] if sent else "")
 
 
 def salt_of(key: str, cache_salt: str | None) -> str:
-    """What the prompts of requests that may share prefixes have in common; neither can be read from it."""
+    """A salt common to the requests that may share prefixes. It reveals neither the key nor `cache_salt`."""
     if not key and not cache_salt:
         return ""
     both = hashlib.sha256()
@@ -44,12 +44,13 @@ def salt_of(key: str, cache_salt: str | None) -> str:
 def sharing_of(context: RequestContext, request: GenerationRequest) -> str:
     """The salt of a request's prefixes and pictures."""
     key = context.key if context.service.settings.prefix_by_key else ""
-    # what nobody shares is not found, nor is what is kept of this request
+    # a random salt finds nothing, and nothing finds what this request leaves in the cache
     return salt_of(key, uuid4().hex if request.cache_prompt is False else request.cache_salt)
 
 
 def scheduling_of(context: RequestContext, request: GenerationRequest) -> SchedulingParams:
-    """Whose a request is, and its place in the queue. Raises ApiError 400 for one that it may not have."""
+    """A request's tenant and its priority in the queue. Raises ApiError 400 for a priority that it may not
+    have."""
     service = context.service
     policy = service.settings.scheduling_policy
     number, key = service.keys.get(context.key, (None, None))
@@ -78,7 +79,7 @@ def scheduling_of(context: RequestContext, request: GenerationRequest) -> Schedu
 
 
 def _address(context: RequestContext) -> str:
-    """Where a request comes from; "" through a Unix socket."""
+    """The client's address; "" through a Unix socket."""
     client = context.http.client
     try:
         address = ip_address(client.host) if client else None

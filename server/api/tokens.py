@@ -1,7 +1,7 @@
 """/tokenize, /detokenize, /apply-template, .../render, /tokenizer_info: the model's vocabulary.
 
-For clients that count, and routers that look for prefixes.
-/tokenize is llama-server's where the body has `content`, vLLM's where it has `prompt` or `messages`.
+For clients that count tokens, and routers that match prefixes. /tokenize is llama-server's if the body has
+`content`, vLLM's if it has `prompt` or `messages`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 2**18
-"""What /tokenize gives back, and /detokenize takes, at once: the longest context that there is."""
+"""Most tokens that /tokenize returns and /detokenize takes: the longest context that exists."""
 
 
 class TokenizeRequest(BaseModel):
@@ -73,7 +73,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest | TokenizeChatRequest]:
-    """What a body for /tokenize is."""
+    """The schema of a /tokenize body."""
     if "content" not in body and body.get("messages") is not None:
         return TokenizeChatRequest
     return (
@@ -82,7 +82,7 @@ def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest 
 
 
 def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
-    """ApiError 400 for more than `MAX_TOKENS`."""
+    """A budget that raises ApiError 400 above `MAX_TOKENS`."""
     message = f"{field}: more than {MAX_TOKENS:,} tokens; send it in parts"
     return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
 
@@ -90,15 +90,15 @@ def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
 async def with_prompt(
     context: RequestContext, request: ChatRequest, answer: Callable[[list[int]], Any]
 ) -> Response:
-    """`answer`, in JSON, to the ids of the prompt that a conversation would be answered with: for a picture
-    as many of the token that stands for it as it has. Raises ApiError 400."""
+    """`answer` in JSON to a conversation's prompt ids; a picture's placeholder token is repeated once for
+    each of its tokens. Raises ApiError 400."""
     service = context.service
     engine = service.backend.engine
     given: list[GivenPicture] = []
     bare: list[int] = []
 
     def answered(interrupt: Callable[[], None]) -> Response | None:
-        given.clear()  # this may begin twice
+        given.clear()  # `work` may begin twice
         pictures = None if engine.encoder is None else given
         bare[:], _ = prompt_of(service, request, bounded(interrupt, "messages"), pictures)
         if given:
@@ -162,8 +162,8 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
 
 
 async def apply_template(context: RequestContext, request: ChatRequest) -> Response:
-    """The text of the prompt that a conversation would be answered with; of a picture what the template has
-    in its place. Raises ApiError 400."""
+    """The text of the prompt that a conversation would be answered with; a picture is the template's
+    placeholder. Raises ApiError 400."""
     service = context.service
     engine = service.backend.engine
     vocab = engine.vocab
@@ -179,9 +179,8 @@ async def apply_template(context: RequestContext, request: ChatRequest) -> Respo
 async def render(
     context: RequestContext, request: ChatRequest | CompletionRequest | ResponsesRequest
 ) -> Response:
-    """The ids of the prompt that a request would be answered with, tools included, as vLLM's `.../render`: a
-    completion's may be several, in a list. Raises ApiError 400.
-    """
+    """The ids of the prompt that a request would be answered with, tools included, as vLLM's `.../render`; a
+    list of them for a completion with several prompts. Raises ApiError 400."""
     service = context.service
     context_size = service.backend.engine.context_size
     asked = (
@@ -236,7 +235,7 @@ def _counted(service: Service, ids: Sequence[int], *, strings: bool) -> dict[str
 
 
 def _piece(spelling: bytes) -> str | list[int]:
-    """As llama-server shows it: bytes where it is a part of a character."""
+    """A token as llama-server shows it: bytes if it is a part of a character."""
     try:
         return spelling.decode()
     except UnicodeDecodeError:

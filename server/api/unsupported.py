@@ -21,7 +21,7 @@ UNSUPPORTED = {
     "pulling, creating, copying, pushing and deleting models": "/api/pull /api/create /api/copy /api/push "
     "/api/delete /api/blobs/{rest:path}",
 }
-"""What -> the paths that are for it, unless an endpoint of ours has one of them."""
+"""Feature -> its paths on other servers, unless this server has an endpoint there."""
 
 INSTEAD = {
     "pulling, creating, copying, pushing and deleting models": "one server has one model, which it is "
@@ -35,13 +35,13 @@ INSTEAD = {
     "infilling": "llama.vim and llama.vscode complete code with a model that was trained for it; serve one, "
     "such as Qwen2.5-Coder, beside it with llama-server, and give them that address",
 }
-"""Some of these -> what to do."""
+"""Feature -> the alternative here, if there is one."""
 
 _PATTERNS = [(compile_path(path)[0], what) for what, paths in UNSUPPORTED.items() for path in paths.split()]
 
 
 def unsupported_endpoint(path: str) -> str | None:
-    """What a path without an endpoint is for on other servers, and what to do instead; None where they have
+    """What other servers offer at a path that this one lacks, and the alternative here; None if they have
     nothing there either."""
     what = next((what for pattern, what in _PATTERNS if pattern.match(path)), None)
     if what is None:

@@ -1,4 +1,4 @@
-"""What `/metrics` shows, in Prometheus' text format: requests as they end, and the engine's own counters."""
+"""Prometheus metrics: requests as they end, and the engine's own counters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COUNTERS = {
     "images.encoded": "Images that were encoded",
     "images.cached": "Images that came again and were not encoded again",
 }
-"""Fields of EngineStats that only grow; the metric is called like the field."""
+"""Counters of EngineStats; each metric has its field's name."""
 
 GAUGES = {
     "prefix.resident": "Checkpoints on the device",
@@ -53,7 +53,7 @@ GAUGES = {
     "prefix.host_bytes": "Bytes that they occupy",
     "images.bytes": "Bytes of encoded images, of requests and kept for when they come again",
 }
-"""Fields of EngineStats that come and go."""
+"""Gauges of EngineStats."""
 
 LOAD = {
     "qwen_running_sequences": ("running", "Sequences being decoded"),
@@ -61,7 +61,7 @@ LOAD = {
     "qwen_kv_cells_used": ("kv_cells_used", "KV cache cells in use, in tokens"),
     "qwen_kv_cells": ("kv_cells", "KV cache cells there are, in tokens"),
 }
-"""Metric -> field of EngineStats: gauges that are there, at zero, before there is an engine to ask."""
+"""Metric -> field of EngineStats, for gauges that exist at zero before the engine is loaded."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -105,11 +105,11 @@ class Metrics:
     def _by_tier(self, name: str, text: str) -> Histogram:
         made = Histogram(name, text, ("service_tier",), buckets=SECONDS, registry=self._registry)
         for tier in TIERS:
-            made.labels(tier)  # there from the start, at zero
+            made.labels(tier)  # present from the start, at zero
         return made
 
     def observe(self, generation: TextGeneration) -> None:
-        """Counts a generation that has ended, or that its request has given up."""
+        """Counts a generation that has ended, or was cancelled."""
         self._prompt_tokens.inc(generation.prompt_tokens)
         self._cached_tokens.inc(generation.cached_tokens)
         self._image_tokens.inc(generation.image_tokens)
@@ -126,37 +126,38 @@ class Metrics:
             self._tpot.observe(timings.decode_ms / 1000 / (generation.completion_tokens - 1))
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The text format, with the engine as `stats` has it; without them before there is one."""
+        """The text format, with the engine's `stats`; without them before it is loaded."""
         self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry)
 
     def pause(self, stats: EngineStats) -> None:
-        """The engine ends, with these: gauges are 0 until `resume`, and the next one's counts come on top."""
+        """Records the last `stats` of an engine that is unloaded: gauges are 0 until `resume`, and the next
+        engine's counters add to these."""
         self._engine.stats = stats
         self._engine.pause()
 
     def resume(self) -> None:
-        """There is an engine again."""
+        """An engine is loaded again."""
         self._engine.paused = False
 
 
 class EngineCollector(Collector):
-    """Shows the latest `stats`; LOAD alone before there are any. Counters go on over several engines."""
+    """Exports the latest `stats`, or LOAD alone before there are any. Counters continue across engines."""
 
     def __init__(self) -> None:
         self.stats: EngineStats | None = None
         self.paused = False
         self._ended: dict[str, dict[Labels, float]] = {}
-        """Of each counter, what engines that have ended counted."""
+        """Each counter's sum over engines that have ended."""
 
     def pause(self) -> None:
-        """Adds what the engine counted to what those before it did."""
+        """Adds the engine's counters to the sums of those before it."""
         counters = [metric for metric in self.collect() if isinstance(metric, CounterMetricFamily)]
         self._ended = {metric.name: _values(metric) for metric in counters}
         self.paused = True
 
     def describe(self) -> Iterable[Metric]:
-        """None are promised: what there is depends on the engine."""
+        """Empty: the metrics depend on the engine."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -173,7 +174,7 @@ class EngineCollector(Collector):
             yield metric
 
     def _running(self) -> Iterator[Metric]:
-        """What the engine has counted itself."""
+        """The engine's own counters."""
         stats = self.stats
         for name, (field, text) in LOAD.items():
             yield GaugeMetricFamily(name, text, value=_value(stats, field) if stats else 0)
@@ -205,7 +206,7 @@ def _value(stats: EngineStats, field: str) -> float:
 
 
 def _tiers(stats: EngineStats) -> Iterator[Metric]:
-    """What each service tier waits for, and gets: its share is the rate of its cost over that of all."""
+    """Each service tier's queue and cost: its share is the rate of its cost over that of all."""
     labels = ("service_tier",)
     waiting = GaugeMetricFamily("qwen_waiting_requests", "Requests in the queue", labels=labels)
     cost = CounterMetricFamily(
@@ -218,7 +219,7 @@ def _tiers(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _drafts(stats: EngineStats) -> Iterator[Metric]:
-    """Mean accepted length: accepted tokens by verifications."""
+    """Mean accepted length is accepted tokens divided by verifications."""
     labels = ("drafter",)
     steps = CounterMetricFamily("qwen_draft_verifications", "Drafts that were verified", labels=labels)
     drafted = CounterMetricFamily("qwen_drafted_tokens", "Tokens guessed ahead", labels=labels)
@@ -239,7 +240,7 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _steps(stats: EngineStats) -> Iterator[Metric]:
-    """Where the time of steps goes. `rows` is the number of rows sampled, rounded up to a power of two."""
+    """Time of the steps by phase. `rows` is the number of rows sampled, rounded up to a power of two."""
     labels = ("kind", "rows")
     steps = CounterMetricFamily("qwen_steps", "Steps of the engine", labels=labels)
     tokens = CounterMetricFamily("qwen_step_tokens", "Tokens in their batches", labels=labels)

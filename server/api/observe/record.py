@@ -1,4 +1,4 @@
-"""What is known of one HTTP request when it ends: why it was refused, the tokens it cost."""
+"""What is recorded of one HTTP request at its end: its error, its tokens."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from qwen_serve.server.chat import TextGeneration
 
 LONGEST = 500
-"""Characters of a message that the log shows."""
+"""Most characters of a message in the log."""
 
 
 def shown_path(scope: Scope) -> str:
-    """The path for a line of the log or a message, escapes and all: decoded, it could be several lines."""
+    """The path for a log line or a message, still percent-encoded: decoded, it could contain line breaks."""
     return quote(scope["path"], safe="/:@!$&'()*+,;=~")
 
 
 @dataclass
 class RequestRecord:
-    """Filled in by whoever answers the request."""
+    """Filled in by the code that answers the request."""
 
     answers: Answers | None = None
-    """What was generated for it, if anything was."""
+    """The request's generations, if there are any."""
     error: ApiError | None = None
-    """What the client got instead of an answer, or in the middle of one."""
+    """The error that the client received, instead of an answer or in the middle of one."""
 
     def line(self, what: str, seconds: float, request_id: str) -> str:
-        """The request as a line of the log; `what` are its method, path and status."""
+        """The request's log line; `what` is its method, path and status."""
         parts = [what]
         if self.error is not None:
             parts.append(self.error.message)
@@ -53,12 +53,12 @@ class Answers:
 
     @property
     def prompts(self) -> list[TextGeneration]:
-        """A generation of each prompt."""
+        """One generation of each prompt."""
         return self.generations[:: self.per_prompt]
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts; one with several answers counts once."""
+        """Tokens of all prompts; one with several answers counts once."""
         return sum(generation.prompt_tokens for generation in self.prompts)
 
     @property
@@ -75,14 +75,14 @@ class Answers:
 
     @property
     def first_token_s(self) -> float | None:
-        """From submission to the first token of any answer; None if there was none."""
+        """Seconds from submission to the first token of any answer; None before that."""
         timings = [generation.generation.timings for generation in self.generations]
         first = min((t.first_token for t in timings if t.first_token), default=0.0)
         return first - min(t.submitted for t in timings) if first else None
 
     @property
     def per_second(self) -> float | None:
-        """Tokens after the first by the time they took; None if there were none."""
+        """Tokens after the first, divided by their time in seconds; None if there are none."""
         timings = [generation.generation.timings for generation in self.generations]
         first = min((t.first_token for t in timings if t.first_token), default=0.0)
         last = max(t.finished for t in timings)
@@ -107,7 +107,7 @@ class Answers:
 
 
 def one_line(text: str) -> str:
-    """`text` such that no client can write lines, or escape sequences, into a log."""
+    """`text` without line breaks and escape sequences, safe for a log."""
     shown = text if len(text) <= LONGEST else text[:LONGEST] + "..."
     if shown.isprintable():
         return shown

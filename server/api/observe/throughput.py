@@ -1,4 +1,4 @@
-"""A line in the log every ten seconds of work: tokens a second, load, cache."""
+"""Logs throughput, load and cache every ten seconds of work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INTERVAL_S = 10.0
 
 
 async def report_throughput(service: Service, interval: float = INTERVAL_S) -> None:
-    """Logs until it is cancelled; nothing where nothing was computed."""
+    """Logs until cancelled; writes no line for an interval without work."""
     before: EngineStats | None = None
     loads = 0
     last = perf_counter()
@@ -32,7 +32,7 @@ async def report_throughput(service: Service, interval: float = INTERVAL_S) -> N
 
 
 def throughput_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
-    """What happened between two snapshots, and what is going on at the second."""
+    """What happened between two snapshots, and the state at the second."""
     prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
     generated = (now.generated_tokens - before.generated_tokens) / seconds
     parts = [

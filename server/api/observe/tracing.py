@@ -1,7 +1,7 @@
-"""OpenTelemetry: a span a request, with its phases, where an OTLP endpoint is configured.
+"""OpenTelemetry: one span a request, with its phases, if an OTLP endpoint is configured.
 
-The exporter reads the standard variables such as OTEL_EXPORTER_OTLP_ENDPOINT. Names are those
-of OpenTelemetry's semantic conventions for HTTP and for generative AI.
+The exporter reads the standard variables such as OTEL_EXPORTER_OTLP_ENDPOINT. Names are those of
+OpenTelemetry's semantic conventions for HTTP and for generative AI.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 class Tracer:
-    """Sends spans on a thread of its own. Raises ImportError where the extra `otel` is not installed."""
+    """Sends spans on a thread of its own. Raises ImportError without the extra `otel`."""
 
     def __init__(self, exporter: Any = None) -> None:
         from opentelemetry import propagate
@@ -39,12 +39,12 @@ class Tracer:
         self._extract = propagate.extract
 
     def trace(self, context: RequestContext, status: int, seconds: float) -> None:
-        """A request that has ended just now, as a child of the span that its `traceparent` names."""
+        """Records a request that has just ended, as a child of the span in its `traceparent`."""
         from opentelemetry import trace
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         scope, record = context.http.scope, context.record
-        # the engine's moments are perf_counter's; spans want nanoseconds since 1970
+        # the engine's times are perf_counter's; spans need nanoseconds since 1970
         epoch = time.time() - time.perf_counter()
         now = time.perf_counter()
 
@@ -101,12 +101,12 @@ class Tracer:
         span.end(moment(now))
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Sends the remaining spans."""
         self._provider.shutdown()
 
 
 def configured_tracer() -> Tracer | None:
-    """A tracer where the environment names an endpoint; without the packages, a warning and none."""
+    """A tracer if the environment names an endpoint; without the packages, None and a warning."""
     if not any(os.environ.get(name) for name in ENDPOINTS):
         return None
     try:
