@@ -342,7 +342,5 @@ KNOWN = (llama_props, model_card, model_tags)
 """Functions whose results stay available while the model sleeps."""
 
 for read in endpoints():
-    if "GET" in (
-        read.methods or ()
-    ):  # FastAPI, unlike Starlette, adds no HEAD; the server omits the body
+    if "GET" in (read.methods or ()):  # FastAPI, unlike Starlette, adds no HEAD; the server omits the body
         others.add_api_route(read.path, read.endpoint, methods=["HEAD"], include_in_schema=False)

@@ -1,4 +1,4 @@
-"""What every request that generates may say; each format adds its own fields."""
+"""Fields of every generating request; each format adds its own."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
-"""What follows the text for stop strings takes some 350 bytes a character, as long as the answer takes."""
+"""Most characters of all stop strings. Matching takes about 350 bytes a character for as long as the answer
+runs."""
 
 LONGEST_NAME = 256
-"""Of a model, which every event of a stream repeats."""
+"""Most characters of a model's name, which every event of a stream repeats."""
 
 
 def _stop_list(value: Any) -> list[str]:
-    """`stop` as a list; by hand, since a union type complains once for each of its branches."""
+    """`stop` as a list. Parsed by hand, since a union type reports one error for each of its branches."""
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("must be a string or a list of strings")
@@ -48,7 +49,7 @@ StopInput = (
 
 
 class StreamOptions(BaseModel):
-    """OpenAI's, and vLLM's."""
+    """OpenAI's and vLLM's `stream_options`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -110,13 +111,13 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
         return self
 
     def mode(self, *, thinking: bool, can_think: bool) -> Mode:
-        """What is answered; `thinking` is what the server does where a request does not say."""
+        """The mode of the answer; `thinking` is the server's default."""
         return "text"
 
     @property
     def answer_logprobs(self) -> int | None:
-        """How many alternatives to each token of the answer are told with their log-probabilities; None if
-        not even those of the token are."""
+        """Alternatives with log-probabilities for each token of the answer; None if the request wants no
+        log-probabilities."""
         return self.n_probs or None
 
     @property
@@ -126,12 +127,12 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
 
     @property
     def by_n_probs(self) -> bool:
-        """Whether they were asked for in llama-server's way."""
+        """Whether log-probabilities are requested by llama-server's `n_probs`."""
         return bool(self.n_probs)
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to generate for a choice; None is all that the context holds."""
+        """Most tokens to generate for a choice; None for as many as the context holds."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         if self.max_tokens is not None:
@@ -144,16 +145,16 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
 
     @property
     def reports_progress(self) -> bool:
-        """Whether a stream tells how much of the prompt has been read."""
+        """Whether a stream reports how much of the prompt has been read."""
         return False
 
     @property
     def whole(self) -> bool:
-        """Whether nothing can be done with a part of the answer: not send it, nor end it early."""
+        """Whether the answer is useful only as a whole: it is not streamed and cannot end early."""
         return not self.stream and not self.stop
 
     def wanted_format(self, special: Sequence[str]) -> AnswerFormat | ToolFormat | None:
-        """What the answer must look like; `special` are the vocabulary's added tokens, by their texts. Raises
+        """The required format of the answer; `special` are the vocabulary's added tokens as text. Raises
         PromptError and ApiError 400."""
         return self._with_an_end(self.answer_format(special))
 
@@ -169,5 +170,5 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every chunk has it."""
+        """Whether every chunk carries usage."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)

@@ -1,5 +1,5 @@
-"""Which LoRA adapters a request has applied: one by its name in `model`, as vLLM has it, or some by their
-numbers in `lora`, as llama-server has it."""
+"""A request's LoRA adapters: one named in `model`, as in vLLM, or several by number in `lora`, as in
+llama-server."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class LoraChoice(BaseModel):
 
 
 def adapters_of(settings: Settings, request: GenerationRequest) -> Adapters:
-    """What is to be applied. Raises ApiError 404 for a `model` and 400 for a `lora` that there is not.
+    """The adapters to apply. Raises ApiError 404 for an unknown `model` and 400 for an unknown adapter in
+    `lora`.
 
-    Without adapters any `model` is this server's; with some it has to be one of them, or the model's own.
+    A server without adapters accepts any `model`; one with adapters accepts theirs and the model's own name.
     """
     names, model = [*settings.adapters], (request.model or settings.model_id).removesuffix(":latest")
     if names and model not in (*names, settings.model_id):

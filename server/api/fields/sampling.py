@@ -1,4 +1,4 @@
-"""Request fields -> SamplingParams; the model's own values decide what a request leaves out."""
+"""Request fields -> SamplingParams; the model's own values replace those that a request omits."""
 
 from __future__ import annotations
 
@@ -20,38 +20,41 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 MAX_TOKEN_RULES = 16_384
-"""Tokens that a field names. Every answer goes through them as it begins, in some milliseconds."""
+"""Most tokens that a field names. Each answer loops over them when it begins, which takes some
+milliseconds."""
 
 MAX_WORDS = 1024
 MAX_WORD_CHARACTERS = 16_384
-"""Of `bad_words`, which are made tokens of while everybody waits: up to 10 ms."""
+"""Most characters of `bad_words`. All clients wait while these are tokenized: up to 10 ms."""
 
 MAX_BREAKERS = 32
-"""Sequence breakers for DRY. The first request that names them has each looked for in every token."""
+"""Most sequence breakers for DRY. The first request that names one searches every token of the vocabulary for
+it."""
 
 Mode = Literal["text", "instruct", "thinking"]
-"""A text that is continued, and a chat whose reply begins with the answer, or with reasoning."""
+""" "text" continues a text. A chat's reply begins with the answer ("instruct") or with reasoning
+("thinking")."""
 
 Source = Literal["file", "card", "card-coding"]
-"""Where the values are from that requests leave out."""
+"""Source of the values that requests omit."""
 
 THINKING = SamplingParams(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5)
 THINKING_CODING = SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
 INSTRUCT = SamplingParams(temperature=0.7, top_p=0.8, top_k=20, presence_penalty=1.5)
-"""The model card of Qwen3.5 (4B and others), "Best Practices": thinking in general and for precise coding
-tasks, and its instruct mode for general tasks."""
+"""From the model card of Qwen3.5 (4B and others), "Best Practices": thinking in general, thinking for precise
+coding tasks, and the instruct mode for general tasks."""
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What requests leave out, by mode."""
+    """Default values by mode."""
 
     text: SamplingParams
     instruct: SamplingParams
     thinking: SamplingParams
 
     def of(self, mode: Mode) -> SamplingParams:
-        """Those of a mode."""
+        """The values of a mode."""
         found: SamplingParams = getattr(self, mode)
         return found
 
@@ -59,7 +62,7 @@ class SamplingDefaults:
 def sampling_defaults(
     metadata: Mapping[str, str], *, greedy: bool, source: Source = "file"
 ) -> SamplingDefaults:
-    """The model's own values: those of its file or, for chats, of its card; with `greedy`, temperature 0.
+    """The model's own values: from its file or, for chats, from its card; with `greedy`, temperature 0.
 
     Raises ValueError for a value in the file that is out of range.
     """
@@ -96,7 +99,7 @@ def from_file(metadata: Mapping[str, str]) -> SamplingParams:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """OpenAI's object by token id, or llama-server's list of pairs, in which false bans a token."""
+    """OpenAI's object by token id, or llama-server's list of pairs, where false bans a token."""
     pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
     if isinstance(pairs, list) and len(pairs) > MAX_TOKEN_RULES:
         raise ValueError(f"must be at most {MAX_TOKEN_RULES:,} tokens")
@@ -137,8 +140,8 @@ SAMPLER_NAMES = {
     "typicalp": "typ_p",
     "adaptivep": "",
 }
-"""llama-server's, who passes over underscores and hyphens. Adaptive-p is here for the lists of clients: it
-needs an `adaptive_target`, and is otherwise the draw that comes last in any case."""
+"""llama-server's names, with underscores and hyphens ignored. Adaptive-p is included because clients list it:
+it needs an `adaptive_target`, and otherwise is the final draw, which happens in any case."""
 
 
 def _samplers(value: Any) -> tuple[str, ...] | None:
@@ -154,11 +157,11 @@ def _samplers(value: Any) -> tuple[str, ...] | None:
         if plain not in known:
             raise ValueError(f"{name[:40]!r} is none of {', '.join(SAMPLERS)}")
         found += [known[plain]] if known[plain] else []
-    return SamplingParams(samplers=tuple(found)).samplers  # which has its say on their order
+    return SamplingParams(samplers=tuple(found)).samplers  # the constructor may reorder them
 
 
 def _dry_base(value: Any) -> Any:
-    """llama-server puts its default in the place of what is below 1."""
+    """llama-server replaces values below 1 with its default."""
     return None if isinstance(value, int | float) and value < 1 else value
 
 
@@ -180,11 +183,11 @@ LLAMA_CPP = (
     *("dynatemp_exponent", "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "dry_penalty_last_n", "min_keep", "samplers"),
 )
-"""Fields of llama-server that `SamplingParams` have under the same names."""
+"""Fields of llama-server with the same names in `SamplingParams`."""
 
 
 class SamplingFields(BaseModel):
-    """How to choose tokens, and which."""
+    """How to choose tokens, and from which."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -227,10 +230,11 @@ class SamplingFields(BaseModel):
     def sampling_params(
         self, defaults: SamplingParams, vocab: Vocab, *, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """How to sample the first answer; see `of_choice` for the others. `defaults`: what is left out.
+        """Sampling parameters of the first answer; see `of_choice` for the others. `defaults` fill what the
+        request omits.
 
-        A greedy answer has the penalty of the card, which is there to vary what is drawn, only if it is
-        asked for. A seed of -1 counts as none. Raises ApiError 400.
+        The card's penalty varies drawn tokens, so a greedy answer has it only on request. A seed of -1 counts
+        as none. Raises ApiError 400.
         """
         repetition = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         fields: dict[str, Any] = {
@@ -256,7 +260,7 @@ class SamplingFields(BaseModel):
         return params
 
     def _token_rules(self, vocab: Vocab) -> dict[str, Any]:
-        """The fields that are about single tokens. Raises ApiError 400 for ids that there are not."""
+        """The fields about single tokens. Raises ApiError 400 for unknown ids."""
         rules: dict[str, Any] = {}
         if self.logit_bias:
             rules["logit_bias"] = tuple(self.logit_bias.items())
@@ -276,7 +280,7 @@ class SamplingFields(BaseModel):
 
 
 def llama_settings(params: SamplingParams) -> dict[str, Any]:
-    """The same in llama-server's words, as it tells them."""
+    """The parameters under llama-server's names, as it reports them."""
     return {
         "seed": 0xFFFFFFFF if params.seed is None else params.seed,
         "temperature": params.temperature,
@@ -293,13 +297,14 @@ def llama_settings(params: SamplingParams) -> dict[str, Any]:
 
 
 def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
-    """For the answer number `choice`: its seed is moved on, so that the n answers to one prompt differ."""
+    """The parameters of answer number `choice`: its seed is shifted, so that the n answers to one prompt
+    differ."""
     return params if params.seed is None or not choice else replace(params, seed=params.seed + choice)
 
 
 def spellings(text: str, vocab: Vocab) -> list[tuple[int, ...]]:
-    """A word in tokens, as it is and, as in vLLM, without spaces before it and behind one, where that only
-    makes its first token another."""
+    """A word's token sequences: as it is and, as in vLLM, without leading spaces, and behind one space if
+    that changes only the first token."""
     as_it_is = tuple(vocab.tokenize(text, special=True))
     bare = tuple(vocab.tokenize(text.lstrip(), special=True))
     spaced = tuple(vocab.tokenize(" " + text.lstrip(), special=True)) if bare else ()

@@ -1,4 +1,4 @@
-"""Fields that say what an answer must look like, in OpenAI's, llama-server's and vLLM's words."""
+"""Fields for structured output: OpenAI's, llama-server's and vLLM's."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ FORMATS: dict[str, Callable[[Any, str], AnswerFormat]] = {
     "regex": regex_format,
     "ebnf": grammar_format,
 }
-"""Fields that are a format as they stand: llama-server's, vLLM's, SGLang's."""
+"""Fields that are a complete format: llama-server's, vLLM's, SGLang's."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {"json_schema": ({}, ""), "grammar": ("",)}
-"""Values of theirs that ask for nothing, beside null."""
+"""Values of these fields that ask for nothing, besides null."""
 
 
 class StructuredFields(BaseModel):
-    """What every generating endpoint takes. If several ask for something, it is the same."""
+    """Structured output of every generating endpoint. Several fields must ask for the same format."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -104,8 +104,8 @@ class StructuredFields(BaseModel):
     structural_tag: Annotated[dict[str, Any] | str | None, BeforeValidator(_structural_tag)] = None
 
     def answer_format(self, special: Sequence[str]) -> AnswerFormat | None:
-        """What the answer must look like; None where nobody says. `special` are the vocabulary's added
-        tokens, by their texts. Raises PromptError and ApiError 400."""
+        """The required format of the answer; None if no field asks for one. `special` are the vocabulary's
+        added tokens as text. Raises PromptError and ApiError 400."""
         space = self.guided_whitespace_pattern or WHITE_SPACE
         wanted: list[tuple[str, Callable[[str], AnswerFormat]]] = []
         if self.response_format is not None and self.response_format["type"] != "text":
@@ -131,7 +131,7 @@ class StructuredFields(BaseModel):
             raise bad_request(message, "guided_whitespace_pattern", "invalid_value")
         formats = [make(param) for param, make in wanted]
         for (param, _), other in zip(wanted[1:], formats[1:], strict=True):
-            if not other.same_as(formats[0]):  # some clients say one thing in the words of several servers
+            if not other.same_as(formats[0]):  # some clients send one format in the fields of several servers
                 message = f"{wanted[0][0]} and {param} contradict each other; give one of them"
                 raise bad_request(message, param, "invalid_value")
         return formats[0] if formats else None
@@ -176,7 +176,7 @@ def _of_vllm(value: dict[str, Any], special: Sequence[str]) -> AnswerFormat:
 
 
 def check_tool_choice(value: Any) -> Any:
-    """`tool_choice`, checked: a word, or the object that names a function, or OpenAI's allowed_tools."""
+    """Checks `tool_choice`: a word, an object naming a function, or OpenAI's allowed_tools."""
     if value in (None, "none", "auto", "required", "any"):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
@@ -209,7 +209,8 @@ def _name_of(tool: Any) -> str | None:
 def calls_format(
     choice: Any, tools: Sequence[dict[str, Any]] | None, *, parallel: bool, beside: AnswerFormat | None
 ) -> ToolFormat | None:
-    """What calls must look like; None where nothing is asked of them. Raises PromptError, ApiError 400."""
+    """The required format of tool calls; None if the request asks for none. Raises PromptError, ApiError
+    400."""
     forced = choice in ("required", "any")
     offered = list(tools or [])
     names: list[str] | None = None
@@ -243,12 +244,12 @@ def calls_format(
 
 @dataclass(frozen=True)
 class WantedGrammar:
-    """What a whole answer must look like, in llguidance's words, and the field that says so."""
+    """The grammar of a whole answer, for llguidance, and the request's field that asks for it."""
 
     text: str
     param: str
 
 
 def wanted_grammar(format_: AnswerFormat | ToolFormat | None, *, thinking: bool) -> WantedGrammar | None:
-    """The grammar of a whole answer. Raises PromptError where it is too long."""
+    """The grammar of a whole answer. Raises PromptError if it is too long."""
     return None if format_ is None else WantedGrammar(compose(format_, thinking=thinking), format_.param)

@@ -1,4 +1,4 @@
-"""Fields that say whether a reply thinks, and for how long, in everybody's words."""
+"""Fields for thinking and its length, in every client's format."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ EFFORTS: dict[str, int | None] = {
     "xhigh": 32768,
     "max": None,
 }
-"""Budgets in tokens. "max" thinks as long as the model likes to."""
+"""Budgets in tokens. "max" sets none."""
 
 BUDGETS = (
     *("thinking_budget", "thinking_token_budget", "reasoning_budget"),
     *("thinking_budget_tokens", "reasoning_budget_tokens"),
 )
-"""Qwen's name for a budget in tokens, vLLM's, and llama-server's."""
+"""The budget in tokens under Qwen's, vLLM's and llama-server's names."""
 
 LONGEST_MESSAGE = 4096
-"""Characters put into the model's mouth at the end of its budget."""
+"""Most characters inserted into the reasoning at the end of its budget."""
 
 ANSWER_SHARE = 4
-"""A budget leaves this part of `max_tokens`, one in so many, for the answer."""
+"""A budget leaves 1/ANSWER_SHARE of `max_tokens` for the answer."""
 
 BRIDGE = "\n\nMy time to think is up, so I give the answer that follows from what I have so far.\n"
 CLOSE = "\n</think>\n\n"
-"""What closes a think block whose time is up: in words, or where there is no room for words, without."""
+"""Closes a think block at the end of its budget: with a message, or without one if there is no room for
+it."""
 
 
 def _template_kwargs(value: Any) -> Any:
@@ -89,14 +90,14 @@ class TemplateInput(BaseModel):
 
 
 class ThinkingInput(BaseModel):
-    """As Anthropic's clients send it."""
+    """Anthropic's form."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0)
 
 
 class ReasoningInput(BaseModel):
-    """As OpenRouter's and the Responses API's clients send it."""
+    """The form of OpenRouter and the Responses API."""
 
     effort: ReasoningEffort | None = None
     max_tokens: int | None = Field(None, ge=0)
@@ -104,7 +105,7 @@ class ReasoningInput(BaseModel):
 
 
 class ThinkingFields(BaseModel):
-    """What a chat request may say about its think block."""
+    """A chat request's fields for its think block."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
@@ -126,13 +127,13 @@ class ThinkingFields(BaseModel):
     thinking_budget_tokens: int | None = Field(None, ge=-1)
     reasoning_budget_tokens: int | None = Field(None, ge=-1)
     reasoning_budget_message: str | None = Field(None, max_length=LONGEST_MESSAGE)
-    """Said in the think block before it is closed for its budget."""
+    """Inserted into the think block before the budget closes it."""
     thinking_repetition_penalty: float | None = Field(None, ge=0.01, le=100)
 
     def thinks(self, default: bool) -> bool:
-        """Whether thinking is asked for; where the spellings disagree, the most specific one decides.
+        """Whether the request asks for thinking; if its fields disagree, the most specific one decides.
 
-        A budget of 0 asks for none, any other for some where nothing else does.
+        A budget of 0 asks for none. Any other asks for thinking unless another field decides.
         """
         if self.budget() == 0:
             return False
@@ -149,8 +150,8 @@ class ThinkingFields(BaseModel):
         return bool(next((spelling for spelling in spellings if spelling is not None), default))
 
     def budget(self) -> int | None:
-        """The most tokens that a request grants its think block in so many words; None where it says nothing,
-        -1 for as many as the model likes. Raises ApiError 400 where it says two things."""
+        """The request's explicit budget in tokens; None if it sets none, -1 for no limit. Raises ApiError 400
+        if it sets two that differ."""
         found: dict[str, int] = {}
         for field in BUDGETS:
             if (value := getattr(self, field)) is not None:
@@ -172,10 +173,10 @@ class ThinkingFields(BaseModel):
         return inner or self.reasoning_effort
 
     def thinking_limits(self, settings: Settings, vocab: Vocab, token_limit: int | None) -> ThinkingLimits:
-        """How long a reply that thinks may do so.
+        """The limits of a thinking reply.
 
-        The request's budget counts, else its effort's, else the server's. It is cut where `token_limit` would
-        leave less than a quarter for the answer.
+        The request's budget comes first, then its effort's, then the server's. It is cut if `token_limit`
+        would leave less than a quarter for the answer.
         """
         budget = self.budget()
         if budget is None and (effort := self._effort()) is not None:

@@ -1,4 +1,4 @@
-"""Known fields that this server does not act on: refused, never ignored."""
+"""Known fields that this server does not support: refused, never ignored."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class Refusing(BaseModel):
-    """A body whose fields are acted on or refused; those that nobody knows are ignored."""
+    """A body whose known fields are acted on or refused; unknown ones are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Field -> the values that ask for nothing special, besides null."""
     instead: ClassVar[dict[str, str]] = {}
-    """Some of these -> what says the same here."""
+    """Field -> the alternative here, if there is one."""
 
     @model_validator(mode="before")
     @classmethod

@@ -57,12 +57,12 @@ MAX_TOOLS = 1024
 
 
 def described_as(kind: Any) -> BeforeValidator:
-    """For a field that is checked later: what its insides must be, for the description."""
+    """Gives OpenAPI the schema of a field that is checked later."""
     return BeforeValidator(lambda value: value, json_schema_input_type=kind)
 
 
 class MessageInput(BaseModel):
-    """One turn; more fields as the chat template reads them."""
+    """One turn, with any further fields that the chat template reads."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -94,7 +94,7 @@ class ImagePart(BaseModel):
 
 
 class ProcessorKwargs(BaseModel):
-    """What every picture is resized to have, at least and at most: vLLM's field, for Qwen's processors."""
+    """Lower and upper bounds for the size of every picture: vLLM's field, for Qwen's processors."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -158,12 +158,12 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     @property
     def pixel_bounds(self) -> PixelBounds:
-        """Of all its pictures that say nothing themselves."""
+        """The bounds of all pictures without their own."""
         asked = self.mm_processor_kwargs
         return NO_BOUNDS if asked is None else PixelBounds(asked.min_pixels, asked.max_pixels)
 
     def inlines_reasoning(self, default: bool) -> bool:
-        """Whether the think block stays in the content; `default` is what the server does."""
+        """Whether the think block stays in the content; `default` is the server's setting."""
         if self.include_reasoning is False:
             return False
         asked = self.reasoning_format == "none" or self.separate_reasoning is False
@@ -179,7 +179,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     @property
     def continues(self) -> bool:
-        """Whether the reply goes on from the last message: asked for, or an assistant's text stands there."""
+        """Whether the reply continues the last message: on request, or because it is an assistant's text."""
         if self.continue_final_message is not None or self.add_generation_prompt is not None:
             return bool(self.continue_final_message)
         last = self.messages[-1] if self.messages else {}
@@ -204,11 +204,11 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     @property
     def whole(self) -> bool:
-        """As everywhere, but a single tool call ends an answer that may have only one."""
+        """As for other requests, except that a tool call ends an answer that may have only one."""
         return super().whole and self.parallel_tool_calls is not False
 
     def wanted_format(self, special: Sequence[str]) -> AnswerFormat | ToolFormat | None:
-        """What the answer, or its calls, must look like. Raises PromptError and ApiError 400."""
+        """The required format of the answer or its calls. Raises PromptError and ApiError 400."""
         answer = self.answer_format(special)
         parallel = self.parallel_tool_calls is not False
         tools = self.offered_tools
@@ -220,7 +220,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools the model is told of."""
+        """The tools offered to the model."""
         return None if self.tool_choice == "none" else self.tools or None
 
 
@@ -234,9 +234,9 @@ async def chat(context: RequestContext, request: ChatRequest) -> Response:
 async def begin(
     context: RequestContext, request: ChatRequest, prefix: str, *, inline_reasoning: bool = False
 ) -> tuple[ServedRequest, list[Reply]]:
-    """Submits a conversation, whatever the format that it came in: a reply for each choice.
+    """Submits a conversation in any format, and returns a reply for each choice.
 
-    `prefix` is that of the response's id.
+    `prefix` starts the response's id.
     """
     service = context.service
     engine = service.backend.engine
@@ -244,20 +244,20 @@ async def begin(
 
     given: list[GivenPicture] = []
     bare: list[int] = []
-    """The prompt's ids, where there are pictures to come."""
+    """The prompt's ids, if it has pictures."""
 
     def prepare(
         interrupt: Callable[[], None],
     ) -> tuple[Prompt | None, bool, StopStrings | None, WantedGrammar | None]:
         format_ = request.wanted_format(engine.vocab.added_tokens)
         budget = prompt_budget(request, engine.context_size, interrupt)
-        given.clear()  # this may begin twice
+        given.clear()  # `work` may begin twice
         ids, thinking = prompt_of(service, request, budget, None if engine.encoder is None else given)
         if given:
             check_uncut(request)
             bare[:] = ids
         prompt = None if given else engine.prompt(truncated(ids, request, engine.context_size))
-        request.messages = []  # they would stay for as long as the answer takes
+        request.messages = []  # frees the messages for the time of the answer
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
 
     salt = sharing_of(context, request)
@@ -288,7 +288,7 @@ async def begin(
 
 
 def check_uncut(request: ChatRequest) -> None:
-    """Of a request with pictures. Raises ApiError 400."""
+    """Refuses to truncate a request with pictures. Raises ApiError 400."""
     if request.truncate_prompt_tokens is not None:
         field = "truncate_prompt_tokens"
         raise bad_request(f"{field}: a prompt with pictures is not cut; leave it out", field)
@@ -300,9 +300,9 @@ def prompt_of(
     check: Callable[[int], None],
     pictures: list[GivenPicture] | None = None,
 ) -> tuple[list[int], bool]:
-    """The conversation's token ids, and whether the reply begins with reasoning. `check` is told of ids as
-    they come. `pictures` gets those of the messages; without it they are refused. Raises PromptError, and
-    what `check` raises."""
+    """The conversation's token ids, and whether the reply begins with reasoning. `check` is called with ids
+    as they come. The messages' pictures are appended to `pictures`; if it is None they are refused. Raises
+    PromptError, and what `check` raises."""
     prompter = service.backend.prompter
     how: ReplyOptions = {
         "enable_thinking": request.thinks(service.settings.thinking) and prompter.can_think,
@@ -367,7 +367,7 @@ class ChatWriter(ChunkWriter):
     """The response as events.
 
     The role comes with a choice's first token and not before, so that clients that time the first chunk
-    measure the time to the first token; those that ask for the prompt's progress get that before.
+    measure TTFT. Prompt progress, if requested, comes earlier.
     """
 
     def __init__(self, served: ServedRequest, replies: Sequence[Reply]) -> None:
@@ -376,7 +376,7 @@ class ChatWriter(ChunkWriter):
         self._logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
         self._started: set[int] = set()
         self._unread = set(range(len(replies))) if served.request.reports_progress else set()
-        """Those that tell of their prompt's progress until they have a token."""
+        """Choices that report their prompt's progress until they have a token."""
 
     async def write(self, index: int, part: Part | None) -> bytes:
         told = self._progress(index, read=part != NOTHING_YET) if index in self._unread else b""

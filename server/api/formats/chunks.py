@@ -1,4 +1,4 @@
-"""Chunks of choices, in which chat and text completions are streamed."""
+"""Streams of chunks, for chat and text completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ChunkWriter(EventWriter):
-    """A chunk an event; the last choice's end, and usage where it was asked for, come with `[DONE]`."""
+    """One chunk an event. The end of the last choice and, on request, usage come together with `[DONE]`."""
 
     def __init__(self, served: ServedRequest, kind: str) -> None:
         self._served, self._kind = served, kind
@@ -22,7 +22,7 @@ class ChunkWriter(EventWriter):
         return {**self._served.envelope(self._kind, [choice]), **self._served.of_chunk()}
 
     def _finished(self, choice: dict[str, Any]) -> bytes:
-        """The end of a choice, unless it is that of the last."""
+        """The end of a choice, unless it is the last."""
         self._left -= 1
         self._last = self._chunk(choice)
         return event(self._last) if self._left else b""

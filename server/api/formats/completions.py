@@ -132,8 +132,8 @@ async def complete(context: RequestContext, request: CompletionRequest) -> Respo
 async def begin(
     context: RequestContext, request: CompletionRequest, prefix: str
 ) -> tuple[ServedRequest, list[Prompt], list[str]]:
-    """Submits prompts, whatever the format that they came in: with them, as tokens, what each answer's text
-    begins with. `prefix` is that of the response's id."""
+    """Submits prompts in any format. Returns them as tokens, with the text that each answer begins with.
+    `prefix` starts the response's id."""
     backend = context.service.backend
     check_count(context, request, len(request.prompt))
 
@@ -158,7 +158,7 @@ async def begin(
             most = context.service.settings.max_body_mib * 2**20
             if sum(map(len, echoes)) * request.choices > most:
                 raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
-        request.prompt = []  # they would stay for as long as the answer takes
+        request.prompt = []  # frees the prompts for the time of the answer
         wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
         return prompts, echoes, stop_strings(request), wanted
 
@@ -168,10 +168,10 @@ async def begin(
 
 
 class CompletionLogprobs:
-    """Of one choice of a text completion: parallel lists, an entry a token.
+    """The log-probabilities of one choice of a text completion: parallel lists, an entry for each token.
 
-    Where the text is echoed, those of the prompt come first, the first of them null. The token that ended the
-    text, if one did, is the last: a client that asks for one token finds one (lm-eval drops it again).
+    If the text is echoed, the prompt's tokens come first, the first of them null. The token that ended the
+    text, if one did, is the last: a client that asks for one token gets one (lm-eval drops it again).
     """
 
     def __init__(
@@ -183,23 +183,23 @@ class CompletionLogprobs:
         self._prompt = prompt if request.echo else ()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
-        """Characters before the next token."""
+        """Offset of the next token in the text, in characters."""
 
     @property
     def asked(self) -> bool:
-        """Whether they are wanted at all."""
+        """Whether the request asks for log-probabilities."""
         return self._n_top is not None
 
     def all(self) -> dict[str, Any] | None:
-        """Of the whole choice, which is complete."""
+        """The log-probabilities of the whole choice, which is complete."""
         return self._written([*self._of_prompt(), *self._of_answer(last=True)]) if self.asked else None
 
     def prompt(self) -> dict[str, Any] | None:
-        """Of the echoed prompt, which has been read."""
+        """Those of the echoed prompt, which has been read."""
         return self._written(self._of_prompt())
 
     def new(self, *, last: bool) -> dict[str, Any] | None:
-        """Of the tokens since the last time; None where there are none. `last`: there will be no more."""
+        """Those of the tokens since the last call; None if there are none. `last`: no more will come."""
         return self._written(self._of_answer(last=last)) if self.asked else None
 
     def _of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
@@ -234,7 +234,7 @@ class CompletionLogprobs:
         }
 
     def _top(self, at: TokenLogprobs | None) -> dict[str, float] | None:
-        """The likeliest, and the token itself; of several that are called the same, the likeliest."""
+        """The likeliest tokens and the token itself, by name; if several have one name, the likeliest."""
         if at is None:
             return None
         top: dict[str, float] = {}
@@ -247,12 +247,12 @@ class CompletionLogprobs:
 class Answer:
     generation: TextGeneration
     echo: str
-    """What its text begins with."""
+    """The beginning of its text."""
     logprobs: CompletionLogprobs | ChatLogprobs
 
 
 def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
-    """Control tokens by their names."""
+    """The text of `ids`, control tokens by their names."""
     return b"".join(map(vocab.spelling, ids)).decode("utf-8", "replace")
 
 
@@ -291,7 +291,7 @@ class CompletionWriter(ChunkWriter):
         self._unechoed = {index for index, answer in enumerate(answers) if answer.echo}
 
     def begin(self) -> bytes:
-        # log-probabilities of an echo are not there before the prompt has been read
+        # an echo's log-probabilities exist only after prefill
         return b"" if self._scored else b"".join(map(self._echo, sorted(self._unechoed)))
 
     async def write(self, index: int, part: str | None) -> bytes:

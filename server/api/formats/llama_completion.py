@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine import Prompt, SamplingParams, Vocab
 
 LAST_N = 64
-"""Tokens that llama-server's penalties look back on."""
+"""llama-server's default window of the penalties, in tokens."""
 
 MAX_FIELDS = 1024
 
@@ -63,7 +63,7 @@ class LlamaCompletionRequest(CompletionRequest):
         return bool(self.return_progress)
 
     def sampling_params(self, defaults: SamplingParams, vocab: Vocab, **asked: Any) -> SamplingParams:
-        """As everywhere, with llama.cpp's order and the tokens that its penalties look back on."""
+        """As for other requests, with llama.cpp's order and its penalty window."""
         last_n = LAST_N if defaults.repeat_last_n is None else defaults.repeat_last_n
         defaults = replace(defaults, samplers=LLAMA_CPP_SAMPLERS, repeat_last_n=last_n)
         return super().sampling_params(defaults, vocab, **asked)
@@ -91,7 +91,7 @@ async def collect(answers: list[LlamaAnswer]) -> bytes:
 
 
 class LlamaAnswer:
-    """One answer in the making."""
+    """One answer under construction."""
 
     def __init__(
         self,
@@ -107,13 +107,13 @@ class LlamaAnswer:
         self._names = TokenNames(served.vocab)
         self._new_line = False
         self._given = 0
-        """Tokens that were given out."""
+        """Tokens already sent."""
         generation.tokens = [] if request.return_tokens or request.stream else None
         self._read = generation.generation.progress is None
-        """Whether nothing is to be told of the prompt any more."""
+        """Whether no more prompt progress is to be reported."""
 
     def partial(self, text: str) -> list[dict[str, Any]]:
-        """What is told of more text; of the prompt's progress, where it is empty."""
+        """The objects for more text; the prompt's progress if `text` is empty."""
         self._new_line = self._new_line or "\n" in text
         found: list[dict[str, Any]] = []
         if not self._read:
@@ -126,8 +126,8 @@ class LlamaAnswer:
         return found
 
     def final(self, text: str) -> dict[str, Any]:
-        """The whole answer, which is complete; of one that was streamed, what comes last. Raises ApiError 503
-        where the server cut it short."""
+        """The object of the complete answer; for a stream, its last one. Raises ApiError 503 if the server
+        cut the answer short."""
         generation, request = self.generation, self._request
         reason = self._served.check(generation.finish_reason)
         stopped_by = generation.stop_string
@@ -184,7 +184,7 @@ class LlamaAnswer:
 
 
 class LlamaCompletionWriter(EventWriter):
-    """The answers as events; the last of each says `"stop": true`, and nothing comes after them."""
+    """The answers as events. Each answer's last event says `"stop": true`; no end mark follows."""
 
     def __init__(self, served: ServedRequest, answers: list[LlamaAnswer]) -> None:
         self._served, self._answers = served, answers
@@ -200,7 +200,7 @@ class LlamaCompletionWriter(EventWriter):
 
 
 def nested(whole: dict[str, Any], paths: list[str]) -> dict[str, Any]:
-    """What is at paths like `timings/prompt_n`, each under its path; what there is not is left out."""
+    """The values at paths like `timings/prompt_n`, each under its path; missing ones are left out."""
     found: dict[str, Any] = {}
     for path in paths:
         value: Any = whole

@@ -1,4 +1,4 @@
-"""From other wire formats to a chat request, so that all of them are answered by the same code."""
+"""Translates other wire formats to a chat request, so that the same code answers all of them."""
 
 from __future__ import annotations
 
@@ -39,23 +39,22 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "timings_per_token": (False,),
     "return_progress": (False,),
 }
-"""Fields of a chat request that other formats say in other words, or not at all: refused there. Field -> the
-values that ask for nothing special, besides null."""
+"""Fields of a chat request that other formats refuse, because they have another form of them, or none. Field
+-> the values that ask for nothing special, besides null."""
 
 SHARED = (ChatRequest.model_fields.keys() | UNSUPPORTED.keys()) - FOREIGN.keys() - {"stream_options"}
-"""Fields of a chat request that mean in other formats what they mean there: their clients send them as well,
-most of them vLLM's. (Usage always comes.)"""
+"""Fields with the same meaning in a chat request and in other formats, whose clients send them too. Most are
+vLLM's. (Usage is always sent.)"""
 
 
 LEFT = "of all tools, this server offers a model functions only"
 
 LONGEST_NOTE = 512
-"""OpenAI's bound of a value in a response's `metadata`."""
+"""OpenAI's limit for a value in a response's `metadata`, in characters."""
 
 
 class Sharing(Refusing):
-    """A body in another format. What it has of a chat request's fields beside its own means what it means
-    there."""
+    """A body in another format. Beside its own fields, those of a chat request keep their meaning."""
 
     _shared: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -69,9 +68,9 @@ class Sharing(Refusing):
 
 
 def to_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
-    """The chat request of these fields; null counts as absent.
+    """The chat request with these fields; null counts as absent.
 
-    `names` are those under which the client knows fields: complaints use them. Raises ApiError 400.
+    `names` maps fields to the client's names for them, which errors use. Raises ApiError 400.
     """
     try:
         return ChatRequest.model_validate(
@@ -85,7 +84,7 @@ def to_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """A complaint about a chat request, with the name that its client knows the field by."""
+    """An error about a chat request, under the client's name for the field."""
     field, dot, rest = (error.param or "").partition(".")
     name = names.get(field)
     if name is None:
@@ -109,7 +108,7 @@ def text_in(value: Any, where: str) -> str:
 
 
 def blocks_in(value: Any, where: str, text_type: str = "text") -> list[tuple[str, Mapping[str, Any]]]:
-    """Content as a list of blocks, each with where it stands; a string is one block of `text_type`."""
+    """Content as a list of blocks, each with its path; a string is one block of `text_type`."""
     if isinstance(value, str):
         return [(where, {"type": text_type, "text": value})]
     if not isinstance(value, list):
@@ -118,7 +117,7 @@ def blocks_in(value: Any, where: str, text_type: str = "text") -> list[tuple[str
 
 
 def spoken(parts: list[str | GivenPicture]) -> str | list[Any]:
-    """The content of what a tool answered: texts, a line each; parts where there are pictures among them."""
+    """A tool result's content: its texts, one a line; parts if there are pictures among them."""
     if not any(isinstance(part, GivenPicture) for part in parts):
         return "\n".join(part for part in parts if isinstance(part, str))
     made: list[Any] = []
@@ -133,8 +132,8 @@ def spoken(parts: list[str | GivenPicture]) -> str | list[Any]:
 
 
 def names_of(tools: Iterable[Any]) -> str:
-    """Tools that are no functions, as a note tells of them: `web_search, apply_patch (custom)`. Empty
-    where there are none. Printable ASCII, cut at LONGEST_NOTE: clients choose the names."""
+    """Names of the tools that are not functions, for a note: `web_search, apply_patch (custom)`. Empty if
+    there are none. Printable ASCII, cut at LONGEST_NOTE, since clients choose the names."""
     named: dict[str, None] = {}
     for tool in tools:
         kind = str(tool.get("type")) if isinstance(tool, dict) else ""
@@ -144,12 +143,12 @@ def names_of(tools: Iterable[Any]) -> str:
 
 
 def noted(response: Response, left_out: str) -> Response:
-    """With a note of the tools that the model was not offered."""
+    """The response with a note of the tools that the model was not offered."""
     if left_out:
         response.headers["x-tools-left-out"] = left_out
     return response
 
 
 def refused(where: str, what: str) -> ApiError:
-    """400 for something that this server does not do."""
+    """400 for a feature that this server lacks."""
     return bad_request(f"{where}: {what}", where, "unsupported_parameter")

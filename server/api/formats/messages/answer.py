@@ -33,14 +33,14 @@ Event = dict[str, Any]
 async def messages(context: RequestContext, request: MessagesRequest) -> Response:
     """Answer a conversation, as Anthropic's Messages API does."""
     asked = await on_thread(request.chat, context.body.size)
-    request.messages = []  # they would stay for as long as the answer takes
+    request.messages = []  # frees the messages for the time of the answer
     served, [reply] = await begin(context, asked, "msg_")
     response = await served.respond([reply], MessageWriter(served, reply), partial(collect, served, reply))
     return noted(response, request.tools_left_out)
 
 
 async def count_tokens(context: RequestContext, request: CountTokensRequest) -> Response:
-    """How many tokens a conversation's prompt has, those of the cache included."""
+    """Count the tokens of a conversation's prompt, cached ones included."""
     asked = await on_thread(request.chat, context.body.size)
     return await with_prompt(context, asked, lambda ids: {"input_tokens": len(ids)})
 
@@ -62,7 +62,7 @@ async def collect(served: ServedRequest, reply: Reply) -> bytes:
 
 
 class MessageWriter(EventWriter):
-    """The message as events. It starts with its first token, once it is known how much was cached."""
+    """The message as events. It starts with the first token, when the number of cached tokens is known."""
 
     def __init__(self, served: ServedRequest, reply: Reply) -> None:
         self._served, self._reply = served, reply
@@ -95,13 +95,13 @@ class MessageWriter(EventWriter):
 
 
 class Message:
-    """A message's content blocks as they grow. Each change comes as events, which must be read."""
+    """A message's content blocks as they grow. Each change yields events, which the caller must consume."""
 
     def __init__(self, served: ServedRequest) -> None:
         self._served = served
         self.content: list[Block] = []
         self._json = ""
-        """Of the open call, its arguments so far."""
+        """The open call's arguments so far."""
 
     def add(self, part: Part) -> Iterator[Event]:
         match part:
@@ -126,7 +126,7 @@ class Message:
             yield self._delta(delta)
 
     def close(self) -> Iterator[Event]:
-        """Nothing more comes to the open block; a signature completes a thinking block."""
+        """Closes the open block; a signature completes a thinking block."""
         if not self.content:
             return
         block = self.content[-1]
@@ -134,7 +134,7 @@ class Message:
             block["signature"] = self._served.id
             yield self._delta({"type": "signature_delta", "signature": self._served.id})
         elif block["type"] == "tool_use":
-            # the last call may be cut off by the limit: what is there, as Anthropic's clients read it
+            # the limit may cut off the last call: keep what is there, as Anthropic's clients read it
             block["input"] = from_json(self._json, allow_partial="trailing-strings")
             self._json = ""
         yield {"type": "content_block_stop", "index": len(self.content) - 1}
@@ -144,7 +144,7 @@ class Message:
 
 
 def opened(part: Part) -> Block:
-    """A content block, as yet empty, for this part of a reply."""
+    """An empty content block for this part of a reply."""
     match part:
         case Reasoning():
             return {"type": "thinking", "thinking": "", "signature": ""}
@@ -159,7 +159,7 @@ def envelope(served: ServedRequest) -> dict[str, Any]:
 
 
 def ending(served: ServedRequest, reply: Reply) -> dict[str, Any]:
-    """Why the message ended. Raises ApiError 503 where the server cut it short."""
+    """The stop reason. Raises ApiError 503 if the server cut the message short."""
     reason = served.check(reply.finish_reason)
     stopped_by = reply.generation.stop_string if reason == "stop" else None
     named = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -170,11 +170,11 @@ def ending(served: ServedRequest, reply: Reply) -> dict[str, Any]:
 
 
 TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}
-"""Service tiers as Anthropic calls them."""
+"""Service tiers under Anthropic's names."""
 
 
 def usage(served: ServedRequest, reply: Reply) -> dict[str, Any]:
-    """Tokens so far. As Anthropic counts, `input_tokens` are those that the cache did not have."""
+    """Token usage so far. As in Anthropic's API, `input_tokens` leaves out cached tokens."""
     generation = reply.generation
     return {
         "input_tokens": generation.prompt_tokens - generation.cached_tokens,

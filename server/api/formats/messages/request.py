@@ -1,4 +1,4 @@
-"""Anthropic's Messages requests, and the chat requests that they come to."""
+"""Anthropic's Messages requests, and their translation to chat requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
-"""A chat request's fields, as this protocol calls them."""
+"""Field of a chat request -> its name in this protocol."""
 
 MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
@@ -59,7 +59,7 @@ class ThinkingConfig(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Which tools may, or must, be called."""
+    """Which tools may or must be called."""
 
     model_config = ConfigDict(strict=True)
 
@@ -81,7 +81,7 @@ class ToolChoice(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """What the answer must look like, and how hard to try."""
+    """Format of the answer, and effort."""
 
     model_config = ConfigDict(strict=True)
 
@@ -121,7 +121,7 @@ class CountTokensRequest(Sharing):
     service_tier: Literal["auto", "standard_only"] | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
-    """The place of `output_config.format` in the beta of structured outputs."""
+    """The former place of `output_config.format`, in the structured outputs beta."""
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:
@@ -134,7 +134,7 @@ class CountTokensRequest(Sharing):
         return self
 
     def chat(self) -> ChatRequest:
-        """The chat request that means the same. Raises ApiError 400."""
+        """The equivalent chat request. Raises ApiError 400."""
         return to_chat(self._fields(), NAMES)
 
     def _fields(self) -> dict[str, Any]:
@@ -162,11 +162,11 @@ class CountTokensRequest(Sharing):
 
     @property
     def tools_left_out(self) -> str:
-        """Those that only Anthropic runs or only its models were taught to call."""
+        """Names of the tools that only Anthropic runs, or that only its models are trained to call."""
         return names_of(tool for tool in self.tools or [] if not _is_function(tool))
 
     def _choice(self) -> Any:
-        """The chat request's `tool_choice`, which can force none of the tools that are left out."""
+        """The chat request's `tool_choice`, which cannot force a tool that is left out."""
         choice, tools = self.tool_choice, self.tools or []
         if choice is None:
             return None
@@ -223,10 +223,10 @@ class MessagesRequest(CountTokensRequest):
 
 
 def steady(text: str) -> str:
-    """A system text with what Claude Code makes up anew in it put in constants.
+    """A system text with Claude Code's changing parts replaced by constants.
 
-    Its first block ends in `cch=`, a nonce, and its version in a hash of the conversation; no prompt would
-    have a prefix in common with the one before (llama.cpp masks the nonce too: ggml-org/llama.cpp#21793).
+    Its first block ends in `cch=`, a nonce, and its version in a hash of the conversation, so no prompt would
+    share a prefix with the one before (llama.cpp masks the nonce too: ggml-org/llama.cpp#21793).
     """
     if not text.startswith(BILLING):
         return text
@@ -235,14 +235,15 @@ def steady(text: str) -> str:
 
 
 def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with late system messages as reminders in the turn before them, the user's or a tool's.
+    """The messages, with each late system message turned into a reminder in the user's or tool's turn before
+    it.
 
-    Claude Code adds one now and then. At the beginning, where Qwen's template wants them, each would change
-    the prompt from its first token on; as a turn of its own it would pass for a new question.
+    Claude Code adds one now and then. At the beginning, where Qwen's template puts system messages, each
+    would change the prompt from its first token; as a turn of its own it would look like a new question.
     """
     made: list[dict[str, Any]] = []
     reminders: dict[int, list[str]] = {}
-    """By the turns that they are for."""
+    """Reminders by the turn that they belong to."""
     begun = False
     for message in messages:
         begun = begun or message["role"] != "system"
@@ -264,7 +265,7 @@ def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _given(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
-    """A user's turn: tool results are messages of their own."""
+    """A user's turn, with tool results as messages of their own."""
     parts: list[dict[str, str] | GivenPicture] = []
     for place, block in blocks_in(message.get("content"), f"{where}.content"):
         if block.get("type") == "tool_result":
@@ -316,7 +317,7 @@ def _tool_use(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _part(block: Mapping[str, Any], where: str) -> str | GivenPicture:
-    """A text or a picture of what the model is given to read."""
+    """A text or picture block of the input."""
     if block.get("type") != "image":
         return _text(block, where)
     where = f"{where}.source"
@@ -347,7 +348,7 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A function as a chat request has it."""
+    """A tool as a chat request's function."""
     function = {
         "name": text_in(tool.get("name"), f"{where}.name"),
         "parameters": dict(object_in(tool.get("input_schema"), f"{where}.input_schema")),

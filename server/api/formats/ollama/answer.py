@@ -35,7 +35,7 @@ PREFIX = "ollama-"
 
 
 def as_message(text: str = "", thinking: str = "", calls: list[Shape] | None = None) -> Shape:
-    """What /api/chat has of an answer, or of a part of one."""
+    """An answer, or a part of one, in /api/chat's form."""
     message: Shape = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
@@ -45,7 +45,7 @@ def as_message(text: str = "", thinking: str = "", calls: list[Shape] | None = N
 
 
 def as_response(text: str = "", thinking: str = "", calls: list[Shape] | None = None) -> Shape:
-    """The same of /api/generate, which offers no tools."""
+    """The same in /api/generate's form, which has no tools."""
     return {"response": text, **({"thinking": thinking} if thinking else {})}
 
 
@@ -54,7 +54,7 @@ async def ollama_chat(context: RequestContext, request: OllamaChatRequest) -> Re
     if not request.messages:
         return loaded(context, request.model, as_message())
     asked = await on_thread(request.chat, context.body.size)
-    request.messages = []  # they would stay for as long as the answer takes
+    request.messages = []  # frees the messages for the time of the answer
     served, reply = await begun(context, asked)
     return await respond(served, reply, reply.generation, as_message)
 
@@ -74,7 +74,7 @@ async def ollama_generate(context: RequestContext, request: OllamaGenerateReques
 
 
 async def begun(context: RequestContext, asked: ChatRequest) -> tuple[ServedRequest, Reply]:
-    """Submits what was asked. Raises ApiError 400 in the names of this protocol."""
+    """Submits a request. Raises ApiError 400 under this protocol's field names."""
     try:
         served, [reply] = await begin(context, asked, PREFIX)
     except ApiError as error:
@@ -83,7 +83,7 @@ async def begun(context: RequestContext, asked: ChatRequest) -> tuple[ServedRequ
 
 
 def loaded(context: RequestContext, model: str, nothing: Shape) -> Response:
-    """To a request without a prompt, which asks for the model to be loaded."""
+    """Answers a request without a prompt, which asks only to load the model."""
     name = model or context.service.settings.model_id
     return JSONResponse({"model": name, **moment(), **nothing, "done": True, "done_reason": "load"})
 
@@ -114,7 +114,7 @@ async def collect(served: ServedRequest, parts: AsyncIterable[Part | str], write
 
 
 class OllamaWriter(EventWriter):
-    """An answer in lines of JSON. A tool call is one, once it is complete."""
+    """An answer in lines of JSON. A complete tool call is one line."""
 
     media_type = "application/x-ndjson"
     pings = False
@@ -127,11 +127,11 @@ class OllamaWriter(EventWriter):
         self._arguments = ""
 
     def envelope(self) -> Shape:
-        """What every object has."""
+        """Fields of every object."""
         return {"model": self._served.model, **moment()}
 
     def take(self, part: Part | str) -> Reasoning | Content | Shape | None:
-        """The part, or the call that is complete with it; None where one goes on."""
+        """The part, or the call that it completes; None inside a call."""
         match part:
             case str():
                 return Content(part)
@@ -144,7 +144,7 @@ class OllamaWriter(EventWriter):
         return part
 
     def open_call(self) -> list[Shape]:
-        """The call that is not closed yet, if there is one, with what there is of its arguments."""
+        """The unfinished call, if there is one, with its arguments so far."""
         call, self._call = self._call, None
         if call is None:
             return []
@@ -152,8 +152,8 @@ class OllamaWriter(EventWriter):
         return [{"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}]
 
     def ending(self) -> Shape:
-        """What the last object has beside: why it ended, and times in nanoseconds. Raises ApiError 503 where
-        the server cut it short."""
+        """The last object's further fields: why the answer ended, and times in nanoseconds. Raises ApiError
+        503 if the server cut it short."""
         generation = self._generation
         reason = self._served.check(generation.finish_reason)
         timings = generation.generation.timings

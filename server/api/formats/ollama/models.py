@@ -1,4 +1,4 @@
-"""What Ollama tells of models: of the one that there is."""
+"""Ollama's endpoints about models; there is one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.service import Service
 
 OLLAMA_VERSION = "0.12.0"
-"""The version of Ollama whose API this is: clients ask, and want one that knows tools and thoughts."""
+"""The Ollama version whose API this is. Clients require one that supports tools and thinking."""
 
 NEVER = "9999-12-31T23:59:59Z"
 
 
 class ShowRequest(BaseModel):
-    """Which model; any name means the one that there is."""
+    """The model; any name means the one that there is."""
 
     model_config = ConfigDict(strict=True)
 
@@ -38,7 +38,7 @@ def model_tags(service: Service) -> dict[str, Any]:
 
 
 def running_models(service: Service) -> dict[str, Any]:
-    """Those that are loaded: the same, for as long as the server runs and the model does not sleep."""
+    """The loaded models: the same one, unless it sleeps."""
     if service.status == "sleeping":
         return {"models": []}
     engine, left = service.backend.engine, service.idle_left
@@ -51,7 +51,7 @@ def running_models(service: Service) -> dict[str, Any]:
 
 
 async def show(context: RequestContext, _: ShowRequest) -> Response:
-    """What there is to know of the model, as Ollama tells it."""
+    """Describe the model, as Ollama does."""
     service = context.service
     backend = service.backend
     engine = backend.engine
@@ -82,7 +82,7 @@ async def show(context: RequestContext, _: ShowRequest) -> Response:
 
 def _entry(service: Service) -> dict[str, Any]:
     name, engine = service.settings.model_id, service.backend.engine
-    identity = f"{name} {engine.description} {engine.size_bytes}"  # the file itself takes long to read
+    identity = f"{name} {engine.description} {engine.size_bytes}"  # hashing the file would take long
     return {
         "name": name,
         "model": name,
@@ -108,7 +108,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _typed(metadata: dict[str, str]) -> dict[str, str | int]:
-    """Keys of the file, numbers as such; no texts of pages' length."""
+    """The file's metadata with numbers as numbers, without long texts."""
     return {
         key: int(text) if text.isdecimal() else text
         for key, text in metadata.items()

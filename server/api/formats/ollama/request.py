@@ -1,4 +1,4 @@
-"""Ollama's requests, and the chat requests and completions that they come to."""
+"""Ollama's requests, and their translation to chat requests and completions."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ OPTIONS = {
         )
     },
 }
-"""Ollama's options -> fields of ours."""
+"""Ollama's option -> field of this server."""
 
 OF_THE_SERVER = (
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"),
     *("numa", "low_vram", "f16_kv", "use_mmap", "use_mlock"),
 )
-"""How a model is loaded, which the server was told at its start; the beginning of a context is never dropped
-here. Nothing depends on them."""
+"""Accepted and ignored: the server's settings decide how the model is loaded, and the beginning of a context
+is never dropped."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {"tfs_z": (1,), "penalize_newline": (True,), "vocab_only": (False,)}
-"""Options that are refused, but for these values."""
+"""Options that are refused, except with these values."""
 
 NAMES = {
     **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
@@ -47,29 +47,30 @@ NAMES = {
     "reasoning_effort": "think",
     "thinking": "think",
 }
-"""Fields of ours, as this protocol calls them."""
+"""Field of this server -> its name in this protocol."""
 
 MAGIC = {"/9j/": "jpeg", "R0lG": "gif", "UklG": "webp"}
-"""How files of pictures begin, in base64; the others are PNG, or the decoder says what is wrong."""
+"""How base64 of each picture type begins. Anything else passes for PNG, and the decoder reports what is
+wrong."""
 
 
 class OllamaRequest(Refusing):
-    """What both have. Unknown fields are ignored, but for `options`."""
+    """Fields of both requests. Unknown ones are ignored, except in `options`."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_logprobs": (0,)}
 
     model: str = Field("", max_length=LONGEST_NAME)
     stream: bool | None = None
-    """A stream, unless it is false."""
+    """Streams unless false."""
     format: Any = None
     """"json", or a schema."""
     think: bool | str | None = None
     keep_alive: Any = None
-    """Accepted: the model stays for as long as the server runs."""
+    """Accepted without effect: the model stays loaded as long as the server runs."""
     options: dict[str, Any] | None = None
 
     def _fields(self) -> dict[str, Any]:
-        """What of it any request of ours has."""
+        """The fields common to chat requests and completions."""
         fields: dict[str, Any] = {"model": self.model or None, "stream": self.stream is not False}
         for name, value in (self.options or {}).items():
             if name in OPTIONS:
@@ -80,7 +81,7 @@ class OllamaRequest(Refusing):
                 known = ", ".join(OPTIONS)
                 raise refused(f"options.{name}", f"not supported by this server, which has {known}")
         limit = fields.get("max_tokens")
-        if limit in (-1, -2):  # to the end of the answer, or of the context
+        if limit in (-1, -2):  # until the answer or the context ends
             del fields["max_tokens"]
         fields["response_format"] = self._response_format()
         return fields
@@ -102,13 +103,13 @@ class OllamaRequest(Refusing):
 
 
 class OllamaChatRequest(OllamaRequest):
-    """A conversation; without messages it asks for the model to be loaded, which it is."""
+    """A conversation; without messages, a request to load the model."""
 
     messages: list[dict[str, Any]] = Field([], fail_fast=True, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
 
     def chat(self) -> ChatRequest:
-        """The chat request that means the same. Raises ApiError 400."""
+        """The equivalent chat request. Raises ApiError 400."""
         messages = [_message(message, f"messages[{at}]") for at, message in enumerate(self.messages)]
         own = {"messages": messages, "tools": self.tools or None}
         return to_chat({**self._fields(), **self._thinking(), **own}, NAMES)
@@ -130,7 +131,7 @@ class OllamaGenerateRequest(OllamaRequest):
     raw: bool | None = None
 
     def chat(self) -> ChatRequest:
-        """The chat request that means the same. Raises ApiError 400."""
+        """The equivalent chat request. Raises ApiError 400."""
         messages: list[dict[str, Any]] = [{"role": "user", "content": self.prompt, "images": self.images}]
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -138,7 +139,7 @@ class OllamaGenerateRequest(OllamaRequest):
         return to_chat({**fields, "messages": [_message(each, "prompt") for each in messages]}, NAMES)
 
     def completion(self) -> CompletionRequest:
-        """The completion that means the same, for a raw prompt. Raises ApiError 400."""
+        """The equivalent completion, for a raw prompt. Raises ApiError 400."""
         for name in ("system", "images", "think"):
             if getattr(self, name):
                 raise refused(name, "not beside raw, which has no template")

@@ -1,4 +1,4 @@
-"""OpenAI's Responses: /v1/responses, whole or streamed. Nothing is kept between requests."""
+"""OpenAI's Responses: /v1/responses, whole or streamed. The server stores nothing between requests."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Event = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 SUMMARY = "response.reasoning_summary"
-"""What the names of the events begin with that carry a summary of the reasoning: its text."""
+"""Prefix of the names of events that carry the reasoning as its summary."""
 
 
 async def respond(context: RequestContext, request: ResponsesRequest) -> Response:
     """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
     asked = await on_thread(request.chat, context.body.size)
-    request.input = None  # it would stay for as long as the answer takes
+    request.input = None  # frees the input for the time of the answer
     served, [reply] = await begin(context, asked, "resp_")
     answer = Answer(request, served, reply)
     return noted(await served.respond([reply], answer, answer.collect), request.tools_left_out)
 
 
 class Answer(EventWriter):
-    """One response in the making; its events are numbered."""
+    """One response under construction; its events are numbered."""
 
     def __init__(self, request: ResponsesRequest, served: ServedRequest, reply: Reply) -> None:
         self._request = request
@@ -72,7 +72,7 @@ class Answer(EventWriter):
         if part is None:
             return b""
         write = partial(self._numbered, self._output.add(part))
-        # a call ends the text before it, all of whose log-probabilities come once more
+        # a call ends the text before it, whose log-probabilities are then all sent again
         return await self._served.written(write) if isinstance(part, ToolCall) else write()
 
     async def end(self) -> bytes:
@@ -96,11 +96,11 @@ class Answer(EventWriter):
         return b"".join(written)
 
     def _status(self) -> Status:
-        """Raises ApiError 503 where the server cut the answer short."""
+        """The response's status. Raises ApiError 503 if the server cut the answer short."""
         return "incomplete" if self._served.check(self._reply.finish_reason) == "length" else "completed"
 
     def _object(self, status: Status = "in_progress") -> dict[str, Any]:
-        """The response as it stands; what it was asked for is told with it."""
+        """The response so far, with the request's settings."""
         asked = self._request
         text = asked.text
         ended = status != "in_progress"
@@ -152,13 +152,13 @@ class Answer(EventWriter):
 
 
 class Output:
-    """A response's items in the making. What is done to it is told in events, which must be read."""
+    """A response's items under construction. Each change yields events, which the caller must consume."""
 
     def __init__(
         self, logprobs: ResponseLogprobs, names: Callable[[str], dict[str, str]], *, summarized: bool
     ) -> None:
-        """`names`: what an item says of a tool that was called; `summarized`: the reasoning comes as its
-        summary, too."""
+        """`names` gives a call item's fields for the called tool; `summarized` also sends the reasoning as
+        its summary."""
         self.items: list[Item] = []
         self._names = names
         self._logprobs = logprobs
@@ -183,7 +183,7 @@ class Output:
                     yield from self.close("completed")
 
     def close(self, status: Status) -> Iterator[Event]:
-        """Nothing more comes to the item that is open, if one is."""
+        """Closes the open item, if there is one."""
         item = self.items[-1] if self.items else {}
         if item.get("status") != "in_progress":
             return

@@ -1,6 +1,6 @@
-"""The tools of a Responses request: functions, alone or in a `namespace`, and others, which are left out.
+"""The tools of a Responses request: functions, alone or in a `namespace`; other kinds are left out.
 
-As in vLLM, a model knows a namespace's function by the names of both; clients have each by itself.
+As in vLLM, the model sees a namespace's function under the joined name; clients see both names separately.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Tool = dict[str, Any]
 
 
 class OfferedTools:
-    """What of `tools` a model is offered. Raises ApiError 400."""
+    """The part of `tools` that the model is offered. Raises ApiError 400."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self.functions: list[Tool] = []
-        """Chat requests' functions."""
+        """The functions, in a chat request's form."""
         self.shown: list[Tool] = []
-        """The same as the client gave them."""
+        """The same, in the client's form."""
         self._split: dict[str, tuple[str, str]] = {}
-        """Namespace and name, by the name that the model knows."""
+        """The model's name for a function -> its namespace and name."""
         self._known: set[str] = set()
         left_out = []
         for index, tool in enumerate(tools):
@@ -42,7 +42,7 @@ class OfferedTools:
             else:
                 left_out.append(tool)
         self.left_out = names_of(left_out)
-        """The others by name, which only OpenAI runs or only its models were taught to call."""
+        """Names of the tools that only OpenAI runs, or that only its models are trained to call."""
 
     def _members(self, tool: Tool, where: str) -> list[Tool]:
         namespace = text_in(tool.get("name"), f"{where}.name")
@@ -70,18 +70,18 @@ class OfferedTools:
         self.functions.append({"type": "function", "function": {**function, "name": name}})
 
     def names(self, name: str) -> dict[str, str]:
-        """What a call's item says of whom it calls, from the name that the model wrote."""
+        """A call item's fields for the function that the model called `name`."""
         namespace, own = self._split.get(name, (None, name))
         return {"name": own} if namespace is None else {"name": own, "namespace": namespace}
 
 
 def joined(namespace: str | None, name: str) -> str:
-    """The name that the model knows."""
+    """The model's name for a function."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def called(item: Mapping[str, Any], where: str) -> str:
-    """The name that the model knows of whom an item calls. Raises ApiError 400."""
+    """The model's name for the function that an item calls. Raises ApiError 400."""
     namespace = item.get("namespace")
     if namespace is not None:
         namespace = text_in(namespace, f"{where}.namespace")

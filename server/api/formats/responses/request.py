@@ -1,4 +1,4 @@
-"""OpenAI's Responses requests, and the chat requests that they come to."""
+"""OpenAI's Responses requests, and their translation to chat requests."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ NAMES = {
     "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }
-"""A chat request's fields, as this protocol calls them."""
+"""Field of a chat request -> its name in this protocol."""
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 class Reasoning(BaseModel):
-    """How hard to think. A summary that is asked for is the reasoning itself, once more."""
+    """Effort of the reasoning. A requested summary is a copy of the reasoning itself."""
 
     model_config = ConfigDict(strict=True)
 
@@ -52,7 +52,7 @@ class Reasoning(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """What the answer must look like."""
+    """Format of the answer."""
 
     model_config = ConfigDict(strict=True)
 
@@ -68,10 +68,10 @@ class TextConfig(BaseModel):
 
 
 class ResponsesRequest(Sharing):
-    """A conversation to answer. Nothing is kept, also where `store` asks for it, as in vLLM: each request
-    brings all that was said.
+    """A conversation to answer. The server stores nothing, even if `store` asks for it, as in vLLM: each
+    request brings the whole conversation.
 
-    Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `user`,
+    Unknown fields are ignored, as are those without effect on the answer: `metadata`, `user`,
     `prompt_cache_key`.
     """
 
@@ -117,27 +117,27 @@ class ResponsesRequest(Sharing):
 
     @property
     def n_top_logprobs(self) -> int | None:
-        """Alternatives to each token of the text that are wanted with theirs; None: no log-probabilities."""
+        """Alternatives with log-probabilities for each token of the text; None for no log-probabilities."""
         included = "message.output_text.logprobs" in (self.include or [])
         return (self.top_logprobs or 0) if included or self.top_logprobs else None
 
     @property
     def wants_summary(self) -> bool:
-        """Whether the reasoning is to come as its own summary as well."""
+        """Whether the reasoning is also sent as its own summary."""
         return self.reasoning is not None and self.reasoning.summary not in (None, "none")
 
     @cached_property
     def offered(self) -> OfferedTools:
-        """What of `tools` the model is offered. Raises ApiError 400."""
+        """The part of `tools` that the model is offered. Raises ApiError 400."""
         return OfferedTools(self.tools or [])
 
     @property
     def tools_left_out(self) -> str:
-        """The others, by name."""
+        """Names of the tools that are left out."""
         return self.offered.left_out
 
     def chat(self) -> ChatRequest:
-        """The chat request that means the same. Raises ApiError 400."""
+        """The equivalent chat request. Raises ApiError 400."""
         text = self.text or TextConfig()
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
         fields = {
@@ -158,7 +158,7 @@ class ResponsesRequest(Sharing):
         return to_chat(fields, NAMES)
 
     def _tool_choice(self) -> Any:
-        """The chat request's `tool_choice`, which can force none of the tools that are left out."""
+        """The chat request's `tool_choice`, which cannot force a tool that is left out."""
         choice = self.tool_choice
         if choice in ("required", "any") and self.tools_left_out and not self.offered.functions:
             raise refused(
@@ -189,7 +189,7 @@ class ResponsesRequest(Sharing):
         return {"type": "function", "function": {"name": called(choice, "tool_choice")}}
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        """Messages; neighbouring items of one reply are one."""
+        """The messages; adjacent items of one reply are merged."""
         if self.instructions:
             yield {"role": "system", "content": self.instructions}
         if isinstance(self.input, str):
@@ -202,7 +202,7 @@ class ResponsesRequest(Sharing):
             where = f"input[{index}]"
             part, excluding = _item(object_in(item, where), where)
             if part.keys() == {"role"}:
-                continue  # reasoning that only its author can read
+                continue  # encrypted reasoning, which only its author can read
             if part["role"] != "assistant":
                 if reply:
                     yield reply
@@ -221,7 +221,8 @@ class ResponsesRequest(Sharing):
 
 
 def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
-    """An item as a message; for an assistant's, the keys of one before it that keep it from joining that."""
+    """An item as a message. For an assistant's item, also the keys with which an earlier message cannot be
+    merged with it."""
     kind = item.get("type", "message")
     match kind:
         case "message":
@@ -259,7 +260,7 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
-    """A call's arguments; none at all are none. Raises ApiError 400."""
+    """A call's arguments; an empty text is an empty object. Raises ApiError 400."""
     try:
         return dict(object_in(from_json(text) if text.strip() else {}, where))
     except ValueError as error:
@@ -267,7 +268,7 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def _parts(content: Any, where: str) -> list[str | GivenPicture]:
-    """The texts and pictures of what the model is given to read."""
+    """The texts and pictures of the input."""
     return [
         _picture(block, place) if block.get("type") == "input_image" else _text(block, place)
         for place, block in blocks_in(content, where, "text")
