@@ -1,10 +1,9 @@
-"""Speculative decoding: drafts are verified many at a time, and the answers stay what they would have been.
+"""Speculative decoding: one step verifies several drafted tokens, and answers do not change.
 
-`Speculator` is what the engine uses. Drafters guess (`ngram.py`, `mtp.py`, `dflash.py`; their protocol is in
-`base.py`, what those share that read hidden rows in `hidden.py`, when they get them in `hidden_rows.py`).
-`Policy` decides from measured step times
-(`times.py`) and from what became of earlier drafts (`acceptance.py`) how many tokens are drafted, and has
-drafts that lost wait (`cooldown.py`).
+The engine uses `Speculator`. Drafters guess tokens (`ngram.py`, `mtp.py`, `dflash.py`; their protocol is in
+`base.py`). `hidden.py` is the base of drafters that read hidden rows, and `hidden_rows.py` decides when they
+get them. `Policy` chooses how many tokens to draft, from measured step times (`times.py`) and from the
+acceptance of earlier drafts (`acceptance.py`). Drafts that did not pay go into cooldown (`cooldown.py`).
 """
 
 from .base import Draft, Drafter, DrafterStats, DraftRequest

@@ -1,21 +1,21 @@
-"""How often drafted tokens were right, by depth."""
+"""Acceptance of drafted tokens, by depth."""
 
 from __future__ import annotations
 
 DEPTHS, MEMORY = 16, 32
-"""Tokens of a draft that are counted apart, since the first ones are right more often; and tries that are
-remembered of each, so that a text may change its character."""
+"""Depths that are counted separately, since the first tokens are right more often; and the tries remembered
+of each, so that acceptance follows a text that changes."""
 
 FADE = 0.03
-"""What fades of a depth that a draft did not come to, or with each draft of another drafter, so that it is
-tried again."""
+"""Share of a depth's counts that is forgotten when a draft did not reach it or another drafter had the step,
+so that it is tried again."""
 
 ASSUMED = 2
-"""Tries that an assumption counts for, and all that was learnt before a cooldown: few, as it may be wrong."""
+"""Tries that an assumption, or all results before a cooldown, count for: few, as they may be wrong."""
 
 
 class Acceptance:
-    """How often drafted tokens of one kind were right if those before them were, by depth."""
+    """By depth, how often drafted tokens of one kind were right if those before them were."""
 
     __slots__ = ("_assumed", "_hits", "_right", "_total", "_tries")
 
@@ -27,7 +27,7 @@ class Acceptance:
         self._total: list[float] = []
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A draft of so many tokens was verified, the first `accepted` of which were right."""
+        """A draft of `drafted` tokens was verified; the first `accepted` of them were right."""
         tested = min(accepted + 1, drafted, DEPTHS)
         missing = tested - len(self._tries)
         self._hits += [0.0] * missing
@@ -39,11 +39,11 @@ class Acceptance:
         self._right.clear()
 
     def fade(self) -> None:
-        """Another drafter had the step."""
+        """Another drafter had the step: forget a little."""
         self._keep([1 - FADE] * len(self._tries))
 
     def retry(self) -> None:
-        """Have what comes next count for more than all that was."""
+        """Reduce the weight of all earlier results, so that the next ones count more."""
         self._keep([min(1.0, ASSUMED / max(1.0, tries)) for tries in self._tries])
 
     def _keep(self, shares: list[float]) -> None:
@@ -52,18 +52,18 @@ class Acceptance:
         self._right.clear()
 
     def all_right(self, n: int) -> float:
-        """The chance that `n` tokens are all right."""
+        """Probability that `n` tokens are all right."""
         self._work_out()
         return self._right[min(n, DEPTHS) - 1]
 
     def expected(self, n: int) -> float:
-        """Right tokens of a draft of `n`."""
+        """Expected right tokens of a draft of `n`."""
         if n <= 0:
             return 0.0
         self._work_out()
         if n <= DEPTHS:
             return self._total[n - 1]
-        last = min(0.9999, self._right[-1] / self._right[-2])  # from there on a geometric series
+        last = min(0.9999, self._right[-1] / self._right[-2])  # a geometric series beyond DEPTHS
         return self._total[-1] + self._right[-1] * last * (1 - last ** (n - DEPTHS)) / (1 - last)
 
     def _work_out(self) -> None:
@@ -72,7 +72,7 @@ class Acceptance:
         chance, right, total = self._assumed, 1.0, 0.0
         self._total = []
         for depth in range(DEPTHS):
-            if depth < len(self._tries):  # what is not known of a depth, the one before makes up for
+            if depth < len(self._tries):  # the depth before is the prior
                 hits, tries = self._hits[depth], self._tries[depth]
                 chance = (hits + ASSUMED * chance) / (tries + ASSUMED)
             right *= chance

@@ -1,4 +1,4 @@
-"""Drafts whenever it can: for tests, which want many drafts of any quality."""
+"""A policy that always drafts: for tests, which want many drafts of any quality."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class Always(Policy):
-    """Drafts as long as they can be, whatever they cost, and instant ones first."""
+    """Chooses the longest drafts at any cost, instant drafters first."""
 
     def cooldown(self, drafter: Drafter, n: int) -> int:
-        """None."""
+        """No cooldown."""
         return 0
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
-        """All of them."""
+        """All kinds."""
         return set(drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
-        """The longest drafts of the first drafter that has any, shortened alike where there is no room."""
+        """The longest drafts of the first drafter that has any, all limited alike if room is short."""
         free = min(step.room, step.most_rows - sum(step.pending))
         each = max(0, free // len(step.pending))
         for option in options:
@@ -37,4 +37,4 @@ class Always(Policy):
         return None
 
     def add(self, drafter: Drafter, kind: str, n: int, tokens: int, seconds: float) -> None:
-        """Nothing is held against anybody."""
+        """Learns nothing."""

@@ -1,4 +1,4 @@
-"""What every drafter does: guess how sequences go on. A wrong guess costs time, never an answer."""
+"""The protocol of drafters, which guess the next tokens. A wrong guess costs time and changes no answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DrafterState = Literal["active", "cooldown", "failed"]
 
 @dataclass(slots=True)
 class DraftRequest:
-    """A draft of at most `limit` tokens is wanted for a sequence that decodes in `slot`."""
+    """Asks for a draft of at most `limit` tokens for the sequence that decodes in `slot`."""
 
     sequence: Sequence
     slot: int
@@ -27,7 +27,7 @@ class DraftRequest:
 
 @dataclass(slots=True)
 class Draft:
-    """Tokens that may come next; none where the drafter has no guess."""
+    """Tokens that may come next; empty if the drafter has no guess."""
 
     tokens: list[int] = field(default_factory=list)
     kind: str = ""
@@ -35,38 +35,38 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Guesses for sequences of which every token but the pending ones is in the trunk's cache.
+    """Drafts for sequences whose tokens, all but the pending ones, are in the trunk's cache.
 
-    A drafter that is `instant` is asked first, and then it is decided how much of its drafts is verified; any
-    other is asked only after it was decided that its drafts pay, and for as many tokens as do.
+    An `instant` drafter is asked first, and the policy then decides how much of its drafts is verified. Any
+    other drafter is asked only after the policy has decided that its drafts pay, for the tokens that pay.
     """
 
     name: str
     instant: bool
-    """To ask it takes no time to speak of."""
+    """Asking it takes negligible time."""
     most: int
-    """Sequences that it drafts for at once."""
+    """Maximum sequences that it drafts for at once."""
     depth: int
     """Tokens of its longest draft."""
 
     @property
     def kinds(self) -> Mapping[str, float]:
-        """Its kinds of drafts; the chance of a first token that is assumed before anything is known."""
+        """Its kinds of drafts, each with the acceptance assumed for a first token before any is measured."""
 
     def can_draft(self, request: DraftRequest) -> bool:
         """Whether it has what it needs to draft for a sequence."""
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
-        """A draft for each request, in order. May raise anything, which costs these drafts alone."""
+        """A draft for each request, in order. May raise anything; that costs only these drafts."""
 
     def cost(self, n: int, depth: int) -> float:
         """Expected seconds of drafts of `depth` tokens for `n` sequences."""
 
     def measure(self) -> None:
-        """Time drafts of nothing, once, at start."""
+        """Time drafts of made-up input, once, at start."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended. Nothing happens where it was not known."""
+        """The sequence has ended. Does nothing if it is unknown."""
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class DrafterStats(DraftCounts):
     """One drafter, all requests."""
 
     failed: int = 0
-    """Drafts that were lost to an error."""
+    """Drafts lost to an error."""
     unready: int = 0
-    """Drafts that were wanted when the drafter lacked what it reads."""
+    """Drafts not made because the drafter lacked the hidden rows that it reads."""
     state: DrafterState = "active"
-    """"cooldown": its drafts did not pay of late; "failed": errors keep it from drafting for a while."""
+    """"cooldown": its recent drafts did not pay; "failed": it does not draft for a while after errors."""

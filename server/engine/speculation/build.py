@@ -1,4 +1,4 @@
-"""The speculator of an engine, as its settings want it."""
+"""Builds the speculator that an engine's settings ask for."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def build_speculator(
     clock: Callable[[], float],
     draft: tuple[DraftContext, DraftSpec] | None = None,
 ) -> Speculator:
-    """Drafters and policy as the settings want them; without a `head` or a draft model (`draft`) the text
-    alone is drafted from.
+    """Build drafters and policy from the settings; without a `head` or a draft model (`draft`) drafts come
+    from the text only.
 
-    Slots below `slots` can be rolled back; `most_rows` bounds a verification; the `clock` is what
-    `verify`'s seconds were told by. The caller has `states` keep the `hidden_drafters` up to date.
+    Slots below `slots` can be rolled back; `most_rows` bounds a verification; `clock` must be the one that
+    measures `verify`'s seconds. The caller must register the `hidden_drafters` with `states`.
     """
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):
@@ -55,7 +55,7 @@ def build_speculator(
                 depth=settings.mtp_depth,
                 slots=settings.parallel,
                 span=max(settings.draft_window + 1, head.n_ctx // settings.parallel),
-                # where the host reads the rows, it computes them, too, and one that counts for nothing costs
+                # if the host reads the rows, it also computes them, and each unused row costs time
                 widest=WIDEST if head.samplers.active else 0,
             )
         )

@@ -1,4 +1,4 @@
-"""Drafts from a block drafter (DFlash): all tokens of a draft, and those of all sequences, in one pass."""
+"""Drafts from a block drafter (DFlash): one pass for all tokens of the drafts of all sequences."""
 
 from __future__ import annotations
 
@@ -23,37 +23,36 @@ if TYPE_CHECKING:
     from .base import DraftRequest
 
 FEW = 32
-"""Rows to inject for a sequence that drafts all the time, at most: what takes longer happens once."""
+"""Maximum rows to inject for a sequence that drafts in every step; a longer injection happens only once."""
 
 KEPT = 512
-"""Positions of the drafter's cache that a copy of a sequence id shares, at most."""
+"""Maximum positions of the drafter's cache that a copy of a sequence id shares."""
 
 RUNNING = 2
-"""Windows that a sequence's entries may come to before they are cut back to one."""
+"""Windows that a sequence's entries may fill before they are cut back to one."""
 
 
 def cells(window: int, slots: int, checkpoints: int, most: int, block: int) -> int:
-    """Cells of the drafter's cache: what slots and checkpoints may hold, and the blocks being guessed."""
+    """Cells of the drafter's cache: for slots, for checkpoints, and for the blocks being guessed."""
     return slots * (RUNNING + 1) * window + checkpoints * min(KEPT, window) + most * block
 
 
 def host_bytes(slots: int, window: int, n_features: int) -> int:
-    """Host memory that waiting rows may take without a ring, at most: a piece is whole while any of it is in
-    the window."""
+    """Maximum bytes of waiting rows on the host, without a ring; a piece partly in the window stays whole."""
     return 4 * slots * 2 * window * n_features
 
 
 class DflashDrafter(HiddenDrafter):
-    """Injects what the trunk has read, and has the drafter fill a block of masks.
+    """Injects the trunk's rows, and has the drafter fill a block of mask tokens.
 
-    What the trunk's layers made of each token waits until the sequence drafts, or its state is shared: in a
-    ring on the device, or on the host where llama.cpp has none. Then it goes into the drafter's cache, each
-    row at its token's position; from the ring the newest rows go with the block itself. The drafter looks
-    back on `window` tokens at least and twice as many at most.
+    The rows of the trunk's layers wait until the sequence drafts or its state is shared: in a ring on the
+    device, or on the host if this llama.cpp has no ring. Then they go into the drafter's cache, each at its
+    token's position. With a ring, the newest rows are injected by the call that computes the block. The
+    drafter sees at least the last `window` tokens and at most twice as many.
     """
 
     name = "dflash"
-    reads_pictures = False  # rows are kept by positions, of which a picture's share some
+    reads_pictures = False  # rows are kept by position, and rows of a picture share positions
     kinds: Mapping[str, float] = {"dflash": 0.85}
     _context: DraftContext
 
@@ -63,12 +62,12 @@ class DflashDrafter(HiddenDrafter):
         self.layers, self.depth, self.most = spec.layers, spec.block - 1, most
         self._block, self._mask = spec.block, spec.mask
         self._blocks: dict[int, Mean] = {}
-        """Seconds of a pass over blocks, by groups of sequences."""
+        """Seconds of a pass over blocks, by group of sequence counts."""
         self._injections = Mean()
-        """Seconds that it takes to inject what came since the draft before."""
+        """Seconds to inject the rows that came since the previous draft."""
 
     def copy(self, source: int, target: int) -> None:
-        """`target` shares the newest entries of `source`, KEPT of them at most."""
+        """Let `target` share the newest entries of `source`, at most KEPT."""
         self.free(target)
         if (state := self._states.get(source)) is None:
             return
@@ -88,17 +87,17 @@ class DflashDrafter(HiddenDrafter):
     # --- drafting ------------------------------------------------------------------------------------------
 
     def cost(self, n: int, depth: int) -> float:
-        """One pass, however deep, and the injection before it."""
+        """Seconds of one pass, at any depth, and of the injection before it."""
         if not self._blocks:
             return 0.0
         group = min(self._blocks, key=lambda known: abs(known - group_of(max(1, n))))
         return self._blocks[group].value + self._injections.value
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
-        """Fill a block for each, all together. Each request must pass `can_draft`.
+        """Fill a block for each request, all in one pass. Each must pass `can_draft`.
 
-        Raises what llama.cpp did: NoMemorySlot where the drafter's cache is full, LlamaError,
-        FloatingPointError where its logits are no use. Then every sequence begins anew.
+        Raises NoMemorySlot if the drafter's cache is full, LlamaError, or FloatingPointError if its logits
+        are unusable. Then every sequence starts anew.
         """
         slots = [request.slot for request in requests]
         waiting = sum(self._states[slot].end - self._states[slot].fed for slot in slots)
@@ -119,7 +118,7 @@ class DflashDrafter(HiddenDrafter):
         return drafts
 
     def measure(self) -> None:
-        """Time blocks for one sequence and for more of them: of nothing, which takes as long as any."""
+        """Time blocks of made-up input, which take as long as any, for one sequence and for more."""
         n = 1
         while n <= min(self.most, self._slots):
             for _ in range(4 if n == 1 else 2):
@@ -131,8 +130,8 @@ class DflashDrafter(HiddenDrafter):
             n *= 2
 
     def _goes_with_a_block(self, slot: int) -> bool:
-        """Whether the newest rows, as many as a block has, can be injected by the call that guesses: so its
-        shape is always the same, and so is its graph. Some of them may have been injected before."""
+        """Whether the newest rows, as many as a block has, can be injected by the call that guesses. Then
+        that call always has the same shape and graph. Some of these rows may have been injected before."""
         state = self._states[slot]
         first = state.end - self._block
         return self._context.source is not None and max(state.first, state.fresh) <= first <= state.fed
@@ -156,15 +155,15 @@ class DflashDrafter(HiddenDrafter):
         return [Draft(g[: r.limit], self.name) for g, r in zip(guesses, requests, strict=True)]
 
     def _put_blocks(self, wanted: ListLike[tuple[int, int, int]], *, together: bool) -> list[list[int]]:
-        """The `depth` tokens that are guessed behind `newest`, which is at `start`: (slot, start, newest).
+        """Guess `depth` tokens after each `newest` token, at position `start`: (slot, start, newest).
 
-        With `together` the rows of as many tokens before it are injected by the same call.
+        With `together` the same call injects the rows of as many tokens before it as a block has.
         """
         context, block = self._context, self._block
         n = len(wanted) * block
         before = n if together else 0
         context.tokens[before : before + n] = self._mask
-        context.outputs[before : before + n] = 1  # of blocks all: the graph would read out the wrong ones
+        context.outputs[before : before + n] = 1  # all rows of blocks, or the graph would read wrong ones
         for number, (slot, start, newest) in enumerate(wanted):
             at = before + number * block
             context.tokens[at] = newest
@@ -185,7 +184,7 @@ class DflashDrafter(HiddenDrafter):
         return [tokens[at + 1 : at + block] for at in range(0, n, block)]
 
     def _inject(self, ids: Iterable[int]) -> None:
-        """Bring the cache up to date for these ids, in as few calls as there is room for."""
+        """Inject the waiting rows of these ids in as few calls as possible."""
         context = self._context
         n = 0
         for sequence_id in ids:
@@ -208,7 +207,7 @@ class DflashDrafter(HiddenDrafter):
         self._trim(ids)
 
     def _trim(self, ids: Iterable[int]) -> None:
-        """Cut entries back to one window where they have come to more than RUNNING."""
+        """Cut the entries of ids with more than RUNNING windows back to one."""
         context = self._context
         for sequence_id in ids:
             state = self._states[sequence_id]
@@ -222,7 +221,7 @@ class DflashDrafter(HiddenDrafter):
         return 0
 
     def _with_room(self, call: Callable[[], None]) -> None:
-        """Copies that wait for a request to come make room where the cache has none."""
+        """Run `call`; if the cache is full, drop the checkpoints' entries and run it again."""
         try:
             call()
         except NoMemorySlot:

@@ -1,4 +1,4 @@
-"""What became of a drafter's drafts, and whether it works: its errors end here, and cost its drafts alone."""
+"""Statistics and errors of a drafter. An error of a drafter stops here and costs only its drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DISABLED_AFTER, DISABLED_FIRST, DISABLED_LAST = 3, 256, 16_384
-"""Failures in a row after which a drafter is not asked for so many steps, four times as many each time."""
+"""Consecutive failures that disable a drafter; steps of the first such pause, each four times the one before;
+and of the longest."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -26,33 +27,33 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class DrafterHealth:
-    """A drafter, what became of its drafts, and whether it works."""
+    """A drafter, its statistics, and whether it works."""
 
     drafter: Drafter
     stats: DrafterStats = field(default_factory=DrafterStats)
     disabled: Cooldown = field(default_factory=lambda: Cooldown(DISABLED_FIRST, DISABLED_LAST))
     now: int = 0
-    """The step that is being made."""
+    """The current step."""
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     fruitless: int = 0
-    """Looks in a row that found nothing to draft."""
+    """Consecutive attempts that found nothing to draft."""
 
     def call(self, otherwise: T, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a method of the drafter returns; `otherwise` where it raises, which is counted."""
+        """Call a method of the drafter. If it raises, count the failure and return `otherwise`."""
         try:
             return method(*args, **kwargs)
-        except Exception as error:  # whatever it is, it is not worth a request
+        except Exception as error:  # drafting is optional: no error of it may fail a request
             self.failed(error)
             return otherwise
 
     def succeeded(self) -> None:
-        """It has drafted."""
+        """It made drafts: reset its failures."""
         self.failures = 0
         self.disabled.end()
 
     def failed(self, error: Exception) -> None:
-        """A draft was lost to an error."""
+        """Count a draft lost to an error; after DISABLED_AFTER in a row, pause the drafter."""
         name, self.failures = self.drafter.name, self.failures + 1
         level = logging.DEBUG if self.stats.failed else logging.WARNING
         log.log(level, "a draft by %s failed, and costs that draft: %s", name, error, exc_info=error)
@@ -61,17 +62,17 @@ class DrafterHealth:
             self.disabled.begin(self.now)
 
     def begin_anew(self, error: Exception) -> None:
-        """It failed, and what it has of running sequences may be wrong: it drops that, if it has any."""
+        """It failed, and its states of running sequences may be wrong: have it drop them, if it has any."""
         self.failed(error)
         if isinstance(self.drafter, HiddenDrafter):
             self.call(None, self.drafter.pause)
 
     @property
     def works(self) -> bool:
-        """Whether it has not failed too often in a row."""
+        """Whether it has fewer than DISABLED_AFTER failures in a row."""
         return self.failures < DISABLED_AFTER
 
     @property
     def lost_states(self) -> int:
-        """States of sequences that it lost to errors while they were copied, saved or freed."""
+        """States of sequences lost to errors in copying, saving or freeing them."""
         return self.drafter.lost if isinstance(self.drafter, HiddenDrafter) else 0

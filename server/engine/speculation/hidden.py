@@ -1,4 +1,4 @@
-"""What drafters share that read the trunk's hidden rows: rows that wait on the host, entries in a cache."""
+"""The base of drafters that read the trunk's hidden rows: rows waiting on the host, entries in a cache."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DraftCacheState:
-    """What a drafter has of one sequence id: entries made of the rows of positions `first` up to `fed` - 1 in
-    its cache, and on the host `rows`, those of positions `start` up to `end` - 1, where `start` <= `fed`."""
+    """A drafter's state of one sequence id: in its cache entries made from the rows of positions `first` up
+    to `fed` - 1, and on the host the `rows` of positions `start` up to `end` - 1, where `start` <= `fed`."""
 
     first: int
     fed: int
     start: int
     end: int
     rows: list[npt.NDArray[Any]] = field(default_factory=list)
-    """Pieces [n, width] that nobody writes to: of rows, or [n, 1] of where they stay on the device."""
+    """Read-only pieces: rows [n, width], or [n, 1] the places of rows that stay on the device."""
     fresh: int = 0
-    """Position from which on the rows were collected for this very id, one after the other."""
+    """Position from which on the rows were collected for this id itself, without a gap."""
     length: int | None = None
-    """Tokens that the id itself holds, where that is fewer than `end`: the rest will be read again."""
+    """Tokens that the id itself holds after a rollback; those up to `end` will be read again."""
 
     @property
     def known(self) -> int:
-        """Tokens that the id holds, and of which there was a row."""
+        """Tokens that the id holds and whose rows were collected."""
         return self.end if self.length is None else min(self.end, self.length)
 
     def between(self, start: int, end: int) -> npt.NDArray[Any]:
-        """The rows of positions `start` up to `end` - 1, in an array of their own."""
+        """A new array with the rows of positions `start` up to `end` - 1."""
         pieces, at = [], self.end
         for piece in reversed(self.rows):
             at -= len(piece)
@@ -54,35 +54,35 @@ class DraftCacheState:
 
 @dataclass(frozen=True, slots=True)
 class SavedDraftCache:
-    """A `DraftCacheState`, and its entries in host memory; None where there are none."""
+    """A `DraftCacheState`, and its entries in host memory, or None if it has none."""
 
     state: DraftCacheState
     cache: npt.NDArray[np.uint8] | None
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Its size in bytes."""
         entries = 0 if self.cache is None else self.cache.nbytes
         return entries + sum(piece.nbytes for piece in self.state.rows)
 
 
 class HiddenDrafter:
-    """A drafter with a cache of its own, made of the trunk's hidden rows: a state for each sequence id of
-    llama.cpp, which the state store copies, frees and saves with the trunk's.
+    """A drafter with a cache of its own, made from the trunk's hidden rows. It has a state for each sequence
+    id of llama.cpp, which the state store copies, frees and saves with the trunk's.
 
     Rows of prompts and outputs wait on the host until a sequence drafts; a sequence that never does costs the
-    drafter nothing. `window` rows are kept: a drafter that missed more starts anew there, and sees no further
-    back.
+    drafter nothing. `window` rows are kept. A drafter that missed more starts anew there and sees no earlier
+    rows.
     """
 
     instant = False
     reads_pictures = True
-    """Whether it drafts for sequences with pictures; else it is given no rows of them, and is never ready."""
+    """Whether it drafts for sequences with pictures; if not, it gets none of their rows."""
     most: int
     kinds: Mapping[str, float]
-    """Its only kind of drafts; the chance of a first token that is assumed before anything is known."""
+    """Its only kind of drafts, with the acceptance assumed for a first token before any is measured."""
     layers: tuple[int, ...] = ()
-    """Of the trunk, whose inputs it reads side by side; none for the rows after the output norm."""
+    """Layers of the trunk whose inputs it reads side by side; empty: the rows after the output norm."""
 
     def __init__(self, context: Context, window: int, slots: int) -> None:
         """Sequence ids below `slots` run; the others hold copies."""
@@ -90,11 +90,11 @@ class HiddenDrafter:
         self._context, self._slots = context, slots
         self._states: dict[int, DraftCacheState] = {}
         self.lost = 0
-        """States that the state store could not copy, save, restore or free."""
+        """Number of states that the state store failed to copy, save, restore or free."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[Any]) -> None:
-        """The trunk has read the right tokens at `start`, `start` + 1...: their rows, [n, n_embd] or as
-        `Context.layer_inputs` gives them, at most `window` of them, to be kept."""
+        """Keep the rows of correct tokens at positions `start`, `start` + 1...: at most `window` rows,
+        [n, n_embd] or as `Context.layer_inputs` gives them."""
         state = self._states.setdefault(slot, DraftCacheState(start, start, start, start, fresh=start))
         state.length = None
         if start > state.end:
@@ -110,65 +110,65 @@ class HiddenDrafter:
             if len(rest := piece[surplus:]):
                 state.rows.insert(0, rest)
             state.start += len(piece) - len(rest)
-        if state.start > state.fed:  # it missed some
+        if state.start > state.fed:  # it missed some rows
             self._drop_entries(slot, state.start)
 
     def rolled_back(self, slot: int, length: int) -> None:
-        """The slot went back to its first `length` tokens; what was read of those that follow stays right."""
+        """The slot was rolled back to its first `length` tokens; the rows of later ones stay correct."""
         if (state := self._states.get(slot)) is not None:
             state.length = length
 
     def pause(self) -> None:
-        """From now on there are no rows: what slots have of them is of no more use."""
+        """No rows are collected from now on: drop the states of slots, which become useless."""
         for slot in [slot for slot in self._states if slot < self._slots]:
             self.free(slot)
 
     def can_draft(self, request: DraftRequest) -> bool:
-        """Whether the rows of all tokens but the newest are there."""
+        """Whether the rows of all tokens but the newest were collected."""
         state = self._states.get(request.slot)
         return state is not None and state.first < state.end == len(request.sequence.tokens) - 1
 
     def forget(self, sequence: Sequence) -> None:
-        """Nothing to do: what is known belongs to sequence ids."""
+        """Nothing to do: states belong to sequence ids."""
 
-    # --- what becomes of sequence ids ----------------------------------------------------------------------
+    # --- states of sequence ids ----------------------------------------------------------------------------
 
     def copy(self, source: int, target: int) -> None:
-        """`target` becomes what `source` is, as far back as is worth it."""
+        """Copy the state of `source` to `target`, as far back as is worth it."""
         raise NotImplementedError
 
     def free(self, sequence_id: int) -> None:
-        """Nothing is known of a sequence id any more. Idempotent; must not raise."""
+        """Drop the state of a sequence id. Idempotent; must not raise."""
         if sequence_id in self._states:
             self._drop_entries(sequence_id, 0)
             del self._states[sequence_id]
 
     def clear(self) -> None:
-        """All ids are empty: nothing is left in their entries, either."""
+        """Drop all states and clear the contents of the cache."""
         self._states.clear()
         self._context.clear(data=True)
 
     def save(self, sequence_id: int) -> SavedDraftCache | None:
-        """What is known of an id that runs nothing, its entries in host memory; None if nothing is."""
+        """Copy the state of an idle id to host memory; None if it has no state."""
         if (state := self._states.get(sequence_id)) is None:
             return None
         cache = self._context.save(sequence_id) if state.fed > state.first else None
         return SavedDraftCache(replace(state, rows=[*state.rows]), cache)
 
     def restore(self, sequence_id: int, saved: SavedDraftCache) -> None:
-        """Put what was saved into an id; nothing of it where the drafter's cache has no room."""
+        """Put a saved state into an id, or nothing if the drafter's cache has no room."""
         self.free(sequence_id)
         if saved.cache is not None:
             try:
                 self._context.restore(sequence_id, saved.cache)
-            except LlamaError:  # it begins anew
+            except LlamaError:  # it starts anew
                 self._context.remove(sequence_id)
                 return
         state = saved.state
         self._states[sequence_id] = replace(state, rows=[*state.rows], fresh=state.end)
 
     def _drop_entries(self, sequence_id: int, start: int) -> None:
-        """Its cache is emptied; what comes next begins with the row of position `start`."""
+        """Empty its part of the cache; its next entries begin with the row of position `start`."""
         state = self._states[sequence_id]
         if state.fed > state.first:
             self._context.remove(sequence_id)

@@ -1,4 +1,4 @@
-"""The hidden rows that drafters read: which are kept, and who is given them when."""
+"""Decides which hidden rows are kept, and when drafters read them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[Any]
 
 COLLECT = 64
-"""Steps before its next draft from which on hidden rows are collected for a drafter, which guesses better
-with some text before its eyes. A cooldown must be twice as long for it to pay that none are: to change over
-takes a graph each time."""
+"""Hidden rows are collected for a drafter from this many steps before its next draft, since it guesses better
+after some text. Collecting stops only in cooldowns twice as long, as each change builds a graph."""
 
 
 class HiddenRows:
-    """Of the trunk's batches, for those drafters that read them in the first `slots`."""
+    """Gives hidden rows of the trunk's batches to the drafters that read them, for the first `slots`."""
 
     def __init__(
         self,
@@ -44,16 +43,16 @@ class HiddenRows:
         self._readers = [(one, one.drafter) for one in drafters if isinstance(one.drafter, HiddenDrafter)]
         self.drafters = [reader for _, reader in self._readers]
         self.collects = bool(self._readers)
-        """Whether they are kept: a graph of its own."""
+        """Whether rows are kept, which takes a graph of its own."""
         if self.collects:
             self._keep(True)
 
     def choose(self, n: int, cooldown: Callable[[DrafterHealth, int], int]) -> None:
-        """Have rows kept for `n` sequences, or not where those who read them will not draft for long."""
+        """Keep rows for `n` sequences, or stop if no drafter that reads them drafts soon."""
         soon = 2 * COLLECT if self.collects else COLLECT
         collects = any(n <= reader.most and cooldown(health, n) <= soon for health, reader in self._readers)
         if collects is not self.collects:
-            self._states.deferred.clear_up()  # the next batch may leave nothing where rows are now
+            self._states.deferred.clear_up()  # the next batch may drop the rows there are now
             self.collects = collects
             self._keep(collects)
             if not collects:
@@ -68,21 +67,22 @@ class HiddenRows:
                 self._context.keep_layers(reader.layers, keep)
 
     def rolled_back(self, slot: int, held: int) -> None:
-        """A slot has lost its last tokens, all but `held`."""
+        """A slot was rolled back to its first `held` tokens."""
         for health, reader in self._readers:
             self._states.deferred.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
 
     def collect(self, batch: Batch, sampled: ListLike[SampleResult], n_alive: int) -> None:
-        """Give the readers what was right of a batch, while `n_alive` sequences run."""
+        """Give readers the rows of a batch's correct tokens, while `n_alive` sequences run."""
         for health, reader in self._readers:
-            if n_alive <= reader.most:  # who drafts for fewer than run reads nothing
+            if n_alive <= reader.most:  # others do not draft for so many sequences
                 self._collect(health, reader, batch, sampled)
 
     def _collect(
         self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
     ) -> None:
-        """Give a reader the hidden rows of what was right: those of prompts later, so that neither the
-        rest of a prompt nor its first token waits; else now, when the device is waited for in any case."""
+        """Give a reader the hidden rows of correct tokens. It reads those of prompts later, so that neither
+        the rest of a prompt nor its first token waits; others now, when the host waits for the device
+        anyway."""
         wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
         on_host: list[int] = []
         try:
@@ -113,21 +113,20 @@ class HiddenRows:
                 self._states.deferred.in_turn(read)
 
     def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
-        """How many of the newest tokens a drafter is given to read: few where it lost last, since most
-        retries fail."""
+        """How many of the newest tokens a drafter reads: few after a loss, since most retries fail."""
         return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
 
     def _rows(
         self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]
     ) -> Rows | Callable[[], Rows]:
-        """What a reader wants of the rows at `batch_indices` of the last batch, which has so many tokens:
-        where they stay, or what gets them when they are computed."""
+        """The rows at `batch_indices` of the last batch, which has `n_tokens`, for a reader: their places on
+        the device, or a call that gets them once they are computed."""
         context = self._context
         if not reader.layers:
             return lambda: context.hidden(n_tokens)[batch_indices]  # a copy: these rows are llama.cpp's
         if context.ring is None:
             return partial(context.layer_inputs, reader.layers, batch_indices)
-        return context.layer_inputs(reader.layers, batch_indices)  # the next batch has others
+        return context.layer_inputs(reader.layers, batch_indices)  # places; the next batch has others
 
 
 def _read(
@@ -135,7 +134,7 @@ def _read(
     reader: HiddenDrafter,
     wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
 ) -> None:
-    """Give it rows, from a position in a slot on; where some are lost, it begins anew."""
+    """Give a reader rows, each from a position in a slot on; after an error it starts anew."""
     try:
         for slot, start, rows in wanted:
             reader.collect(slot, start, rows() if callable(rows) else rows)

@@ -1,4 +1,4 @@
-"""Drafts from the checkpoint's own multi-token-prediction head."""
+"""Drafts from the checkpoint's own multi-token-prediction (MTP) head."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ if TYPE_CHECKING:
     from .base import DraftRequest
 
 FEW = 24
-"""Tokens to catch up on for a sequence that drafts all the time, at most."""
+"""Maximum tokens to catch up on for a sequence that drafts in every step."""
 
 WIDEST = 5
-"""Rows up to which every call of a draft for a lone sequence is made as wide as the widest, with tokens that
-go again. Calls of one width find llama.cpp's graph as they need it; to build one takes as long as ten rows
+"""Up to this many rows, all calls of a draft for a lone sequence are padded to one width; the padding is
+removed afterwards. Calls of one width reuse llama.cpp's graph, and building one takes as long as ten rows
 do."""
 
 KEPT = 128
-"""Hidden rows that a copy of a sequence id takes along, of those that the head has not used."""
+"""Unused hidden rows that a copy of a sequence id keeps at most."""
 
 
 def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
-    """Host memory that hidden rows may take, at most: a piece is whole while any of it is in the window."""
+    """Maximum bytes of hidden rows on the host: a piece stays whole while any of it is in the window."""
     return 4 * n_embd * ((slots + checkpoints) * KEPT + MTP_SEQUENCES * 2 * window)
 
 
 class MtpDrafter(HiddenDrafter):
-    """Feeds the head what the trunk has read, and has it guess on.
+    """Feeds the head with the trunk's rows, and has it guess the next tokens.
 
-    The entry of the row of position p is at position p + 1 of the head's cache, where it is fed beside the
-    token there. The last row stays when it is fed: who goes on from a copy may have another token there.
+    The row of position p is fed together with the next token, and its entry is at position p + 1 of the
+    head's cache. The last row is kept after it is fed: a sequence that continues from a copy may have another
+    token there.
     """
 
     name = "mtp"
@@ -64,20 +65,20 @@ class MtpDrafter(HiddenDrafter):
     ) -> None:
         """Drafts of at most `depth` tokens. Sequence ids below `slots` run; the others hold copies.
 
-        The head looks back on `span` tokens of a sequence at most, and on half of them in any case. Calls for
-        a lone sequence are all of one width if that is at most `widest`, see WIDEST.
+        The head sees at most the last `span` tokens of a sequence, and at least half of them. All calls for a
+        lone sequence have one width if that is at most `widest`, see WIDEST.
         """
         super().__init__(context, window, slots)
         self.depth, self._span, self._widest = depth, span, widest
         self._width = 0
-        """Rows of each call of the draft being made; 0 for as many as there are tokens."""
+        """Rows of each call of the current draft; 0: as many as there are tokens."""
         self._decodes: dict[int, Mean] = {}
-        """Seconds of a decode, by sequences."""
+        """Seconds of a decode, by number of sequences."""
         self._besides = Mean()
-        """Seconds of a draft beyond its decodes: catching up, and forgetting what was guessed."""
+        """Seconds of a draft beyond its decodes: catching up, and removing guessed entries."""
 
     def copy(self, source: int, target: int) -> None:
-        """`target` becomes what `source` is, but for unused rows further back than KEPT."""
+        """Copy the state of `source` to `target`, without unused rows further back than KEPT."""
         self.free(target)
         if (state := self._states.get(source)) is None or (end := state.known) <= state.start:
             return
@@ -95,24 +96,24 @@ class MtpDrafter(HiddenDrafter):
     # --- drafting ------------------------------------------------------------------------------------------
 
     def can_draft(self, request: DraftRequest) -> bool:
-        """Whether the trunk's rows of all tokens but the newest are there, and the last is not yet used."""
+        """Whether the rows of all tokens but the newest were collected, and the last is not used yet."""
         if not super().can_draft(request):
             return False
         state = self._states[request.slot]
         return state.fed < state.end
 
     def cost(self, n: int, depth: int) -> float:
-        """A decode for each token, and what comes besides."""
+        """Seconds of a decode for each token, and of the rest of a draft."""
         if not self._decodes:
             return 0.0
         decode = self._decodes.get(n) or next(iter(self._decodes.values()))
         return depth * decode.value + self._besides.value
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
-        """Draft greedily, all together, one token a decode. Each request must pass `can_draft`.
+        """Draft greedily for all requests together, one token a decode. Each must pass `can_draft`.
 
-        Raises what llama.cpp did: NoMemorySlot where the head's cache is full, LlamaError, FloatingPointError
-        where its logits are no use. Then those who asked begin anew, and the others from their hidden rows.
+        Raises NoMemorySlot if the head's cache is full, LlamaError, or FloatingPointError if its logits are
+        unusable. Then the requests' slots start anew, and other ids continue from their hidden rows.
         """
         started = perf_counter()
         try:
@@ -125,7 +126,7 @@ class MtpDrafter(HiddenDrafter):
         return drafts
 
     def measure(self) -> None:
-        """Time decodes of 1 up to MTP_SEQUENCES: of nothing, which takes as long as any."""
+        """Time decodes of 1 up to MTP_SEQUENCES sequences with made-up input, which takes as long as any."""
         context = self._context
         for n in range(1, min(self.most, self._slots) + 1):
             for position in range(4):
@@ -139,15 +140,15 @@ class MtpDrafter(HiddenDrafter):
             context.clear()
 
     def _recover(self, requests: ListLike[DraftRequest]) -> None:
-        """After a failure nothing that was fed is relied on."""
+        """After a failure, drop everything that was fed."""
         for request in requests:
             self.free(request.slot)
-            self._context.remove(request.slot)  # what was fed before it failed
-        for idle, state in self._states.items():  # they go on from the rows that they still have
+            self._context.remove(request.slot)  # entries fed before the failure
+        for idle, state in self._states.items():  # these continue from the rows that they still have
             self._drop_entries(idle, state.start)
 
     def _draft(self, requests: ListLike[DraftRequest]) -> tuple[list[Draft], int, float]:
-        """The drafts, the tokens that the head caught up on, and about the seconds of its decodes."""
+        """The drafts, the number of tokens that the head caught up on, and roughly its decodes' seconds."""
         n, slots = len(requests), [request.slot for request in requests]
         deepest = max(request.limit for request in requests)
         self._width = deepest + 1 if n == 1 and deepest < self._widest else 0
@@ -164,7 +165,7 @@ class MtpDrafter(HiddenDrafter):
             rows = self._next(requests, rows, tokens, depth)
             if depth:
                 mean.add(perf_counter() - started)
-        if deepest > 1 or self._width:  # guesses' entries go: the trunk's rows make those that come true
+        if deepest > 1 or self._width:  # remove guessed entries; accepted tokens get theirs from the trunk
             for request in requests:
                 self._context.remove(request.slot, len(request.sequence.tokens))
         for request, draft in zip(requests, drafts, strict=True):
@@ -172,7 +173,7 @@ class MtpDrafter(HiddenDrafter):
         return drafts, caught_up, deepest * mean.value
 
     def _catch_up(self, requests: ListLike[DraftRequest]) -> tuple[list[int], int]:
-        """Feed what the head has not read: the batch indices of the newest tokens, and how many it was."""
+        """Feed the rows that the head has not read; return the newest tokens' indices, and the count."""
         context = self._context
         feeds = []
         for request in requests:
@@ -208,9 +209,9 @@ class MtpDrafter(HiddenDrafter):
     def _next(
         self, requests: ListLike[DraftRequest], rows: list[int], tokens: list[int], depth: int
     ) -> list[int]:
-        """Feed the tokens just drafted, each beside the head's own hidden row of the one before."""
+        """Feed the tokens just drafted, each with the head's own hidden row of the token before."""
         context, n = self._context, len(requests)
-        if self._width:  # every row is an output; what follows the one that counts makes room
+        if self._width:  # every row is an output; the padding after the row that counts is removed
             context.input_hidden[:1] = context.hidden(self._width)[rows]
             [request] = requests
             context.remove(request.slot, len(request.sequence.tokens) + depth)
@@ -225,7 +226,7 @@ class MtpDrafter(HiddenDrafter):
         return list(range(n))
 
     def _decode(self, n: int) -> None:
-        """Decode the first `n` tokens, and if there is a width so many, all of them outputs."""
+        """Decode the first `n` tokens, padded to the width if there is one; then all are outputs."""
         context, width = self._context, self._width
         if n > width:  # the first draft after a prompt
             self._width = 0
@@ -240,7 +241,7 @@ class MtpDrafter(HiddenDrafter):
         self, at: int, slot: int, first: int, tokens: list[int], hidden: npt.NDArray[np.float32]
     ) -> None:
         context, end = self._context, at + len(tokens)
-        context.tokens[at:end] = np.maximum(tokens, 0)  # rows of pictures have no token
+        context.tokens[at:end] = np.maximum(tokens, 0)  # picture rows have no token
         context.positions[at:end] = np.arange(first, first + len(tokens))
         context.sequences[at:end] = slot
         context.input_hidden[at:end] = hidden

@@ -1,4 +1,4 @@
-"""Drafts copied from the text itself: what followed the last time that the newest tokens occurred.
+"""Drafts copied from the text itself: the tokens that followed the previous occurrence of the newest ones.
 
 Prompt lookup decoding (Saxena 2023). A text is kept as a string with one character a token, so that the
 latest occurrence of its last tokens is found by `str.rfind`: 1 us in 2,000 tokens, 0.1 ms in 200,000.
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .base import DraftRequest
 
 MATCHES = {3: 0.5, 6: 0.8, 16: 0.97}
-"""Lengths of matches that are judged apart, text that is being copied from matches by chance; and the chance
-of the token after each that is assumed before anything is known."""
+"""Match lengths that are judged separately, since long ones mean copied text and short ones may be chance;
+each with the acceptance assumed for the next token before any is measured."""
 
 PICTURE = chr(0x10FFFF)
 
@@ -31,10 +31,10 @@ _KINDS = {length: f"match-{length}" for length in MATCHES}
 
 
 class Lookup:
-    """Follows a growing list of tokens and knows the latest earlier occurrence of its end.
+    """Follows a growing list of tokens and finds the latest earlier occurrence of its end.
 
-    `source` is the index of the token that followed that occurrence, -1 where there is none; `match` is a
-    number of tokens that agree before it. While the text repeats, the occurrence moves along.
+    `source` is the index of the token after that occurrence, or -1 if there is none; `match` is a number of
+    tokens that agree before it. While the text repeats, the occurrence moves along.
     """
 
     __slots__ = ("_text", "match", "source", "tokens")
@@ -45,7 +45,7 @@ class Lookup:
         self._text = ""
 
     def update(self) -> None:
-        """Take in what was appended to the list since the last time."""
+        """Process the tokens appended since the last call."""
         known = len(self._text)
         if known == len(self.tokens):
             return
@@ -58,31 +58,31 @@ class Lookup:
             self._search()
 
     def continuation(self, n: int) -> list[int]:
-        """The `n` tokens that follow if the occurrence is repeated further, past its own end if need be."""
+        """The `n` tokens that follow if the repetition continues, past the end of the text if need be."""
         if self.source < 0:
             return []
         period = len(self.tokens) - self.source
         follows = self.tokens[self.source : self.source + n]
-        if min(follows, default=0) < 0:  # rows of a picture, which no answer has
+        if min(follows, default=0) < 0:  # picture rows, which no answer has
             return list(takewhile(lambda token: token >= 0, follows))
         return follows if n <= period else (follows * -(-n // period))[:n]
 
     @property
     def kind(self) -> str:
-        """The drafter's kind of draft after such a match."""
+        """The kind of draft for the current match length."""
         return _KINDS[max(length for length in MATCHES if length <= self.match)]
 
     def _search(self) -> None:
         text, end = self._text, len(self._text)
         self.source, self.match = -1, 0
-        for length in MATCHES:  # a text that does not hold the shorter one does not hold the longer one
+        for length in MATCHES:  # without a shorter match there is no longer one
             if length >= end or (place := text.rfind(text[end - length :], 0, end - 1)) < 0:
                 break
             self.source, self.match = place + length, length
 
 
 class NgramDrafter:
-    """Keeps the text of every sequence that it was asked about."""
+    """Drafts from each sequence's own text."""
 
     name = "ngram"
     instant = True
@@ -94,11 +94,11 @@ class NgramDrafter:
         self._lookups: dict[Sequence, Lookup] = {}
 
     def can_draft(self, request: DraftRequest) -> bool:
-        """Any text can be looked at."""
+        """Whether the request allows any token; every text can be searched."""
         return request.limit > 0
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
-        """What the text gives; a text that repeats nothing gets no draft."""
+        """A draft for each text; empty if the text repeats nothing."""
         drafts = []
         for request in requests:
             lookup = self._read(request.sequence)
@@ -128,7 +128,7 @@ class NgramDrafter:
 
 
 def _characters(tokens: list[int]) -> str:
-    """Rows of pictures are all the same character, which no token is."""
+    """One character a token; all picture rows are the same character, which stands for no token."""
     if len(tokens) < 64:
         return "".join(chr(token) if token >= 0 else PICTURE for token in tokens)
     ids = np.array(tokens, np.int64)

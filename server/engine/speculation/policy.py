@@ -1,7 +1,7 @@
-"""How many tokens to draft: as many as give the most tokens a second by what is known, or none.
+"""Chooses how many tokens to draft: as many as are expected to give the most tokens a second, or none.
 
-Depth by acceptance and cost as in Leviathan et al. 2023, section 3.5, with both measured while it runs. What
-lost is not drafted for a while, longer each time (exponential back-off), and then tried again.
+Depth by acceptance and cost as in Leviathan et al. 2023, section 3.5, with both measured while it runs.
+Drafts that lost time are not made for a while, longer each time (exponential back-off), and then tried again.
 """
 
 from __future__ import annotations
@@ -19,54 +19,53 @@ if TYPE_CHECKING:
     from .base import Drafter
 
 ROWS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
-"""Rows of a sequence that are considered, beside the most allowed and those that there is a graph for."""
+"""Rows of a sequence that are considered, besides the maximum and the shape of llama.cpp's graph."""
 
 MARGIN = 1.02
-"""Drafting must promise so many times what plain decoding gives."""
+"""Drafting must promise this many times the tokens a second of plain decoding."""
 
 STAY = 16
-"""Steps over which the time to change to another graph is spread, where its shape is to last."""
+"""Steps over which the time to change to another graph is spread, if its shape is expected to last."""
 
 OPTIMISM = 0.95
-"""Chance of each token that a retry begins with where less could not pay: one draft tells."""
+"""Acceptance of each token that a retry assumes if the known one could not pay: one draft tests it."""
 
 COOLDOWN_FIRST, COOLDOWN_LAST = 128, 1024
-"""Steps without drafts that lost: at first and at most. A text changes its character within hundreds."""
+"""Steps of a cooldown, first and maximum. A text changes its character within hundreds of steps."""
 
 BUDGET = 0.0025
-"""Share of the time that retries may cost: a cooldown is no longer than keeps them below."""
+"""Share of the time that retries may cost: a cooldown is no longer than needed to stay below it."""
 
 PROVEN = 16
-"""Steps in a row with drafts after which a retry has succeeded."""
+"""Consecutive steps with drafts after which a retry counts as successful."""
 
 LOSS, RETRY_LOSS = 5, 2
-"""Steps whose time drafts may lose by their results, what they gained taken off, before they are given up:
-fewer where they lost before."""
+"""Net loss, in steps' time, that starts a cooldown: the first time, and after an earlier loss."""
 
 JUDGED = 8
-"""Tokens that a draft may at least have where its not paying is held against it, rather than against the end
-of an answer."""
+"""If drafts may have at least this many tokens and do not pay, they go into cooldown; shorter limits come
+from the end of an answer."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One kind of drafts for about so many sequences."""
+    """What is known of one kind of drafts for one group of sequence counts."""
 
     acceptance: Acceptance
     cooldown: Cooldown = field(default_factory=lambda: Cooldown(COOLDOWN_FIRST, COOLDOWN_LAST))
     retries: bool = False
-    """It is tried again after a cooldown, and was not wrong since."""
+    """A retry after a cooldown is in progress, and no draft was wrong since."""
     fresh: bool = True
-    """Nothing was drafted yet: the first time, kernels are loaded."""
+    """No draft was timed yet; the first one loads kernels."""
     in_a_row: int = 0
     """Steps with such drafts since the last cooldown."""
     loss: float = 0.0
-    """Seconds that they lost since, what they gained taken off."""
+    """Net seconds lost since then."""
 
 
 @dataclass(slots=True)
 class Option:
-    """What a drafter has, or could have, for each sequence of a step: a kind, "" for nothing, and a limit."""
+    """What a drafter can draft for each sequence of a step: a kind ("" for nothing) and a limit in tokens."""
 
     drafter: Drafter
     kinds: list[str]
@@ -75,7 +74,7 @@ class Option:
 
 @dataclass(slots=True)
 class Plan:
-    """Who drafts, and how many tokens for each sequence."""
+    """The drafter to use, and how many tokens it drafts for each sequence."""
 
     drafter: Drafter
     lengths: list[int]
@@ -83,9 +82,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Step:
-    """A decode step that may verify drafts: what is pending of each sequence, and what rollback allows.
+    """A decode step that may verify drafts: pending tokens of each sequence, and limits.
 
-    `rewinds` and `keeps_graph` are those of `StateStore`; `shape` the sequences and rows of the last step.
+    `rewinds` and `keeps_graph` are as in `StateStore`; `shape` is the sequences and rows of the last step.
     """
 
     pending: list[int]
@@ -97,23 +96,23 @@ class Step:
 
 
 class Policy:
-    """Chooses depths and learns from what they give; kinds of drafts apart, and crowds by powers of two."""
+    """Chooses draft lengths and learns from results, by kind of draft and power of two of sequences."""
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
         self.now = 0
         """Steps so far."""
         self.rollback = Mean()
-        """Seconds that a checkpoint and the rollback to it take, of drafts longer than `Step.rewinds`."""
+        """Seconds of a checkpoint and the rollback to it, for drafts longer than `Step.rewinds`."""
         self._records: dict[tuple[str, int], Record] = {}
         self._optimism = Acceptance(OPTIMISM)
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
-        """The kinds of a drafter that may be drafted for `n` sequences."""
+        """The kinds of a drafter that are not in cooldown for `n` sequences."""
         return {kind for kind in drafter.kinds if not self._cooldown(drafter, kind, n)}
 
     def cooldown(self, drafter: Drafter, n: int) -> int:
-        """Steps until the first of its kinds may be drafted."""
+        """Steps until the first of its kinds leaves cooldown."""
         return min(self._cooldown(drafter, kind, n) for kind in drafter.kinds)
 
     def lost(self, drafter: Drafter, n: int) -> bool:
@@ -121,19 +120,19 @@ class Policy:
         return all(self.record(drafter, kind, n).cooldown.lost for kind in drafter.kinds)
 
     def request_begins(self) -> None:
-        """A drafter in cooldown may be retried earlier for a request that begins."""
+        """A request begins: drafters in cooldown may be retried earlier for it."""
         for record in self._records.values():
             record.cooldown.retry_early(self.now)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
-        """The best plan for a step; None where nothing beats plain decoding."""
+        """The best plan for a step; None if none beats plain decoding."""
         n = len(step.pending)
         for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
             if record.cooldown.lost and not record.in_a_row:
                 record.acceptance.retry()
                 record.retries = n == 1
         plan = self._best(options, step) or self._best(options, step, retrying=True)
-        if plan is not None or max(step.pending) == 1:  # to catch up is no time to judge
+        if plan is not None or max(step.pending) == 1:  # a step that catches up says nothing about drafts
             for option in options:
                 for kind in {*option.kinds} - {""}:
                     self._judge(option, kind, n, plan)
@@ -156,7 +155,7 @@ class Policy:
             record.acceptance.fade()
 
     def _best(self, options: ListLike[Option], step: Step, *, retrying: bool = False) -> Plan | None:
-        """The best by what is known; or of retries, which begin with a draft that costs little."""
+        """The best plan by known acceptance; with `retrying` the best of retries, which draft few tokens."""
         pending, n = step.pending, len(step.pending)
         seconds = self.times.passes(pending) + self._change(pending, step)
         best, best_rate = None, MARGIN * n / seconds
@@ -184,7 +183,7 @@ class Policy:
         return best
 
     def _depths(self, option: Option, step: Step) -> list[int]:
-        """Rows that are worth a thought."""
+        """Numbers of rows to consider."""
         ends = {
             own + min(limit, option.drafter.depth)
             for own, limit, kind in zip(step.pending, option.limits, option.kinds, strict=True)
@@ -202,7 +201,7 @@ class Policy:
         right: list[float],
         step: Step,
     ) -> float:
-        """What a draft takes, in this step and by its consequences."""
+        """Expected seconds of a draft: of this step, and of later ones because of it."""
         pending, n, times = step.pending, len(step.pending), self.times
         rows = [own + length for own, length in zip(pending, lengths, strict=True)]
         seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))
@@ -210,7 +209,7 @@ class Policy:
             seconds += times.leaving if drafter.instant or n > 1 else times.building.value
         else:
             seconds += self._change(rows, step, passing=drafter.instant)
-        if max(lengths) > step.rewinds:  # what was right is computed again after a wrong draft
+        if max(lengths) > step.rewinds:  # after a wrong draft accepted tokens are computed again
             seconds += self.rollback.value
             for own, one, length, good in zip(pending, known, lengths, right, strict=True):
                 if one is not None and length:
@@ -219,23 +218,23 @@ class Policy:
         return seconds
 
     def _change(self, rows: list[int], step: Step, *, passing: bool = False) -> float:
-        """What it takes to come to the graph for so many rows: for a single step where a text repeats itself
-        now and then (`passing`) or something is pending, else for many."""
+        """Seconds to change to the graph for these rows. They count in full if the change is for one step, as
+        for text that repeats now and then (`passing`) or for pending tokens; else they are spread."""
         if len(set(rows)) == 1 and (len(rows), rows[0]) == step.shape:
             return 0.0
         return self.times.leaving if passing or max(step.pending) > 1 else self.times.moving / STAY
 
     def verified(self, drafter: Drafter, kind: str, n: int, drafted: int, right: int) -> None:
-        """A draft for one of `n` sequences was verified."""
+        """A draft for one of `n` sequences was verified; `right` of its tokens were accepted."""
         record = self.record(drafter, kind, n)
         record.acceptance.add(drafted, right)
         record.retries &= right == drafted
 
     def add(self, drafter: Drafter, kind: str, n: int, tokens: int, seconds: float) -> None:
-        """A step with drafts of a kind, or one that catches up after them, gave `n` sequences so many tokens.
+        """A step with drafts of a kind, or one that catches up after them, gave `n` sequences `tokens`.
 
-        `seconds` is everything: the drafts, the step, the rollback; but for what drafts that go on do not
-        take again. Expectations rest on times of shapes that repeat; this is what has the last word.
+        `seconds` is the total of drafts, step and rollback, without costs that continued drafting pays only
+        once. Plans rest on expected times; this measured time decides whether drafts go into cooldown.
         """
         record = self.record(drafter, kind, n)
         if record.fresh:
@@ -246,15 +245,15 @@ class Policy:
             self._give_up(record, n)
 
     def _give_up(self, record: Record, n: int, least: int = 0) -> None:
-        """Nothing is drafted for a while, so short that what was lost is a small share of the time."""
+        """Begin a cooldown, no longer than needed to make the loss a small share of the time."""
         most = 1e9
-        if record.in_a_row:  # the way back to the graph without drafts is still to come
+        if record.in_a_row:  # includes building the graph without drafts, which comes next
             most = (record.loss + self.times.building.value) / (BUDGET * self.times.of(n, 1))
         record.cooldown.begin(self.now, most, least)
         record.in_a_row, record.loss = 0, 0.0
 
     def record(self, drafter: Drafter, kind: str, n: int) -> Record:
-        """What is known of a kind of drafts for about `n` sequences."""
+        """The record of a kind of drafts for the group of `n` sequences."""
         key = kind, group_of(n)
         if (record := self._records.get(key)) is None:
             record = self._records[key] = Record(Acceptance(drafter.kinds[kind]))

@@ -1,4 +1,4 @@
-"""Speculative decoding as the engine sees it: drafts for a batch, rollback of wrong ones, what was learnt."""
+"""Speculative decoding for the engine: drafts for a batch, rollback of wrong ones, updates of the policy."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[Any]
 
 QUIET, SPARSE = 32, 8
-"""Steps for which nobody is asked at most, where nobody may draft or a text has nothing to copy: a look is no
-small part of a short step."""
+"""Maximum steps for which no drafter is asked: if none may draft, and if a text has nothing to copy. Asking
+takes a notable part of a short step."""
 
 
 @dataclass(slots=True)
@@ -39,23 +39,23 @@ class Proposal:
     """The drafts of the batch that is being computed."""
 
     health: DrafterHealth
-    """Whose they are."""
+    """The drafter that made them."""
     kinds: list[str]
     """By chunk; "" for one without a draft."""
     exceeds_snapshots: bool
-    """Whether they are longer than what is taken back for nothing."""
+    """Whether a draft is longer than a snapshot can roll back."""
     rollback: float
-    """Seconds that the checkpoint took, and the rollback to it."""
+    """Seconds for the checkpoint and the rollback to it."""
     seconds: float = 0.0
-    """Seconds that it took to make them."""
+    """Seconds that making the drafts took."""
 
 
 class Speculator:
-    """Asks the drafters, rolls wrong drafts back, and has the policy learn from what comes out.
+    """Asks the drafters, rolls wrong drafts back, and updates the policy with the results.
 
-    The engine's thread calls, step by step: `propose` before a batch is launched, then `verify` when its
-    tokens are known, or `abandon` when it could not be computed. None of them raises what drafting did: an
-    error costs drafts, and those who fail again and again are not asked for a while.
+    In each step the engine's thread calls `propose` before the batch is launched, then `verify` when its
+    tokens are known, or `abandon` if it could not be computed. None of them raises an exception of drafting:
+    an error costs drafts, and a drafter that fails repeatedly is not asked for a while.
     """
 
     def __init__(
@@ -78,44 +78,44 @@ class Speculator:
         self._n = 0
         """Sequences of the last batch."""
         self._proposal: Proposal | None = None
-        """None where the batch has no drafts."""
+        """None if the batch has no drafts."""
         self._drafting: tuple[Drafter, str] | None = None
-        """Who drafted last, and what kind, as long as the consequences last."""
+        """The last drafter and kind, until a plain decode step follows."""
         self._hidden = HiddenRows(context, states, self._drafters, policy, slots)
         self.hidden_drafters = self._hidden.drafters
-        """Their states must go where the trunk's go."""
+        """Their states must be copied, freed and saved with the trunk's."""
         self._timer = StepTimer(context, policy.times)
         self._quiet = 0
-        """Steps for which nobody is asked, if they only decode for as many sequences."""
+        """Steps left in which no drafter is asked, while they only decode for as many sequences."""
         self._is_quiet = False
         """Whether the batch is such a step."""
         self._waited = True
-        """Whether somebody waited for the batch before: else the device may compute it first."""
+        """Whether the host waited for the previous batch; otherwise the device may still be computing it."""
         self._stats: Mapping[str, DrafterStats] = {}
-        """As last published: a new object each time, which nobody writes to, since any thread may read it."""
+        """The last published statistics. Any thread may read them, so each update is a new object."""
         self._publish()
 
     # --- before a step -------------------------------------------------------------------------------------
 
     def catches_up(self, batch: Batch) -> bool:
-        """Whether `propose` will have drafters read what was put off: a batch that only decodes may be
-        drafted for, and others may write over it."""
+        """Whether `propose` will run deferred reads: before a decode batch, which may get drafts, and before
+        a batch that would overwrite their rows."""
         deferred = self._states.deferred
         return bool(deferred) and (not batch.prompt_tokens or deferred.spoiled_by(batch))
 
     def catch_up(self) -> None:
-        """Have drafters read what was put off: nothing else is to be done."""
+        """Run deferred reads."""
         self._states.deferred.clear_up()
 
     def propose(self, batch: Batch) -> None:
-        """Add drafts to a decode batch, where they pay, which can be rolled back."""
+        """Add drafts to a decode batch if they pay, and prepare their rollback."""
         if not self._drafters:
             return
         if not batch.prompt_tokens:
             self.catch_up()
         try:
             self._decide(batch)
-        except Exception as error:  # none of the drafters' calls: nobody can be trusted
+        except Exception as error:  # not from a call of one drafter: any of them may have wrong state
             self._fail(error)
             self._proposal = None
             batch.drop_drafts()
@@ -123,7 +123,7 @@ class Speculator:
             self.catch_up()
 
     def _fail(self, error: Exception) -> None:
-        """Drafting failed, whoever's fault that is."""
+        """Drafting failed, and which drafter caused it is unknown: all start anew."""
         self._quiet, self._is_quiet = 0, False
         for health in self._drafters:
             health.begin_anew(error)
@@ -147,7 +147,7 @@ class Speculator:
         if self.hidden_drafters:
             self._hidden.choose(max(1, len(self._alive)), self._cooldown)
         if batch.prompt_tokens:
-            for health in self._drafters:  # a new text is looked at once, whatever became of the last
+            for health in self._drafters:  # a new text is looked at without delay
                 health.fruitless = 0
         if not all(chunk.decodes for chunk in chunks):
             return
@@ -157,22 +157,22 @@ class Speculator:
             self._proposal.seconds = self._clock() - started - self._proposal.rollback
         elif all(chunk.count == 1 for chunk in chunks):
             self._quiet = min(QUIET, *map(self._wait, self._drafters))
-            self._publish()  # `verify` has nothing to learn where nothing is collected
+            self._publish()  # `verify` does not publish in quiet steps without hidden rows
 
     def _wait(self, health: DrafterHealth) -> int:
-        """Steps until it is worth asking a drafter."""
+        """Steps before it is worth asking a drafter."""
         if self._n > min(health.drafter.most, self._slots):
             return QUIET
         if left := self._cooldown(health, self._n):
-            return left - 1 - (COLLECT if left > COLLECT else 0)  # it may read along before
+            return left - 1 - (COLLECT if left > COLLECT else 0)  # it may collect rows before that
         return max(0, min(SPARSE, health.fruitless - SPARSE))
 
     def _cooldown(self, health: DrafterHealth, n: int) -> int:
-        """Steps for which a drafter does not draft for `n` sequences: it failed, or it does not pay."""
+        """Steps left in which a drafter does not draft for `n` sequences, since it failed or did not pay."""
         return max(health.disabled.left(health.now), self._policy.cooldown(health.drafter, n))
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
-        """One for each chunk; none where no draft may have a token: the one after the last is sampled too."""
+        """One request for each chunk; empty if no draft may have a token, as a sampled one always follows."""
         requests = []
         for chunk in chunks:
             sequence, slot = chunk.sequence, chunk.slot
@@ -202,12 +202,12 @@ class Speculator:
     def _option(
         self, health: DrafterHealth, requests: list[DraftRequest], found: dict[str, list[Draft]]
     ) -> Option | None:
-        """What a drafter may bring to this step; `found` gets what it brought already."""
+        """What a drafter may draft in this step; an instant drafter's drafts go to `found`."""
         drafter, n = health.drafter, len(requests)
         if n > drafter.most or health.disabled.left(health.now):
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
-            return None  # no first token waits for who has to read the prompt
+            return None  # no first token waits for a drafter that must read the prompt
         if not (allowed := self._policy.allowed(drafter, n)):
             return None
         if drafter.instant:
@@ -251,7 +251,7 @@ class Speculator:
         started = self._clock()
         try:
             self._states.checkpoint(batch)
-        except Exception as error:  # what cannot be rolled back is not drafted
+        except Exception as error:  # without a checkpoint drafts could not be rolled back
             health.failed(error)
             batch.drop_drafts()
             return
@@ -260,7 +260,7 @@ class Speculator:
         self._proposal = Proposal(health, kinds, exceeds_snapshots, self._clock() - started)
 
     def _ask(self, health: DrafterHealth, requests: list[DraftRequest]) -> list[Draft]:
-        """Its drafts; empty ones where it fails."""
+        """Its drafts; empty ones if it fails."""
         if (drafts := health.call(None, health.drafter.propose, requests)) is None:
             return [Draft() for _ in requests]
         health.succeeded()
@@ -269,7 +269,7 @@ class Speculator:
     # --- after a step --------------------------------------------------------------------------------------
 
     def verify(self, batch: Batch, sampled: ListLike[SampleResult], seconds: float) -> list[int]:
-        """Roll wrong drafts back, and learn: the tokens that each chunk's slot holds now.
+        """Roll wrong drafts back and update the policy; return the tokens that each chunk's slot holds now.
 
         `seconds` is the time from the launch to the last token.
         """
@@ -294,11 +294,11 @@ class Speculator:
         return held
 
     def abandon(self) -> None:
-        """The batch could not be computed: there may be no graph any more."""
+        """The batch could not be computed, so llama.cpp may have no graph now."""
         self._timer.shape = (0, 0)
 
     def _roll_back(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
-        """Of a draft what was right stays, if rollback allows; returns the tokens that the slot holds."""
+        """Keep the accepted part of a draft if rollback allows; return the tokens that the slot holds."""
         right, drafted = new.accepted, len(chunk.draft)
         if not drafted or right == drafted:
             return chunk.start + chunk.n_tokens
@@ -315,7 +315,7 @@ class Speculator:
         return held
 
     def _learn(self, batch: Batch, sampled: ListLike[SampleResult], seconds: float | None) -> None:
-        """`seconds` is None where they are those of the batch before, too."""
+        """`seconds` is None if they include time of the previous batch."""
         chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
         lengths = {chunk.n_tokens for chunk in chunks}
@@ -333,11 +333,11 @@ class Speculator:
             if proposal.exceeds_snapshots:
                 policy.rollback.add(proposal.rollback)
             self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
-            # what a draft takes once, to read a prompt, is no sign of what the next one will take
+            # reading a prompt happens once, so it does not predict the cost of the next draft
             expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
             spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
             spent += proposal.rollback
-            if n == 1 and not drafter.instant:  # nor is what it takes to come to a graph that lasts
+            if n == 1 and not drafter.instant:  # nor does the time to build a graph that is kept
                 graph = policy.times.building if built else policy.times.capturing
                 spent = max(spent / 2, spent - graph.value * (built or captured))
         elif batch.is_decode:
@@ -355,11 +355,11 @@ class Speculator:
         prompt: tuple[int, float] | None = None,
         known: StepTimesRecord | None = None,
     ) -> None:
-        """Time drafts and, unless they are `known` from an earlier start (`step_times`), verifications of
-        more and more rows, in about so many seconds (`StepTimer.rehearse`).
+        """Time drafts and verifications of more and more rows, the latter in about `seconds`
+        (`StepTimer.rehearse`), unless they are `known` from an earlier start (`step_times`).
 
         `rehearse(n, rows)` computes a batch of `rows` made-up tokens with a row of logits each for each of
-        `n` sequences, empties the slots again, and says how many seconds the batch took.
+        `n` sequences, empties the slots again, and returns the seconds that the batch took.
         """
         self._timer.start()
         if known is not None:
@@ -377,10 +377,10 @@ class Speculator:
         self._publish()
 
     def step_times(self) -> StepTimesRecord:
-        """What is known of steps by now, for the next start."""
+        """The step times known by now, for the next start."""
         return self._policy.times.dump()
 
-    # --- what becomes of sequences -------------------------------------------------------------------------
+    # --- ended sequences and statistics --------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence has ended."""
@@ -389,7 +389,7 @@ class Speculator:
             health.call(None, health.drafter.forget, sequence)
 
     def stats(self) -> Mapping[str, DrafterStats]:
-        """By drafter, as of the last step; they do not change later. From any thread."""
+        """Statistics by drafter as of the last step; they do not change later. From any thread."""
         return self._stats
 
     def _publish(self) -> None:

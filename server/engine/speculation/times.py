@@ -1,4 +1,4 @@
-"""How long steps take on this machine: measured at start, corrected by every step."""
+"""Step times on this machine: measured at start, corrected by every step."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context
 
 FIRST = 8
-"""Measurements of which the least counts: the first ones of a shape load kernels and build graphs."""
+"""Initial measurements whose minimum counts: the first ones of a shape load kernels and build graphs."""
 
 WEIGHT = 0.1
-"""Of a new measurement in the running mean."""
+"""Weight of a new measurement in the running mean."""
 
 LATE, OFTEN = 1.5, 3
-"""How many times the mean a measurement counts for at most, since something else held it up, unless so many
-in a row were late."""
+"""A measurement counts for at most LATE times the mean, since other work may have delayed it, unless OFTEN in
+a row were late."""
 
 HELD_UP = 0.8
-"""A step below this share of what was known shows that something else held up those before."""
+"""A step below this share of the known time shows that other work delayed the earlier measurements."""
 
 REFRESH, CHANGED = 16, 0.02
-"""Steps after which answers are worked out anew, or at once where something changed by that share: to ask for
+"""Cached answers are renewed after REFRESH steps, or at once after a change by the share CHANGED: computing
 one takes 20 us, and a plan asks for a hundred."""
 
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows that the warm-up times: around the sizes at which kernels change."""
 
 MANY = (2, 4, 8, 16)
-"""Sequences that it times besides one, with few rows each."""
+"""Numbers of sequences that it times besides one, with few rows each."""
 
 TURNS, STEADY = 3, 4
-"""How often each shape has its turn, so that a hold-up spoils the least time of none; and its steps in a
-turn: the first builds the graph, the second may have it captured."""
+"""How many turns each shape has, so that a delay does not spoil all its times; and its steps in a turn: the
+first builds the graph, the second may have it captured."""
 
 
 @dataclass(slots=True)
 class Mean:
-    """A running mean that takes the least of its first values and is not carried off by single late ones."""
+    """A running mean that starts with the minimum of its first values and limits single late ones."""
 
     value: NonNegativeFloat = 0.0
     count: NonNegativeInt = 0
@@ -51,7 +51,7 @@ class Mean:
     """Late values in a row."""
 
     def add(self, value: float) -> None:
-        """Take in a value."""
+        """Add a value."""
         self.count += 1
         if self.count <= FIRST:
             self.value = value if self.count == 1 else min(self.value, value)
@@ -63,7 +63,7 @@ class Mean:
 
 
 class StepTimesRecord(BaseModel):
-    """What is known of steps, for the next start; see StepTimes."""
+    """Step times kept for the next start; see StepTimes."""
 
     building: Mean
     capturing: Mean
@@ -74,32 +74,32 @@ class StepTimesRecord(BaseModel):
 class StepTimes:
     """Seconds of a pass of `n` sequences with the same number of rows each, every row an output.
 
-    What a plain step takes, by sequences, and how many times as long one with more rows takes. So plain
-    steps, which there always are, correct a start that was held up. What was not measured for several
-    sequences is taken from one with as many rows.
+    It keeps the time of a plain step by number of sequences, and the ratio to it of steps with more rows. So
+    plain steps, which always occur, correct a start-up that was delayed. A shape of several sequences that
+    was not measured takes the ratio of one sequence with as many rows in all.
     """
 
     def __init__(self) -> None:
         self.building, self.capturing = Mean(), Mean()
-        """Seconds that a pass takes longer when llama.cpp builds its graph anew, and the one after it, when
-        ggml has the device capture that (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
+        """Extra seconds of a pass for which llama.cpp builds its graph anew, and of the next one, in which
+        ggml has the device capture it (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
         self.unconfirmed = False
-        """No step came since the start: all that it measured may have been held up."""
+        """No step followed the start-up yet: all its measurements may have been delayed."""
         self._plain: dict[int, Mean] = {}
         self._ratios: dict[int, dict[int, Mean]] = {}
-        """By group of sequences and rows of each."""
+        """By group of sequences, then by rows of each."""
         self._known: dict[tuple[int, int], float] = {}
-        """Answers of `of`, for a while."""
+        """Recent answers of `of`."""
         self._age = 0
 
     def dump(self) -> StepTimesRecord:
-        """A copy of all that is known; `take` brings it back."""
+        """A copy of all times; `take` restores it."""
         return StepTimesRecord(
             building=self.building, capturing=self.capturing, plain=self._plain, ratios=self._ratios
         ).model_copy(deep=True)
 
     def take(self, record: StepTimesRecord) -> None:
-        """What `dump` gave, in place of what is known."""
+        """Replace all times by what `dump` gave."""
         record = record.model_copy(deep=True)
         self.building, self.capturing = record.building, record.capturing
         self._plain, self._ratios = record.plain, record.ratios
@@ -108,16 +108,16 @@ class StepTimes:
 
     @property
     def moving(self) -> float:
-        """Seconds that it costs to go to another graph, and stay."""
+        """Seconds to change to another graph and stay."""
         return self.building.value + self.capturing.value
 
     @property
     def leaving(self) -> float:
-        """Seconds that it costs to leave the graph that there is for a single pass, and come back."""
+        """Seconds to leave the current graph for a single pass and come back."""
         return self.building.value + self.moving
 
     def add(self, n: int, rows: int, seconds: float, *, built: bool = False, captured: bool = False) -> None:
-        """A pass took so long; it `built` its graph, or was the first to find it and had it `captured`."""
+        """A pass took `seconds`; it `built` its graph, or was the first to reuse it and had it `captured`."""
         ratios = self._ratios.setdefault(group_of(n), {})
         known = n in self._plain if rows == 1 else rows in ratios
         if (built and n == 1) or captured:
@@ -125,7 +125,7 @@ class StepTimes:
                 once = self.building if built else self.capturing
                 once.add(max(0.0, seconds - self.of(n, rows)))
             return
-        if built:  # as it always is where a state moves to another cell
+        if built:  # always so if a state moves to another cell
             seconds = max(seconds / 2, seconds - self.building.value)
         elif self.unconfirmed:
             self._confirm(seconds / self.of(n, rows))
@@ -134,14 +134,14 @@ class StepTimes:
         else:
             mean, seconds = ratios.setdefault(rows, Mean()), seconds / self._plain_step(n)
         if seconds < HELD_UP * mean.value:
-            mean.count = 0  # it begins anew
+            mean.count = 0  # the mean starts anew
         before, self._age = mean.value, self._age + 1
         mean.add(seconds)
         if self._age % REFRESH == 0 or abs(mean.value - before) > CHANGED * before:
             self._known.clear()
 
     def _confirm(self, ratio: float) -> None:
-        """The first step after the start takes so many times as long as expected."""
+        """The first step after the start-up took `ratio` times as long as expected."""
         self.unconfirmed = False
         if ratio < HELD_UP:
             for mean in (self.building, self.capturing, *self._plain.values()):
@@ -169,9 +169,9 @@ class StepTimes:
         return plain * ratio
 
     def passes(self, lengths: list[int]) -> float:
-        """Seconds of a call whose sequences bring these numbers of rows.
+        """Seconds of a call whose sequences have these numbers of rows.
 
-        llama.cpp takes as many of each as the shortest has left, again and again (`split_equal` in
+        llama.cpp repeatedly takes as many rows of each as the shortest has left (`split_equal` in
         llama-batch.cpp): a pass over the weights for each distinct number.
         """
         seconds, done = 0.0, 0
@@ -189,14 +189,14 @@ class StepTimes:
         return self._plain[nearest].value * self._curve(n) / self._curve(nearest)
 
     def _curve(self, rows: int) -> float:
-        """How many times a plain step of one sequence so many rows of it take."""
+        """The time of `rows` rows of one sequence as a multiple of its plain step."""
         ratios = self._ratios.get(1)
         if not ratios:
-            return 1.0 + (rows - 1) / 16  # nothing is known: a shape, no more
+            return 1.0 + (rows - 1) / 16  # a placeholder while nothing is measured
         known = [1, *sorted(ratios)]
         values = np.maximum.accumulate([1.0, *(ratios[r].value for r in known[1:])])
         ratio = float(np.interp(rows, known, values))
-        if rows > known[-1]:  # rows get cheaper by the dozen, so the last stretch tells most
+        if rows > known[-1]:  # each further row costs less, so extrapolate from the upper half
             middle = min(len(known) // 2, len(known) - 2)
             slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
             ratio += float(max(0.0, slope)) * (rows - known[-1])
@@ -204,23 +204,23 @@ class StepTimes:
 
 
 class StepTimer:
-    """Books steps of `context` in `times`, and tells those that needed a graph from those that found one."""
+    """Records steps of `context` in `times`, and detects which built a graph and which reused one."""
 
     def __init__(self, context: Context, times: StepTimes) -> None:
         self.times = times
         self.shape = (0, 0)
-        """Sequences and rows of the last step, for which there is a graph; (0, 0) where there is none."""
+        """Sequences and rows of the last step, which llama.cpp has a graph for; (0, 0) if it has none."""
         self._context = context
         self._graphs_reused, self._skipped, self._built = context.graphs_reused, 0, False
-        """As of the last step that was booked; steps since; and whether that one built a graph."""
+        """As of the last recorded step; steps skipped since; and whether that one built a graph."""
 
     def skip(self) -> None:
-        """A step is not booked, which found its graph."""
+        """Do not record a step, which reused its graph."""
         self._skipped += 1
 
     def book(self, shape: tuple[int, int], seconds: float | None) -> tuple[bool, bool]:
-        """A step of a shape, (0, 0) where it has none; `seconds` is None where they are not known. Whether it
-        built a graph, or had one captured."""
+        """Record a step of a shape, (0, 0) if it has none; `seconds` is None if unknown. Return whether it
+        built a graph, and whether it had one captured."""
         built, captured = self._graph(shape)
         if shape != (0, 0) and seconds is not None:
             self.times.add(*shape, seconds, built=built, captured=captured)
@@ -229,13 +229,13 @@ class StepTimer:
     def _graph(self, shape: tuple[int, int]) -> tuple[bool, bool]:
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
         built = self._graphs_reused - reused < self._skipped + 1
-        captured = self._built and not (built or self._skipped)  # else a step between had it captured
+        captured = self._built and not (built or self._skipped)  # a skipped step would have captured it
         self._built, self._skipped = built, 0
         self.shape = shape
         return built, captured
 
     def start(self) -> None:
-        """What was computed before says nothing."""
+        """Ignore the graphs of what was computed before."""
         self._graphs_reused, self._skipped = self._context.graphs_reused, 0
 
     def rehearse(
@@ -246,11 +246,11 @@ class StepTimer:
         clock: Callable[[], float],
         prompt: tuple[int, float] | None = None,
     ) -> None:
-        """Time steps of more and more rows, those that `fits` allows, in about so many seconds.
+        """Time steps of more and more rows, those that `fits` allows, in about `seconds`.
 
-        `step(n, rows)` computes one of `n` sequences with so many rows each, and says how long it took. A
-        `prompt` of so many tokens took so long: where the time is up after a few shapes, that says more of
-        what many rows take than the difference of two.
+        `step(n, rows)` computes a step of `n` sequences with `rows` rows each, and returns its seconds.
+        `prompt` is the tokens and seconds of a prompt: if the time allows only a few shapes, it predicts the
+        cost of many rows better than they do.
         """
         shapes = [(1, rows) for rows in MEASURED] + [(n, rows) for n in MANY for rows in MEASURED[:3]]
         shapes = [shape for shape in shapes if fits(*shape)]
@@ -273,7 +273,7 @@ class StepTimer:
         for shape in took:
             if shape in steady:
                 self.times.add(*shape, steady[shape])
-            else:  # each needs a graph, as where a state moves to another cell
+            else:  # every step of it built a graph, as if a state moves to another cell
                 self.times.add(*shape, min(took[shape])[0], built=True)
         if prompt is not None:
             self.times.add(1, *prompt)
@@ -281,5 +281,5 @@ class StepTimer:
 
 
 def group_of(n: int) -> int:
-    """The power of two from `n` up."""
+    """The smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
