@@ -1,8 +1,8 @@
 """Messages to tokens, and tokens to the parts of a message. Knows the engine, not HTTP.
 
-The way in: `Prompter` checks a conversation (`messages`), marks what the caller wrote (`provenance`), renders
-it (`template`) and tokenises it. The way out: a `TextGeneration` is text (`detokenizer`), which a `Reply`
-splits into reasoning, answer and tool calls (`tool_calls`).
+In: `Prompter` checks a conversation (`messages`), marks the caller's text (`provenance`), renders it
+(`template`) and tokenizes it. Out: a `TextGeneration` is text (`detokenizer`), which a `Reply` splits into
+reasoning, answer and tool calls (`tool_calls`).
 """
 
 from .detokenizer import Detokenizer, StopStrings

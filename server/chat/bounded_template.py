@@ -1,4 +1,5 @@
-"""Jinja's sandbox with bounds of time and size: a template comes with its model, from whoever made that."""
+"""Jinja's sandbox with limits on time and size, because a template comes with its model and may be
+hostile."""
 
 from __future__ import annotations
 
@@ -19,16 +20,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 SECONDS = 5.0
-"""Of processor time, for one rendering."""
+"""CPU seconds for one rendering."""
 
 BRIEFLY = 0.02
-"""Seconds of processor time for one on the event loop."""
+"""CPU seconds for one rendering on the event loop."""
 
 MOST_CHARACTERS = 2**26
-"""Of a rendering, and of any text or list on the way to it."""
+"""Most characters of a rendering, and of any text or list that it creates."""
 
 MOST_DIGITS = 10_000
-"""Bits of an integer, and the width that a text is filled to."""
+"""Most bits of an integer, and the largest width to which a text is padded."""
 
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\d{5}|\*)")
 _WIDE_FIELD = re.compile(r"\{[^}]*(\d{5}|\{)")
@@ -36,11 +37,11 @@ _FILLING = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 
 
 class TooMuch(jinja2.TemplateError):
-    """A template takes more than it may."""
+    """A template exceeds its limits."""
 
 
 class TakesLong(Exception):
-    """A rendering takes longer than the event loop waits for: begin it anew on a thread."""
+    """A rendering exceeds its time on the event loop and has to begin again on a thread."""
 
 
 _brief = ContextVar("brief", default=False)
@@ -57,7 +58,7 @@ def briefly() -> Iterator[None]:
 
 
 class _Bounds(NodeTransformer):
-    """Sends loops and `~` through filters that watch them."""
+    """Routes loops and `~` through filters that check the limits."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja's naming
         self.generic_visit(node)
@@ -73,15 +74,15 @@ class _Bounds(NodeTransformer):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """What would take longer, or become larger, raises TooMuch."""
+    """Raises TooMuch for a rendering that exceeds the limits."""
 
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def __init__(self, **options: Any) -> None:
-        # what the optimizer would compute beforehand is computed while it is watched
+        # without the optimizer, which would compute constants without limits
         super().__init__(optimized=False, **options)
         self._takes_long = False
-        """A rendering took longer than the event loop waits for: none begins there any more."""
+        """Whether a rendering took too long for the event loop, where none begins any more."""
         self._of_thread = threading.local()
         self.filters["_watched"] = self._watched
         self.filters["_concatenated"] = _concatenated
@@ -89,7 +90,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _checked(name, self.filters[name])
 
     def begin(self) -> None:
-        """A rendering begins, on this thread. Raises TakesLong."""
+        """Starts a rendering on this thread. Raises TakesLong."""
         if self._takes_long and _brief.get():
             raise TakesLong
         self._of_thread.brief = _brief.get()
@@ -138,7 +139,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Watched:
-    """Items of a loop; `loop.length` counts them as before."""
+    """The items of a loop; `loop.length` works as before."""
 
     def __init__(self, items: Iterable[Any], check_time: Callable[[], None]) -> None:
         self._items, self._check_time = items, check_time
@@ -153,7 +154,7 @@ class _Watched:
 
 
 def check(name: str, text: str, args: tuple[Any, ...]) -> None:
-    """Raises TooMuch where a method of a text, or the filter of its name, would make too much of it."""
+    """Raises TooMuch if a string method, or the filter of its name, would produce too long a result."""
     if name in _FILLING or name == "indent":
         for arg in args:
             _bound(arg if isinstance(arg, int) else 0, MOST_DIGITS)
@@ -170,7 +171,7 @@ def check(name: str, text: str, args: tuple[Any, ...]) -> None:
 
 
 def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that does what the method of its name does."""
+    """A filter with the same check as the method of its name."""
     # jinja hands some filters its environment or context, and marks them so
     passed = hasattr(filter_, "jinja_pass_arg")
 

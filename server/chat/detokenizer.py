@@ -1,4 +1,4 @@
-"""Generated tokens to text, as far as it is certain, and the stop strings that end it."""
+"""Generated tokens to text, released once it is final, and the stop strings that end it."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Detokenises one sequence, cut before the first stop string.
+    """Detokenizes one sequence, cut before the first stop string.
 
-    A character whose bytes span tokens appears with its last byte; bytes that are no UTF-8 become U+FFFD,
-    except for an unfinished character at the very end, which is left out. Text that may be the start of a
-    stop string is held back until that is decided.
+    A character whose bytes span tokens appears with its last byte. Invalid UTF-8 becomes U+FFFD, except for
+    an unfinished character at the very end, which is left out. Text that may begin a stop string is held back
+    until that is decided.
     """
 
     def __init__(
         self, vocab: Vocab, stops: StopStrings | None = None, *, spell_control: bool = False
     ) -> None:
-        """With `spell_control` control tokens are a part of the text, by their names."""
+        """With `spell_control` the text includes control tokens by name."""
         self._bytes_of = vocab.spelling if spell_control else vocab.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = stops
-        self._node = 0  # where the text so far has led in the stops' automaton
+        self._node = 0  # state of the stops' automaton after the text so far
         self._held = ""
         self._length = 0  # characters decoded so far
-        self._starts: list[int] = []  # that length when each token arrived, kept when there are stop strings
+        self._starts: list[int] = []  # that length at each token's arrival, kept if there are stop strings
         self._tokens = 0
         self._flushed = False
         self.stop_string: str | None = None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed. What is fed afterwards is ignored."""
+        """Whether a stop string is complete. Later tokens are ignored."""
         return self.stop_string is not None
 
     @property
     def completion_tokens(self) -> int:
-        """How many tokens the returned text is made of.
+        """Number of tokens in the returned text.
 
-        A token counts when its first byte lies before the cut: those of the stop string do not, unless they
-        also carry text before it. Without a stop every token fed counts. So a count of the returned text's
-        tokens agrees, up to text that the model spelled in other tokens than the tokenizer would.
+        A token counts if its first byte lies before the cut. So the stop string's tokens do not count, unless
+        they also carry text before it. Without a stop, every token fed counts. The count therefore agrees
+        with the tokenizer's count of the returned text, unless the model spelled the text in other tokens.
         """
         return self._tokens
 
     @property
     def certain_tokens(self) -> int:
-        """How many of them no stop string can take back any more: those that begin in the returned text."""
+        """Number of tokens that no stop string can take back any more: those that begin in the returned
+        text."""
         if self._stops is None or self.stopped or self._flushed:
             return self._tokens
         return bisect_left(self._starts, self._length - len(self._held))
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Take the next tokens; return the text that is now certain, which may be empty."""
+        """Takes the next tokens; returns the text that is now final, which may be empty."""
         if self.stopped:
             return ""
         if self._stops is None:
@@ -77,7 +78,7 @@ class Detokenizer:
         return "".join(ready)
 
     def flush(self) -> str:
-        """The sequence has ended: return what was held back."""
+        """Ends the sequence; returns the text held back."""
         held, self._held, self._flushed = self._held, "", True
         return held
 
@@ -104,15 +105,14 @@ class Detokenizer:
 class StopStrings:
     """Aho-Corasick automaton over stop strings: one step a character, however many strings there are.
 
-    Built once; any number of texts can be followed with it, each by the node that it has led to, 0 at first.
-    The stop that is *completed first* wins, and of those that are completed by the same character the
-    longest, so the result does not depend on how the text was cut into pieces. Raises ValueError for an empty
-    stop string.
+    Built once, it can match any number of texts; each keeps only its current node, 0 at first. The stop that
+    is *completed first* wins, and of several completed by one character the longest, so the result does not
+    depend on how the text was cut into pieces. Raises ValueError for an empty stop string.
     """
 
     def __init__(self, stops: Iterable[str], *, included: bool = False, min_tokens: int = 0) -> None:
-        """`included`: a text ends behind the stop string, not before it. One that is complete with the first
-        `min_tokens` tokens ends nothing."""
+        """`included`: a text ends after the stop string, not before it. A stop that is complete within the
+        first `min_tokens` tokens has no effect."""
         self.included, self.min_tokens = included, min_tokens
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
@@ -123,7 +123,7 @@ class StopStrings:
         self._link()
 
     def step(self, node: int, character: str) -> int:
-        """The node that one more character leads to."""
+        """The node after one more character."""
         while node and character not in self._next[node]:
             node = self._fallback[node]
         return self._next[node].get(character, 0)
@@ -133,7 +133,7 @@ class StopStrings:
         return self._match[node]
 
     def held(self, node: int) -> int:
-        """Length of the longest end of the text that could still grow into a stop string."""
+        """Length of the longest suffix of the text that could still grow into a stop string."""
         return self._depth[node]
 
     def _insert(self, stop: str) -> None:
@@ -151,7 +151,8 @@ class StopStrings:
         self._match[node] = stop
 
     def _link(self) -> None:
-        """Breadth first: a node falls back to the longest proper end of its text that is a node too."""
+        """Sets the links, breadth first: a node falls back to the longest proper suffix of its text that is
+        also a node."""
         queue = deque(self._next[0].values())
         while queue:
             node = queue.popleft()

@@ -1,7 +1,7 @@
-"""What an answer must look like, as a grammar: a JSON schema, a regular expression, a choice, tool calls.
+"""Structured output as grammars: a JSON schema, a regular expression, a choice, tool calls.
 
 The grammars are Lark's in llguidance's dialect (docs/syntax.md of https://github.com/guidance-ai/llguidance).
-What cannot be enforced is refused, with the keyword in question; nothing is left out in silence.
+A keyword that cannot be enforced is refused by name; none is ignored.
 """
 
 from __future__ import annotations
@@ -33,43 +33,44 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
-"""Between the tokens of JSON, as llama.cpp allows it (json-schema-to-grammar.cpp, SPACE_RULE): enough for
-every usual style, too little for a small model to get lost in. vLLM's backends set no bound."""
+"""White space between JSON tokens, as in llama.cpp (json-schema-to-grammar.cpp, SPACE_RULE): enough for usual
+styles, too little to trap a small model. vLLM's backends set no limit."""
 
 ANY = r"/(.|\n)*/"
 NO_CALL = f"({ANY} & ~({ANY} /<tool_call>/ {ANY}))"
 NO_END = f"({ANY} & ~({ANY} /<\\/think>/ {ANY}))"
 NO_CLOSE = f"({ANY} & ~({ANY} /<\\/parameter>/ {ANY}))"
 NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"
-"""Text that a tool's parameter of several types could not take for a value of another one."""
+"""Text that cannot be confused with a value of another type, for a tool's parameter of several types."""
 
 LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
-"""What tells Lark from GBNF."""
+"""Distinguishes Lark from GBNF."""
 
 MAX_REGEX = MAX_GBNF = 64 * 1024
 MAX_RULES = 1_000
-"""The converter from GBNF takes time in the square of both: 0.2 s for these rules, 3 s for 4,000."""
+"""Most rules of a GBNF grammar. The converter's time is quadratic in both limits: 0.2 s for these rules, 3 s
+for 4,000."""
 
 MAX_ALTERNATIVES = 1_000
-"""Of the values that a tool's parameters may have. References that share their targets multiply."""
+"""Most alternatives for the values of a tool's parameters. References that share their targets multiply."""
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """The answer as a whole: rules in Lark, the first of which is `start`."""
+    """The format of a whole answer: rules in Lark, the first of which is `start`."""
 
     lark: str
     param: str
-    """The field of the request that wants it."""
+    """The request's field that asks for it."""
     is_json: bool = False
-    """It may stand beside tool calls."""
+    """Whether it may be combined with tool calls."""
     calls: bool = False
-    """It may hold tool calls, and says itself what they look like."""
+    """Whether it may contain tool calls, whose format it defines itself."""
     parts: tuple[tuple[str, str], ...] = ()
-    """Grammars of their own that the rules name (`@name`), by name."""
+    """Separate grammars that the rules refer to (`@name`), by name."""
 
     def same_as(self, other: AnswerFormat) -> bool:
-        """Whether the same answers fit, as far as the words of two fields tell."""
+        """Whether both formats allow the same answers, as far as comparing the two fields can tell."""
         return replace(self, param="") == replace(other, param="")
 
 
@@ -79,7 +80,7 @@ class AnswerFormat:
 def json_format(
     schema: object, param: str, *, white_space: str = WHITE_SPACE, flexible: bool = True
 ) -> AnswerFormat:
-    """JSON of a schema, which may be the JSON text of one. Raises PromptError."""
+    """JSON that fits a schema, which may be given as JSON text. Raises PromptError."""
     lark = json_expression(schema, param, white_space=white_space, flexible=flexible)
     return AnswerFormat(f"start: {lark}", param, is_json=True)
 
@@ -120,14 +121,14 @@ def grammar_format(text: str, param: str) -> AnswerFormat:
         raise PromptError(f"{param} is longer than GBNF may be: {most}", param)
     try:
         return AnswerFormat(gbnf_to_lark(text), param)
-    except Exception as error:  # the converter raises plain ones, and whatever its parser stumbles over
+    except Exception as error:  # the converter raises plain exceptions, and its parser any others
         raise PromptError(f"{param} is no GBNF or Lark grammar: {error}", param) from None
 
 
 def compose(answer: AnswerFormat | ToolFormat, *, thinking: bool) -> str:
-    """The grammar of all that is generated; with `thinking`, the answer begins after `</think>`.
+    """The grammar of everything generated; with `thinking`, the answer begins after `</think>`.
 
-    Raises PromptError for one that is too long.
+    Raises PromptError if it is too long.
     """
     grammars = [("answer", answer.lark)]
     if isinstance(answer, AnswerFormat):
@@ -145,7 +146,7 @@ def compose(answer: AnswerFormat | ToolFormat, *, thinking: bool) -> str:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Calls in Qwen3.5's format, perhaps with text or another format in their place."""
+    """Tool calls in Qwen3.5's format, optionally with text or another format instead."""
 
     lark: str
     param: str
@@ -160,11 +161,8 @@ def tool_format(
     beside: AnswerFormat | None = None,
     param: str = "tools",
 ) -> ToolFormat:
-    """Calls of these tools (OpenAI's objects) alone if `forced`, otherwise text and calls, or `beside`.
-
-    The parameters of a tool that is `strict` follow its schema; those of others as far as that can be
-    enforced, when calls are forced. Raises PromptError naming the keyword that cannot be.
-    """
+    """The format of tool calls (OpenAI's tools): only calls if `forced`, otherwise text and calls, or
+    `beside`."""
     rules: list[str] = []
     names: list[str] = []
     length = 0
@@ -196,7 +194,7 @@ def tool_format(
 
 
 class _Parameters:
-    """The rules for the calls of one function: its name, then its parameters in the order of the schema."""
+    """Rules for calls of one function: its name, then its parameters in the schema's order."""
 
     def __init__(
         self, rule: str, function: Mapping[str, Any], where: str, *, strict: bool, forced: bool
@@ -208,13 +206,13 @@ class _Parameters:
             raise PromptError(f"{where} must be a JSON schema, an object", where)
         self._given = schema
         self._misread = False
-        """A number of the schema cannot be told from others."""
+        """Whether llguidance would misread a number of the schema."""
         self._root: Mapping[str, Any] = understood(schema or {})
         self._alternatives = 0
-        """Of the parameter that is looked at."""
+        """Alternatives of the current parameter."""
 
     def rules(self) -> Iterator[str]:
-        """Lark, as much of it at a time as one parameter takes."""
+        """The Lark rules, one parameter's at a time."""
         head = lark_literal(f"{self._name}>\n")
         if not self._checked:
             parameter = f'"<parameter=" {self._rule}_name ">\\n" {self._rule.upper()}_V "\\n"'
@@ -260,7 +258,7 @@ class _Parameters:
         except PromptError:
             if self._strict:
                 raise
-            texts, others = [ANY], []  # a text, whatever it comes to: nobody asked for more
+            texts, others = [ANY], []  # accept any text: the request does not ask for more
         if others and self._misread:
             texts, others = [ANY], []
         alternatives, rules = [], []
@@ -276,7 +274,7 @@ class _Parameters:
         return [f"{rule}: {' | '.join(alternatives)}", *rules]
 
     def _split(self, schema: object, where: str, depth: int = 0) -> tuple[list[str], list[dict[str, Any]]]:
-        """Regular expressions (Lark) for the strings that a schema allows, and schemas of the rest."""
+        """Splits a schema into regular expressions (Lark) for its strings, and schemas for the rest."""
         self._alternatives += 1
         if self._alternatives > MAX_ALTERNATIVES:
             raise PromptError(f"{where} has more than {MAX_ALTERNATIVES:,} alternatives", where)
@@ -357,7 +355,7 @@ class _Parameters:
         raise PromptError(f"{where}.$ref leads nowhere", f"{where}.$ref")
 
     def _refuse_others(self, schema: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-        """Raises PromptError for keywords that ask for something else, if this must be enforced."""
+        """Raises PromptError for keywords outside `known`, if they must be enforced."""
         others = [key for key in schema if key not in known and key not in ANNOTATIONS]
         if others and self._strict:
             raise PromptError(
@@ -366,7 +364,7 @@ class _Parameters:
 
 
 def _may_be_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """Whether a schema allows a string. Every part of it is read once: references may share their targets."""
+    """Whether a schema allows a string. Each part is read once: references may share their targets."""
     unread, seen = [schema], set()
     while unread:
         part = unread.pop()
@@ -398,7 +396,7 @@ def _type_of(schema: Mapping[str, Any]) -> str | None:
 
 
 def _mixes(others: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a text could be read as a value of these, and not fit."""
+    """Whether a text could look like a value of these schemas without fitting one."""
     return any(other.get("type") not in ("null", "boolean") for other in others)
 
 
@@ -408,7 +406,7 @@ def _mixes(others: Sequence[Mapping[str, Any]]) -> bool:
 def _json(
     schema: Mapping[str, Any], param: str, *, white_space: str = WHITE_SPACE, flexible: bool = True
 ) -> str:
-    """An `understood` schema as a Lark expression. The options come last: a request's own are not heard."""
+    """An `understood` schema as a Lark expression. The options come last and override the request's own."""
     check_length(written_length(schema), param)
     options = {"lenient": False, "whitespace_flexible": flexible}
     if flexible:
@@ -417,7 +415,7 @@ def _json(
 
 
 def check_length(length: int, param: str) -> None:
-    """Raises PromptError, before too long a grammar is put together and taken apart again."""
+    """Raises PromptError for too long a grammar before it is built and parsed."""
     if length > LONGEST_GRAMMAR:
         message = f"{param} has more than {LONGEST_GRAMMAR:,} characters as a grammar"
         raise PromptError(message, param)
@@ -430,7 +428,7 @@ def _list(value: object, where: str) -> list[Any]:
 
 
 def lark_literal(text: str) -> str:
-    """A text as a Lark expression, plain characters throughout."""
+    """A literal text as a Lark expression."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -442,7 +440,7 @@ def lark_regex(pattern: str, param: str) -> str:
 
 
 def _search(pattern: str) -> str:
-    """What JSON Schema's `pattern` allows: the expression may match anywhere in the text."""
+    """JSON Schema's `pattern`, which may match anywhere in the text."""
     anything = r"(.|\n)*"
     ends = pattern.endswith("$") and not pattern.endswith("\\$")
     body = pattern.removeprefix("^")

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 class TextGeneration:
     """A running generation as text: `async for delta in generation`, once.
 
-    Deltas are non-empty, but where the prompt's progress is told, and never hold a part of a stop string. The
-    sequence is freed when a stop string is
-    completed, when the loop is left early or its task is cancelled, and on `cancel`. Raises what the engine's
-    iterator raises.
+    Deltas never contain part of a stop string. They are non-empty, except to report the prompt's progress.
+    The sequence is freed when a stop string is complete, when the loop is left early or its task is
+    cancelled, and on `cancel`. Raises what the engine's iterator raises.
     """
 
     def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
@@ -26,9 +25,9 @@ class TextGeneration:
         self._detokenizer = detokenizer
         self._exhausted = False
         self._scored = 0
-        """Tokens whose log-probabilities were given out."""
+        """Tokens whose log-probabilities were returned."""
         self.tokens: list[int] | None = None
-        """All that came, where somebody wants them: they are to be kept in a list that is put here."""
+        """All tokens received, if a caller puts a list here to collect them."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
         try:
@@ -43,28 +42,28 @@ class TextGeneration:
             self.cancel()
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that is certain with these tokens, which come next; it may be empty."""
+        """Takes the next tokens; returns the text that is now final, which may be empty."""
         if self.tokens is not None:
             self.tokens += tokens
         return self._detokenizer.feed(tokens)
 
     def flush(self) -> str:
-        """No more tokens come: the text that was held back."""
+        """Ends the tokens; returns the text held back."""
         self._exhausted = True
         return self._detokenizer.flush()
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string is complete; what the engine sends afterwards is no part of the text."""
+        """Whether a stop string is complete; later tokens are not part of the text."""
         return self._detokenizer.stopped
 
     def cancel(self) -> None:
-        """Free the sequence. May be called at any time, and again."""
+        """Frees the sequence. May be called at any time, and again."""
         self.generation.cancel()
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None until all text was read; `cancelled` also when it never will be."""
+        """Why the text ended. None until all text has been read; `cancelled` also if it never will be."""
         if self.stopped:
             return "stop"
         if self._exhausted or self.generation.finish_reason == "cancelled":
@@ -95,17 +94,17 @@ class TextGeneration:
 
     @property
     def certain_tokens(self) -> int:
-        """Those of them that no stop string can take back any more."""
+        """Tokens that no stop string can take back any more."""
         return self._detokenizer.certain_tokens
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """How many of them stand in a think block, its closing tag not counted; None where there is none."""
+        """Tokens inside a think block, without its closing tag; None if there is no block."""
         watch = self.generation.thinking  # which may know of tokens that are not a part of the text
         return None if watch is None else min(watch.tokens, self.completion_tokens)
 
     def new_logprobs(self) -> list[TokenLogprobs]:
-        """Of the tokens of the text so far those that were not given out before; none if not asked for."""
+        """Log-probabilities of the text's tokens that were not returned before; empty if not requested."""
         if self.generation.logprobs is None:
             return []
         start, self._scored = self._scored, self._detokenizer.certain_tokens
@@ -113,7 +112,8 @@ class TextGeneration:
 
     @property
     def ending(self) -> TokenLogprobs | None:
-        """Of the token that ended the text without being a part of it, if one did and it was asked for."""
+        """Log-probabilities of the token that ended the text without being part of it, if there is one and
+        they were requested."""
         logprobs = self.generation.logprobs
         if logprobs is None or self.stopped or self.finish_reason != "stop":
             return None

@@ -1,4 +1,4 @@
-"""Rules of a Lark grammar as they are written, each under a name of its own."""
+"""Builds a Lark grammar's rules, each with a generated name."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from .formats import check_length
 
 
 class LarkRules:
-    """Raises PromptError where the grammar becomes too long for the field that wants it."""
+    """Collects rules. Raises PromptError if the grammar becomes too long for its field."""
 
     def __init__(self, param: str) -> None:
         self._param = param
         self.lines: list[str] = []
         self._names: dict[tuple[str, bool], str] = {}
-        """Terminals, by what they stand for and whether they are lazy."""
+        """(Expression, whether it is lazy) -> its terminal's name."""
         self._length = 0
 
     def rule(self, expression: str) -> str:
-        """The name of a new rule."""
+        """Adds a rule; returns its name."""
         return self._add(f"r{len(self.lines)}", expression)
 
     def terminal(self, expression: str, *, lazy: bool = False) -> str:
-        """The name of a terminal, one for all places where it stands."""
+        """The name of an expression's terminal, shared by all its uses."""
         name = self._names.get((expression, lazy))
         if name is None and lazy:
             name = self._add(f"r{len(self.lines)}", self.terminal(expression), "[lazy]")
@@ -30,7 +30,7 @@ class LarkRules:
         return name
 
     def count(self, text: str, where: str) -> None:
-        """`text` takes as much room as a rule."""
+        """Counts `text` like a rule."""
         self._length += len(text)
         check_length(self._length, where)
 
@@ -41,5 +41,5 @@ class LarkRules:
 
 
 def either(options: list[str]) -> str:
-    """One of several expressions."""
+    """An expression for one of `options`."""
     return options[0] if len(options) == 1 else f"({' | '.join(options)})"

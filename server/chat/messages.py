@@ -1,4 +1,4 @@
-"""OpenAI's message and tool objects, checked and brought to the shape that chat templates expect."""
+"""Checks OpenAI's message and tool objects and converts them for chat templates."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from .pictures import MAX_IMAGES, GivenPicture
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _NEEDS_CONTENT = ("system", "user")
 _SHOW = ("user", "tool")
-"""Who may have pictures in a content."""
+"""Roles whose content may have pictures."""
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Parts of a content that are text -> what holds it; also those that come back from OpenAI's APIs, as in
-vLLM."""
+"""Type of a text part -> the key of its text; also types that OpenAI's APIs return, as in vLLM."""
 
 
 def check_messages(messages: object, pictures: list[GivenPicture] | None = None) -> list[dict[str, Any]]:
     """Return the messages as new dicts: roles known, contents text, tool-call arguments objects.
 
-    `developer` becomes `system`, `reasoning` becomes `reasoning_content`, `arguments` in a JSON string are
-    parsed. Several system messages, wherever they stand, become one at the beginning, a blank line between
-    them: Qwen's template has no other place for them. Keys that are not known here stay, for templates that
-    read them. Pictures, in order, are appended to `pictures`; None where the model sees none. Raises
-    PromptError naming the field that is wrong.
+    `developer` becomes `system`, `reasoning` becomes `reasoning_content`, and JSON strings in `arguments` are
+    parsed. All system messages are joined into one at the beginning, with a blank line between them, because
+    Qwen's template allows them nowhere else. Unknown keys stay, for templates that read them. Pictures are
+    appended to `pictures` in order; it is None for a model without vision. Raises PromptError naming the
+    field that is wrong.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise PromptError(f"messages must be a list, not {_kind(messages)}", "messages")
@@ -55,10 +54,10 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
 
 
 def separate_reasoning(text: str) -> tuple[str, str] | None:
-    """Split an assistant's text into (reasoning, answer); None when it has no `</think>`.
+    """Split an assistant's text into (reasoning, answer); None if it has no `</think>`.
 
-    As Qwen's template does it: what lies between the last `<think>` and the first `</think>` is reasoning,
-    what follows the last `</think>` is the answer, and blank lines around the tags belong to neither.
+    Like Qwen's template: text between the last `<think>` and the first `</think>` is reasoning, text after
+    the last `</think>` is the answer, and blank lines around the tags belong to neither.
     """
     pieces = text.strip().split("</think>")
     if len(pieces) == 1:
@@ -69,7 +68,8 @@ def separate_reasoning(text: str) -> tuple[str, str] | None:
 def begun_reply(message: Mapping[str, Any]) -> tuple[str, str]:
     """The reasoning and the answer of a checked assistant message that is to be continued.
 
-    Without an answer it breaks off in its reasoning, which may also stand in the content, behind `<think>`.
+    Without an answer the message ends inside its reasoning, which may also be in the content, after
+    `<think>`.
     """
     text = plain_text(message["content"])
     if "reasoning_content" in message:
@@ -121,7 +121,7 @@ def _content(
         raise PromptError(f"{where} must be a string or a list of text parts, not {_kind(content)}", where)
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
-        if isinstance(part, GivenPicture):  # of another format
+        if isinstance(part, GivenPicture):  # from another API format
             if pictures is None:
                 raise PromptError(
                     f"{part.where}: pictures are read in messages of users and tools only, by a server that "
@@ -147,7 +147,7 @@ def _content(
 
 
 def _reasoning(message: dict[str, Any], where: str) -> dict[str, str]:
-    """{"reasoning_content": text}, or {} when there is none: templates ask whether the key is there."""
+    """{"reasoning_content": text}, or {} if there is none: templates test whether the key exists."""
     for key in ("reasoning_content", "reasoning"):
         reasoning = message.pop(key, None)
         if isinstance(reasoning, str):
@@ -158,7 +158,7 @@ def _reasoning(message: dict[str, Any], where: str) -> dict[str, str]:
 
 
 def _tool_calls(message: dict[str, Any], where: str) -> dict[str, list[dict[str, Any]]]:
-    """{"tool_calls": calls}, or {} when there are none."""
+    """{"tool_calls": calls}, or {} if there are none."""
     where = f"{where}.tool_calls"
     calls = message.pop("tool_calls", None)
     if calls is None:

@@ -1,4 +1,4 @@
-"""Pictures in messages: from data URLs to pixels, within bounds."""
+"""Pictures in messages: data URLs to pixels, with limits."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.pictures import Picture
 
 MAX_IMAGES = 16
-"""Of a request."""
+"""Most pictures of a request."""
 
 MAX_BYTES = 32 * 1024**2
-"""Of a picture's file."""
+"""Most bytes of a picture's file."""
 
 MAX_PIXELS = 2**25
-"""Of a picture before it is decoded: 100 MB of memory."""
+"""Most pixels of a picture before it is decoded: 100 MB of memory."""
 
 MAX_RATIO = 200
-"""Of a picture's sides, as transformers has it (smart_resize)."""
+"""Largest ratio of a picture's sides, as in transformers (smart_resize)."""
 
 MAX_SCANS = 100
-"""Of a JPEG, which has ten if it is progressive: each, of a dozen bytes, takes a pass over all its pixels."""
+"""Most scans of a JPEG; a progressive one has ten. A scan of a dozen bytes costs a pass over all pixels."""
 
 LOW_PIXELS = 512 * 512
-"""Of a picture of `detail` low, at most."""
+"""Most pixels of a picture of `detail` low."""
 
 MOST_BOUND = 2**31 - 1
-"""Of `min_pixels` and `max_pixels`."""
+"""Largest value of `min_pixels` and `max_pixels`."""
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 DETAILS = ("auto", "high", "low")
@@ -52,20 +52,20 @@ DETAILS = ("auto", "high", "low")
 _BLANKS = b" \t\r\n"
 
 _decoding = BoundedSemaphore(2)
-"""Pictures that are in memory decoded: whoever has another waits."""
+"""Limits how many decoded pictures are in memory; further ones wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class PixelBounds:
-    """What a picture is resized to have, in transformers' words (smart_resize of Qwen's processors); None is
-    for the server's own bounds, which hold in any case."""
+    """A picture's lower and upper size in pixels, under transformers' names (smart_resize of Qwen's
+    processors). None stands for the server's own bounds, which always apply."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> PixelBounds:
-        """`min_pixels` and `max_pixels` among the fields of `where`. Raises PromptError."""
+        """The `min_pixels` and `max_pixels` in the fields of `where`. Raises PromptError."""
         for name in ("min_pixels", "max_pixels"):
             value = fields.get(name)
             if value is not None and (type(value) is not int or not 1 <= value <= MOST_BOUND):
@@ -74,12 +74,12 @@ class PixelBounds:
         return cls(fields.get("min_pixels"), fields.get("max_pixels"))
 
     def within(self, others: PixelBounds) -> PixelBounds:
-        """These, and the others where these say nothing."""
+        """These bounds, with `others` for those that are None."""
         return PixelBounds(self.min_pixels or others.min_pixels, self.max_pixels or others.max_pixels)
 
     def size(self, width: int, height: int, side: int) -> tuple[int, int]:
-        """That of a picture within the bounds: whole tokens, `side` pixels along either side, where it has to
-        change; else the tower rounds it."""
+        """A picture's size within the bounds. A changed size is whole tokens, `side` pixels along either
+        side; otherwise the vision tower rounds it."""
         whole = [max(side, round(n / side) * side) for n in (width, height)]
         pixels, area = whole[0] * whole[1], width * height
         if self.max_pixels is not None and pixels > self.max_pixels:
@@ -98,27 +98,26 @@ NO_BOUNDS = PixelBounds()
 
 @dataclass(frozen=True, slots=True)
 class GivenPicture:
-    """A picture as a message has it; `where` is its field."""
+    """A picture in a message; `where` is the path of its field."""
 
     url: str
     where: str
     detail: str = "auto"
     bounds: PixelBounds = NO_BOUNDS
     data: bytes | None = None
-    """What was fetched from an address."""
+    """The bytes fetched from its URL."""
 
     @property
     def is_address(self) -> bool:
-        """Whether it is given by a URL that leads elsewhere."""
+        """Whether the picture is given by a remote URL."""
         return self.url[:5].lower() != "data:"
 
     @classmethod
     def of_part(cls, part: Mapping[str, Any], where: str) -> GivenPicture:
-        """OpenAI's `image_url` part, with the `min_pixels` and `max_pixels` that Qwen's clients put beside
-        it. Raises PromptError."""
+        """OpenAI's `image_url` part, with Qwen's `min_pixels` and `max_pixels`. Raises PromptError."""
         given = part.get("image_url")
         bounds = PixelBounds.of(part, where)
-        if isinstance(given, str):  # as vLLM takes it, too
+        if isinstance(given, str):  # as in vLLM
             given = {"url": given}
         where = f"{where}.image_url"
         if not isinstance(given, dict) or not isinstance(given.get("url"), str):
@@ -126,9 +125,9 @@ class GivenPicture:
         return cls(given["url"], f"{where}.url", known_detail(given.get("detail"), where), bounds)
 
     def pixels(self, side: int, asked: PixelBounds = NO_BOUNDS) -> npt.NDArray[np.uint8]:
-        """Decoded: shape [height, width, 3]; of an animation the first frame, turned as EXIF says, on white
-        where it is transparent, resized to its bounds, or those that are `asked` of all. A token is `side`
-        pixels high and wide. Takes long: not for an event loop. Raises PromptError."""
+        """The decoded pixels, shape [height, width, 3]. Animations give their first frame, EXIF rotation is
+        applied, transparency becomes white. The picture is resized to its own bounds, else to `asked`. A
+        token is `side` pixels high and wide. Slow: not for an event loop. Raises PromptError."""
         bounds = self._bounds(asked)
         data = self._data()
         with _decoding:
@@ -136,7 +135,7 @@ class GivenPicture:
                 return self._decoded(data, bounds, side)
             except PromptError:
                 raise
-            except Exception as error:  # of any of Pillow's decoders
+            except Exception as error:  # any of Pillow's decoders may raise
                 raise self.wrong(f"could not be decoded: {error}") from None
 
     def _bounds(self, asked: PixelBounds) -> PixelBounds:
@@ -187,12 +186,12 @@ class GivenPicture:
             return np.array(turned, np.uint8)
 
     def wrong(self, what: str) -> PromptError:
-        """That its field is so."""
+        """An error about the picture's field."""
         return PromptError(f"{self.where} {what}", self.where)
 
 
 def known_detail(given: Any, where: str) -> str:
-    """The `detail` of what stands in `where`. Raises PromptError."""
+    """The `detail` of a picture in `where`. Raises PromptError."""
     detail = "auto" if given is None else given
     if detail not in DETAILS:
         place = f"{where}.detail"
@@ -208,11 +207,11 @@ def shown(
     salt: str,
     asked: PixelBounds = NO_BOUNDS,
 ) -> tuple[list[int], list[tuple[int, Picture]]]:
-    """The ids of a conversation without those that stand for its pictures, and these, encoded, each with the
-    index of the token behind it.
+    """A conversation's ids without picture placeholders, and the encoded pictures, each with the index of the
+    token after it.
 
-    Those that are known of requests with this `salt` are not encoded again. `interrupt`, called before each,
-    ends the work by what it raises; `asked` is what the request wants of every picture. Raises PromptError,
+    Pictures that requests with this `salt` have encoded are reused. `interrupt`, called before each picture,
+    stops the work by raising; `asked` is the request's bounds for every picture. Raises PromptError,
     PromptTooLong and GenerationError.
     """
     if not given:
@@ -235,8 +234,8 @@ def counted(
     interrupt: Callable[[], None],
     asked: PixelBounds = NO_BOUNDS,
 ) -> list[int]:
-    """The ids of a conversation, with as many for each picture as it has tokens; nothing is encoded. As
-    `shown` otherwise."""
+    """A conversation's ids, with as many placeholders for each picture as it has tokens; nothing is encoded.
+    Otherwise like `shown`."""
     made: list[int] = []
     done = 0
     for place, _, n_tokens in _measured(ids, given, engine, interrupt, asked):
@@ -252,7 +251,7 @@ def _measured(
     interrupt: Callable[[], None],
     asked: PixelBounds,
 ) -> Iterator[tuple[int, npt.NDArray[np.uint8], int]]:
-    """Of each picture the index that stands for it among `ids`, its pixels, and how many tokens it has."""
+    """For each picture, the index of its placeholder in `ids`, its pixels, and its number of tokens."""
     encoder = engine.encoder
     assert encoder is not None, "parts with pictures are refused where nothing reads them"
     places = [index for index, token in enumerate(ids) if token == engine.vocab.picture_id]
@@ -274,7 +273,7 @@ def _measured(
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """In RGB: 16 bits of grey are scaled, which Pillow would cut off; what is transparent is white."""
+    """The image in RGB. 16-bit grey is scaled, since Pillow would clip it; transparency becomes white."""
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I"):

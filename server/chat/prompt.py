@@ -18,41 +18,41 @@ if TYPE_CHECKING:
 
 
 class ReplyOptions(TypedDict, total=False):
-    """How a prompt leads over to the reply."""
+    """How a prompt ends and the reply begins."""
 
     enable_thinking: bool
     add_generation_prompt: bool
     continue_final_message: bool
-    """The last message, an assistant's, is the beginning of the reply: the prompt ends with it, open."""
+    """Whether the last message, an assistant's, is the beginning of the reply: the prompt ends with it,
+    unclosed."""
 
 
 class Options(ReplyOptions, total=False):
-    """What goes into a prompt beside the messages."""
+    """Inputs of a prompt besides the messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
     """OpenAI's objects."""
     template_kwargs: Mapping[str, Any] | None
-    """The request's chat_template_kwargs; their `enable_thinking` gives way to the one here."""
+    """The request's chat_template_kwargs; the `enable_thinking` of these options overrides theirs."""
     pictures: list[GivenPicture] | None
-    """Gets those of the messages, in order; None where the model sees none."""
+    """Receives the messages' pictures, in order; None for a model without vision."""
 
 
 class Prompter:
-    """Renders and tokenises conversations, safe against injected control tokens.
+    """Renders and tokenizes conversations, safe against injected control tokens.
 
-    For content without the text of an added token the ids are those of rendering and tokenising in one piece.
-    Where content contains such text (`<|im_end|>`, `<think>`, ...) it becomes plain tokens. How:
-    `provenance`.
+    Content without the text of an added token gets the ids of rendering and tokenizing in one piece. Such
+    text in content (`<|im_end|>`, `<think>`, ...) becomes plain tokens. `provenance` explains how.
     """
 
     def __init__(self, vocab: Vocab, template_source: str) -> None:
         self._vocab = vocab
         self.template = template_source
-        """Its source."""
+        """The template's source."""
         self._template = ChatTemplate(template_source)
         self._added = AddedTokens(vocab.added_tokens)
         self.can_think = self._leaves_thinking_open()
-        """Whether a reply begins with reasoning when thinking is on; a no-think template closes the block."""
+        """Whether a reply begins with reasoning if thinking is on; a no-think template closes the block."""
 
     def chat(
         self,
@@ -62,7 +62,7 @@ class Prompter:
     ) -> list[int]:
         """The token ids of a conversation (OpenAI's messages), ready for the assistant's reply.
 
-        `check` is told of ids as they come, as `Vocab.tokenize` does it. Raises PromptError, and what `check`
+        `check` is called with ids as they come, as in `Vocab.tokenize`. Raises PromptError, and what `check`
         raises.
         """
         ids: list[int] = []
@@ -72,7 +72,7 @@ class Prompter:
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[Options]) -> str:
-        """The text that `chat` tokenises. Raises PromptError."""
+        """The text that `chat` tokenizes. Raises PromptError."""
         return "".join(self._pieces(messages, lambda _: None, **options))
 
     def reply_reasons(
@@ -85,8 +85,8 @@ class Prompter:
     ) -> bool:
         """Whether the reply begins inside the think block. Raises PromptError.
 
-        A reply that is continued does where its last message has reasoning and no answer yet, and does not
-        where it has an answer, whether thinking is enabled or not.
+        A continued reply begins there if its last message has reasoning and no answer yet, and not if it has
+        an answer, whether or not thinking is enabled.
         """
         if not self.can_think:
             return False
@@ -145,15 +145,16 @@ class Prompter:
         try:
             text = self.render([{"role": "user", "content": "Hi"}], enable_thinking=True)
         except PromptError:
-            return True  # a template that wants more than this; it does know think blocks
+            return True  # the template needs more variables than these; it does know think blocks
         return not text.rstrip().endswith("</think>")
 
     def _separate_reasoning(self, message: dict[str, Any], sentinel: str) -> None:
-        """Take an assistant's inline think block apart: once marked, the template can not find it."""
+        """Moves an assistant's inline think block out of the content: the template cannot find it once it is
+        marked."""
         if message["role"] != "assistant" or "reasoning_content" in message:
             return
         if "reasoning_content" not in self._template.source:
-            return  # this template would drop what is moved there
+            return  # this template would drop moved reasoning
         parts = separate_reasoning(plain_text(message["content"]))
         if parts is not None:
             reasoning, answer = parts
@@ -163,7 +164,7 @@ class Prompter:
 
 
 def _final(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The last of checked messages, as one that can be continued. Raises PromptError."""
+    """The last of the checked messages, which must be continuable. Raises PromptError."""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         wrong = "calls tools" if last["role"] == "assistant" else f"is of the role {last['role']}"

@@ -1,22 +1,21 @@
-"""Which text came from the caller and which from the template: so that content can not inject control tokens.
+"""Separates the caller's text from the template's, so that content cannot inject control tokens.
 
-A tokenizer sees one string and can not tell the template's `<|im_end|>` from a user's. Before rendering,
-every character of the caller that could begin an added token (for Qwen: every `<`) is followed by a sentinel,
-a character that occurs nowhere in the request. Templates copy, trim and join strings, so the sentinels arrive
-beside their characters in the rendered text, wherever that is. There they are removed, and the text is cut
-right behind each caller's character that begins an added token's text. No tokenizer joins what lies in two
-pieces, so those tokens become plain text, and only those: text without them stays in one piece and keeps its
-ids.
+A tokenizer sees one string and cannot tell the template's `<|im_end|>` from a user's. Before rendering, a
+sentinel (a character that occurs nowhere in the request) is inserted after every character of the caller that
+could begin an added token (for Qwen: every `<`). Templates copy, trim and join strings, so the sentinels stay
+next to their characters in the rendered text. There they are removed, and the text is cut right after each
+caller's character that begins an added token's text. No tokenizer joins text across two pieces, so those
+tokens become plain text, and only those: other text stays in one piece and keeps its ids.
 
-Marking the first character, rather than whole occurrences, is what makes it hold at seams: `<|im_` at the end
-of one string and `end|>` at the start of the next, or in the template's own text (`<parameter=` + key + `>`),
-are found after they met. A template that writes the `<` itself and lets the caller complete a token behind it
-is not covered; Qwen's does not.
+Marking first characters rather than whole occurrences also covers seams: `<|im_` at the end of one string and
+`end|>` at the start of the next, or in the template's own text (`<parameter=` + key + `>`), are found after
+they are joined. A template that writes the `<` itself and lets the caller complete a token after it is not
+covered; Qwen's does not.
 
-What changes is a template's view of literals in content: `content.startswith('<tool_response>')` is false for
-marked text. In Qwen's template this makes a user message that is wrapped in these tags count as a question.
-Safety wins here. The think tags in an assistant's history, which templates look for as well, are taken apart
-before marking (`messages.separate_reasoning`).
+The marks change how a template sees literals in content: `content.startswith('<tool_response>')` is false for
+marked text. In Qwen's template a user message wrapped in these tags then counts as a question, which is the
+safe side. The think tags in an assistant's history, which templates also look for, are taken apart before
+marking (`messages.separate_reasoning`).
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _CANDIDATES = (
 )
 
 WINDOW = 2**18
-"""Characters that are searched in one go, with the GIL held: some milliseconds."""
+"""Characters searched at a time, with the GIL held: some milliseconds."""
 
 
 class AddedTokens:
-    """The texts of a vocabulary's added tokens, as far as they can be told apart from plain text.
+    """The texts of a vocabulary's added tokens, if they can be told apart from plain text.
 
-    One character can not be cut, and white space is no control token: such tokens stay as the tokenizer
-    treats them.
+    A single character cannot be cut, and white space is not a control token: such tokens stay as the
+    tokenizer treats them.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -52,7 +51,7 @@ class AddedTokens:
         self._first = {text[0] for text in self.texts}
 
     def mark(self, value: Any, sentinel: str) -> Any:
-        """A copy of a JSON value with the sentinel behind every character that could begin a token."""
+        """A copy of a JSON value with the sentinel after every character that could begin a token."""
         if isinstance(value, str):
             if not any(character in value for character in self._first):
                 return value
@@ -69,7 +68,8 @@ class AddedTokens:
         return text
 
     def cut(self, rendered: str, sentinel: str) -> Iterator[str]:
-        """Remove the sentinels; yield the pieces to be tokenised one by one, which joined are the text."""
+        """Removes the sentinels; yields the pieces to tokenize one by one, whose concatenation is the
+        text."""
         start = 0
         for end in self._cuts(rendered, sentinel) if self.texts else ():
             yield _without(sentinel, rendered[start:end])
@@ -77,7 +77,7 @@ class AddedTokens:
         yield _without(sentinel, rendered[start:])
 
     def _cuts(self, rendered: str, sentinel: str) -> Iterator[int]:
-        """Where an added token's text goes on behind its first character, which is the caller's."""
+        """Positions after each caller's character that begins an added token."""
         mark = re.escape(sentinel)
         optional = {character: f"{re.escape(character)}{mark}?" for character in self._first}
         rests: dict[str, list[str]] = {}
@@ -103,10 +103,10 @@ def _windows(text: str) -> Iterator[str]:
 
 
 def choose_sentinel(*values: Any) -> str:
-    """A character that occurs in none of the values' strings; PromptError when all 137,000 are used."""
+    """A character that occurs in none of the values' strings. Raises PromptError if all 137,000 are used."""
     texts = list(_strings(values))
     likely = chr(_CANDIDATES[0][0])
-    if not any(likely in text for text in texts):  # far faster than a look at every character
+    if not any(likely in text for text in texts):  # far faster than checking every character
         return likely
     used: set[str] = set()
     for window in chain.from_iterable(map(_windows, texts)):

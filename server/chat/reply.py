@@ -1,4 +1,4 @@
-"""A reply, as it streams, in its parts: reasoning, answer, tool calls."""
+"""Splits a streaming reply into reasoning, answer and tool calls."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _END_THINK = "</think>"
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text of the think block."""
+    """A piece of the think block's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Content:
-    """Text of the answer."""
+    """A piece of the answer's text."""
 
     text: str
 
@@ -47,10 +47,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of a call's arguments: joined they are a JSON object, complete with the `last` of them.
+    """A piece of a call's arguments. Joined, the pieces are a JSON object, complete with the `last` one.
 
-    Where the reply ends in the middle of a call there is no last one: the object stays cut off, so that
-    nobody takes a part of it for the whole.
+    If the reply ends inside a call, no piece is the last: the object stays cut off, so that it cannot pass
+    for complete.
     """
 
     index: int
@@ -64,10 +64,10 @@ Part = Reasoning | Content | ToolCall | Arguments
 
 
 class Reply:
-    """A generation in parts: `async for part in reply`, once. Raises what the generation raises. Where the
-    prompt's progress is wanted, an empty Content says that more of it has been read.
+    """A generation in parts: `async for part in reply`, once. Raises what the generation raises. If the
+    prompt's progress is wanted, an empty Content reports it.
 
-    With `one_call` it ends behind its first tool call; without `reasoning` that is left out.
+    With `one_call` the reply ends after its first tool call. Without `reasoning`, reasoning is left out.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Reply:
 
     @property
     def finish_reason(self) -> FinishReason | Literal["tool_calls"] | None:
-        """As the generation's, but a reply that ended by itself and calls tools says so."""
+        """The generation's finish reason, or "tool_calls" for a reply that ended by itself and has calls."""
         reason = self.generation.finish_reason
         if self._parser.tool_calls and (self._one_call or reason == "stop"):
             return "tool_calls"
@@ -115,17 +115,16 @@ class Reply:
 
 
 class ReplyParser:
-    """Takes text in pieces of any size; the parts, joined, do not depend on where it was cut.
+    """Takes text in pieces of any size; the joined parts do not depend on the cuts.
 
-    With `thinking` the prompt opened a think block: the reply begins inside it, up to `</think>` or, when
-    there are tools, a `<tool_call>`. White space around the reasoning, and before the answer, belongs to the
-    tags. A reply that ends before that is all reasoning. `inline_reasoning` leaves the think block in the
-    content as the model wrote it, its opening tag restored.
+    With `thinking` the prompt opened a think block: the reply begins inside it, and it ends with `</think>`
+    or, if there are tools, with a `<tool_call>`. White space around the reasoning, and before the answer,
+    belongs to the tags. A reply that ends before the tag is all reasoning. `inline_reasoning` leaves the
+    think block in the content as the model wrote it, with its opening tag restored.
 
-    `tools` are OpenAI's tool objects; without any, tool calls are not looked for. A call of an offered tool
-    begins with its first parameter, and its arguments come as they are written. A call of any other name
-    comes as a whole. White space around a call is dropped; what turns out to be no call is content to the
-    letter.
+    `tools` are OpenAI's tool objects; without any, the parser does not look for tool calls. A call of an
+    offered tool begins with its first parameter, and its arguments are streamed. A call of any other name
+    comes as a whole. White space around a call is dropped; a failed call is content, unchanged.
     """
 
     def __init__(
@@ -140,19 +139,19 @@ class ReplyParser:
         self._scanner = Scanner()
         self._parts: list[Part] = []
         self._parser = self._reply(thinking)
-        self._plain = False  # nothing is looked for any more, and nothing held back
+        self._plain = False  # whether the rest is plain text, passed on at once
         self.tool_calls = 0
-        """How many complete calls were found so far."""
+        """Number of complete calls so far."""
 
     def feed(self, text: str) -> list[Part]:
-        """Take more of the reply; return the parts that are certain now."""
+        """Takes more of the reply; returns the parts that are now final."""
         if self._plain:
             return [Content(text)] if text else []
         self._scanner.add(text)
         return self._read_on()
 
     def flush(self) -> list[Part]:
-        """The reply has ended: return what was held back."""
+        """Ends the reply; returns the text held back."""
         self._scanner.ended = True
         return self._read_on()
 
@@ -174,10 +173,10 @@ class ReplyParser:
         content.release()
 
     def _think_block(self) -> Parser[str]:
-        """Reads the reasoning and the tag behind it, which it returns."""
+        """Reads the reasoning and the tag after it, which it returns."""
         ends = (_END_THINK, tool_calls.OPEN) if self._schemas else (_END_THINK,)
         space = yield from self._scanner.spaces()
-        # templates other than Qwen3.5's leave it to the model to write the opening tag
+        # other templates than Qwen3.5's leave the opening tag to the model
         opening = yield from self._scanner.tag(_THINK)
         if self._inline:
             missing = "" if opening or self._scanner.empty else f"{_THINK}\n"
@@ -192,7 +191,7 @@ class ReplyParser:
         return end
 
     def _call(self, schemas: ToolSchemas, content: Trimmed) -> Parser[None]:
-        """Reads what follows a `<tool_call>`; the white space in front of it is still held by `content`."""
+        """Reads the text after a `<tool_call>`; `content` still holds the white space before it."""
         call = CallReader(self._scanner, schemas)
         pieces: list[str] = []
         with self._scanner.recording() as tape:

@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, read once, from front to back."""
+"""Reads text that arrives in pieces, once, from front to back."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 Parser = Generator[None, None, Result]
-"""Reads from a scanner: yields where it needs more text than there is."""
+"""A parser over a scanner: yields when it needs more text."""
 
 
 class Scanner:
-    """What has arrived and was not read yet.
+    """Text that has arrived and is unread.
 
-    The driver of a parser calls `add`, or sets `ended`, and resumes it. Only text that may be the beginning
-    of a tag is looked at twice, so reading takes time in proportion to the text, however it is cut.
+    A parser's driver calls `add`, or sets `ended`, and resumes it. Only text that may begin a tag is read
+    twice, so the time is linear in the text, however it is cut.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self.ended = False
-        """No more text will come: parsers go on to their end."""
+        """Whether the text is complete: parsers then run to their end."""
         self._tapes: list[list[str]] = []
 
     def add(self, text: str) -> None:
@@ -37,7 +37,7 @@ class Scanner:
 
     @contextmanager
     def recording(self) -> Iterator[list[str]]:
-        """A list that takes a copy of all that is read meanwhile."""
+        """A list that receives a copy of all text read inside the context."""
         self._tapes.append([])
         try:
             yield self._tapes[-1]
@@ -45,7 +45,7 @@ class Scanner:
             self._tapes.pop()
 
     def spaces(self) -> Parser[str]:
-        """Reads the white space that comes next."""
+        """Reads the next white space."""
         pieces = []
         while True:
             end = self._at
@@ -57,7 +57,7 @@ class Scanner:
             yield
 
     def tag(self, *tags: str) -> Parser[str]:
-        """Reads the tag that comes next: "" where none of these does."""
+        """Reads the next tag; "" if none of `tags` comes next."""
         longest = max(map(len, tags))
         while True:
             start = self._text[self._at : self._at + longest]
@@ -69,9 +69,9 @@ class Scanner:
             yield
 
     def name(self) -> Parser[str]:
-        """Reads the rest of an opening tag, such as `add>`, on one line; "" where it is none.
+        """Reads the rest of an opening tag, such as `add>`, on one line; "" if it is not one.
 
-        What was read until that was clear stays read.
+        Text read before that is decided stays read.
         """
         pieces = []
         while True:
@@ -87,7 +87,8 @@ class Scanner:
             yield
 
     def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Parser[str]:
-        """Reads, and emits, all text in front of the first of `tags`; then that tag, "" where the text ends.
+        """Reads and emits all text before the first of `tags`, then that tag, which it returns; "" if the
+        text ends.
 
         A tag's only `<` must be its first character.
         """
@@ -110,7 +111,7 @@ class Scanner:
         return text
 
     def _partial(self, tags: Sequence[str]) -> int:
-        """Length of the end of the text that is the beginning of a tag."""
+        """Length of the text's suffix that is the beginning of a tag."""
         longest = max(map(len, tags), default=0)
         tail = self._text[max(self._at, len(self._text) - longest) :]
         start = tail.rfind("<")
@@ -118,7 +119,7 @@ class Scanner:
 
 
 class Trimmed:
-    """Passes text on, less the white space at its end, which waits for what comes behind it."""
+    """Passes text on, but holds white space at its end until the next text is known."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
@@ -133,10 +134,10 @@ class Trimmed:
         self._space.append(text[len(stripped) :])
 
     def drop(self) -> None:
-        """The white space was that of a tag."""
+        """Drops the white space, which belongs to a tag."""
         self._space = []
 
     def release(self) -> None:
-        """The white space is text."""
+        """Passes the white space on as text."""
         self._emit("".join(self._space))
         self._space = []

@@ -1,5 +1,5 @@
-"""JSON schemas in the words that llguidance enforces: what asks for nothing is left out, what can be said
-otherwise is."""
+"""Rewrites JSON schemas for llguidance: removes what has no effect, and converts what has an equivalent
+form."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ANNOTATIONS = {
     *("$comment", "$schema", "$id", "$anchor", "$defs", "definitions", "x-guidance", "discriminator"),
     *("contentMediaType", "contentEncoding", "contentSchema"),
 }
-"""Keywords that ask for nothing."""
+"""Keywords without effect."""
 
 FREE_FORMATS = {
     *("int32", "int64", "float", "double", "byte", "binary", "password"),
     *("path", "file-path", "directory-path", "json-string", "base64", "base64url"),
     *("ipv4network", "ipv6network", "ipv4interface", "ipv6interface", "ipvanyaddress"),
 }
-"""OpenAPI's and pydantic's, which JSON Schema does not define: it says that they ask for nothing."""
+"""Keywords of OpenAPI and pydantic that JSON Schema does not define, and therefore gives no effect."""
 
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 TEXTS = {
@@ -40,7 +40,7 @@ TEXTS = {
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
 }
-"""Formats as regular expressions, for texts that stand in no JSON."""
+"""Formats as regular expressions, for text outside JSON."""
 TEXTS["date-time"] = f"{TEXTS['date']}T{TEXTS['time']}"
 
 _ONE = {"additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames"}
@@ -63,30 +63,31 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "then": (),
     "else": (),
 }
-"""Keywords that ask for nothing with these values, or without the one that they belong to."""
+"""Keywords without effect at these values, or without the keyword that they belong to."""
 
 _OWNERS = {"minContains": ("contains",), "maxContains": ("contains",), "then": ("if",), "else": ("if",)}
 
 
 JSON_SCHEMA = re.compile(r"%json\s*(?=\{)")
-"""What stands before a schema in llguidance's Lark."""
+"""Introduces a schema in llguidance's Lark."""
 
 INT64_MAX = 2**63 - 1
-"""As a `maximum` of integers it is the largest that llguidance knows: many programs write it for none."""
+"""The largest integer `maximum` that llguidance knows: many programs write it for no limit."""
 
 MAX_MULTIPLE = (2**32 - 10) // 10 + 1
-"""Of a `multipleOf` in units of its last digit: llguidance multiplies what is left of a division by ten, and
-adds a digit, in 32 bits."""
+"""Largest `multipleOf` in units of its last digit: llguidance computes remainder times ten plus a digit in 32
+bits."""
 
 MAX_COMMON_MULTIPLE = 2**16 - 1
-"""Of several that one value may have to obey: it multiplies two of them (numeric.rs, `Decimal::lcm`)."""
+"""Largest of several `multipleOf` of one value: llguidance multiplies two of them (numeric.rs,
+`Decimal::lcm`)."""
 
 _Place = tuple[Any, str] | None
-"""Where in a schema: the place around it, and the step from there, as in `.properties` or `[0]`."""
+"""A place in a schema: the enclosing place, and the step from there, as in `.properties` or `[0]`."""
 
 
 def json_value(text: str, param: str) -> Any:
-    """What a text in JSON says, within the bounds that bodies have. Raises PromptError."""
+    """The value of a JSON text, within the limits of request bodies. Raises PromptError."""
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
@@ -94,9 +95,10 @@ def json_value(text: str, param: str) -> Any:
 
 
 def understood(schema: Any) -> Any:
-    """A schema that the same values fit. What is no schema stays as it is, for llguidance to complain of.
+    """An equivalent schema that llguidance understands. An invalid one stays as it is, for llguidance to
+    report.
 
-    Parts of it may be the same object: written out it may be longer than it was (`written_length`).
+    Parts of it may be the same object, so written out it may be longer than it was (`written_length`).
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -128,7 +130,7 @@ def _asks_for_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _depending(schema: dict[str, Any]) -> dict[str, Any]:
-    """What a property asks of the others where it is there: it is not, or they are so."""
+    """Rewrites dependencies between properties: either the property is absent, or the rest fits."""
     asked: list[Any] = []
     rest = dict(schema)
     if not isinstance(rest.get("allOf", []), list):
@@ -144,7 +146,7 @@ def _depending(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(schema: dict[str, Any]) -> dict[str, Any]:
-    """Names of properties that are an enumeration, or follow a pattern, as properties."""
+    """Rewrites `propertyNames`, an enumeration or a pattern, as properties."""
     names = schema.get("propertyNames")
     others = {"properties", "patternProperties"}
     if not isinstance(names, Mapping) or schema.keys() & others:
@@ -163,7 +165,7 @@ def _named(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """A schema whose objects have no properties but those that it names, where it does not say otherwise."""
+    """The schema with no additional properties in its objects, unless it allows them explicitly."""
     if not isinstance(schema, Mapping):
         return schema
     found = {key: _closed_part(key, one) for key, one in schema.items()}
@@ -181,8 +183,8 @@ def _closed_part(key: str, value: Any) -> Any:
 
 
 def check_numbers(schema: Any, where: str) -> None:
-    """Raises PromptError for a number that llguidance would take for another one, and for multiples that it
-    would compute wrongly; `where` is the schema's place in the request."""
+    """Raises PromptError for a number that llguidance would misread, and for multiples that it would compute
+    wrongly; `where` is the schema's path in the request."""
     multiples: list[tuple[_Place, int | float]] = []
     combined, references = False, 0
     for place, one in _schemas(schema):
@@ -210,17 +212,17 @@ def _refuse_number(where: str, place: _Place, number: float, wrong: str) -> NoRe
 
 
 def check_lark_numbers(text: str, where: str) -> None:
-    """The same for the schemas in a grammar."""
+    """`check_numbers` for the schemas in a grammar."""
     for found in JSON_SCHEMA.finditer(text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, found.end())
-        except (ValueError, RecursionError):  # llguidance says what is wrong with it
+        except (ValueError, RecursionError):  # llguidance reports the error
             continue
         check_numbers(schema, f"{where}: %json")
 
 
 def _schemas(schema: Any) -> Iterator[tuple[_Place, Mapping[str, Any]]]:
-    """It and those within it."""
+    """The schema and all inside it."""
     todo: list[tuple[_Place, Any]] = [(None, schema)]
     while todo:
         place, one = todo.pop()
@@ -238,7 +240,7 @@ def _schemas(schema: Any) -> Iterator[tuple[_Place, Mapping[str, Any]]]:
 
 
 def _misread(place: _Place, value: Any) -> tuple[_Place, int | float] | None:
-    """A number that llguidance would take for another one, and its place."""
+    """A number that llguidance would misread, and its place."""
     todo = [(place, value)]
     while todo:
         place, value = todo.pop()
@@ -252,7 +254,7 @@ def _misread(place: _Place, value: Any) -> tuple[_Place, int | float] | None:
 
 
 def _is_combined(schema: Mapping[str, Any]) -> bool:
-    """Whether a value must fit several schemas, which llguidance makes one of."""
+    """Whether a value must fit several schemas, which llguidance merges."""
     asks = schema.keys() - ANNOTATIONS - {"type"}
     several = len(asks) > 1 or (isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1)
     return not asks.isdisjoint(_DEPENDENT) or (several and not asks.isdisjoint(_COMBINING))
@@ -278,8 +280,8 @@ def _check_multiples(multiples: list[tuple[_Place, int | float]], where: str, *,
 
 
 def _is_read_right(number: float) -> bool:
-    """Whether a number stays what it is: llguidance has floats only, and serde_json makes one of a fraction
-    in two steps (`f64_from_parts`), of which each may round."""
+    """Whether llguidance reads a number exactly: it has only floats, and serde_json converts a fraction in
+    two steps (`f64_from_parts`), each of which may round."""
     if isinstance(number, int):
         return abs(number) <= INT64_MAX and float(number) == number
     _, digits, exponent = Decimal(repr(abs(number))).as_tuple()
@@ -291,7 +293,8 @@ def _is_read_right(number: float) -> bool:
 
 
 def written_length(value: Any) -> int:
-    """Characters that JSON is at least as long as. An object is looked at once, however often it is there."""
+    """A lower bound for the length of the value's JSON, in characters. Each object is visited once, however
+    often it occurs."""
     return _length(value, {})
 
 

@@ -1,11 +1,12 @@
-"""Structural tags: free text in which certain strings begin a part that must look a certain way.
+"""Structural tags: free text in which certain strings begin a part with a required format.
 
-The formats are xgrammar's (its docs/structural_tag), which vLLM and SGLang take, but for those of single
-tokens: they become a grammar in llguidance's dialect of Lark. What it can only enforce in part is refused.
+The formats are xgrammar's (its docs/structural_tag), which vLLM and SGLang accept, except those of single
+tokens. They become a grammar in llguidance's dialect of Lark. A format that it can enforce only in part is
+refused.
 
-Free text runs up to the first of its marks: a trigger, or the end of the tag that it stands in. A mark of
-plain characters ends a lazy terminal, which stops where it is complete for the first time. One that holds a
-special token (`<tool_call>`) needs no such thing: free text has no such tokens, nor their names spelled out.
+Free text runs up to its first mark: a trigger, or the end of the enclosing tag. A mark of plain characters
+ends a lazy terminal, which stops at its first completion. A mark with a special token (`<tool_call>`) needs
+none: free text contains neither such tokens nor their names.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ KEYS = {
     "tags_with_separator": {"tags", "separator", "at_least_one", "stop_after_first"},
     "dispatch": {"rules", "loop", "excludes"},
 }
-"""The formats that are enforced, and what may be said about each."""
+"""The supported formats, and the keys of each."""
 
 MAX_REPEATS = 100_000
 MAX_MARKS = 256
 
 
 def structural_tag_format(value: object, param: str, special: Sequence[str]) -> AnswerFormat:
-    """The format that a structural tag describes: {"type": "structural_tag", "format": {...}}, or vLLM's
-    older {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, or either as text.
+    """The format of a structural tag: {"type": "structural_tag", "format": {...}}, or vLLM's older
+    {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, or either as text.
 
-    `special`: texts of the vocabulary's added tokens, which stand for themselves. Raises PromptError.
+    `special`: texts of the vocabulary's added tokens, which match as tokens. Raises PromptError.
     """
     if isinstance(value, str):
         value = json_value(value, param)
@@ -81,18 +82,18 @@ def _from_structures(value: Mapping[str, Any], param: str) -> dict[str, Any]:
 
 
 class _Mark(NamedTuple):
-    """What free text runs up to."""
+    """A mark, which ends free text."""
 
     text: str
-    """As it is written."""
+    """The mark's text."""
     until: str
-    """The mark's text with the special token that it may break off in."""
+    """The mark's text, completed to the end of a special token that it breaks off in."""
     then: str
-    """What follows, in Lark."""
+    """The expression after it, in Lark."""
 
 
 class _Builder:
-    """Writes rules. Expressions are those of a rule, regular ones those of a terminal."""
+    """Writes the rules. An `expression` is part of a rule, a `regular` one part of a terminal."""
 
     def __init__(self, param: str, special: Sequence[str]) -> None:
         self._param = param
@@ -101,7 +102,7 @@ class _Builder:
         self._lark = LarkRules(param)
         self._parts: list[tuple[str, str]] = []
         self._terminals: dict[int, str | None] = {}
-        """What formats are as terminals, by their identity."""
+        """Formats as terminals, by the formats' identity."""
 
     def answer(self, format_: object, where: str) -> AnswerFormat:
         """The whole answer."""
@@ -112,8 +113,8 @@ class _Builder:
     # --- formats -------------------------------------------------------------------------------------------
 
     def _followed(self, format_: object, where: str, ends: Sequence[str], *, last: bool = False) -> str:
-        """A format and one of its `ends` behind it; without any, what follows has to be clear from itself,
-        unless it is the `last`."""
+        """A format followed by one of its `ends`. Without ends, what follows must be unambiguous, unless this
+        is the `last`."""
         kind, given = self._known(format_, where)
         if kind in ("any_text", "triggered_tags", "dispatch"):
             if not ends and not last:
@@ -138,7 +139,7 @@ class _Builder:
     def _closed(
         self, regular: str, ends: Sequence[str], where: str, *, last: bool, lazy: bool = False
     ) -> str:
-        """A regular expression and one of the `ends`, in one terminal up to the first special token."""
+        """A regular expression and one of the `ends`, as one terminal up to the first special token."""
         if not ends:
             if not last:
                 raise PromptError(f"{where}: it must be followed by a const_string, to end somewhere", where)
@@ -155,7 +156,7 @@ class _Builder:
         return either(options)
 
     def _limited(self, kind: str, given: Mapping[str, Any], where: str) -> str:
-        """A format that ends by itself and is not regular."""
+        """A format that is not regular and ends by itself."""
         if kind == "const_string":
             return self._literal(self._text(given, "value", where))
         if kind == "json_schema":
@@ -181,7 +182,8 @@ class _Builder:
         return self._lark.rule(json_expression(given.get("json_schema"), f"{where}.json_schema"))
 
     def _sequence(self, given: Mapping[str, Any], where: str, ends: Sequence[str], *, last: bool) -> str:
-        """Regular elements in a row are one terminal: it ends in a text, and where that comes first."""
+        """A sequence. Adjacent regular elements form one terminal, which ends at the first occurrence of a
+        text."""
         elements = self._elements(given, where)
         parts: list[str] = []
         row: list[str] = []
@@ -212,7 +214,7 @@ class _Builder:
         return " ".join(filter(None, parts)) or '""'
 
     def _tag(self, given: Mapping[str, Any], where: str, begun: int = 0) -> str:
-        """A tag behind the first `begun` characters of its begin."""
+        """A tag after the first `begun` characters of its begin."""
         begin = self._text(given, "begin", where)[begun:]
         end = given.get("end")
         ends = [end] if isinstance(end, str) else _list(end, f"{where}.end")
@@ -278,7 +280,7 @@ class _Builder:
         return self._until(marks, ends, excludes, once=given.get("loop") is False)
 
     def _check_marks(self, texts: Sequence[str], where: str) -> None:
-        """Raises PromptError where a mark lies in another: the shorter would always come first."""
+        """Raises PromptError if one mark contains another: the shorter would always match first."""
         if len(texts) > MAX_MARKS:
             raise PromptError(f"{where} has more than {MAX_MARKS:,} triggers and ends", where)
         for index, text in enumerate(texts):
@@ -291,8 +293,8 @@ class _Builder:
     def _until(
         self, marks: Sequence[_Mark], ends: Sequence[str], excludes: Sequence[str], *, once: bool = False
     ) -> str:
-        """Free text up to one of the marks and what follows it, again and again, unless `once` only; then up
-        to one of the `ends`, or that of the answer."""
+        """Free text up to one of the marks and what follows it, repeated unless `once`; then up to one of the
+        `ends`, or the end of the answer."""
         exits = [_Mark(end, end, "") for end in ends]
         special = {mark.text: bool(self._special.search(mark.until)) for mark in (*marks, *exits)}
         plain = [text for text, holds in special.items() if not holds]
@@ -327,7 +329,7 @@ class _Builder:
         return " ".join(filter(None, [self._lark.terminal(text), token[0], self._literal(behind)]))
 
     def _whole_token(self, text: str, length: int) -> str:
-        """The first `length` characters, and those of the special token that they break off in."""
+        """The first `length` characters, extended to the end of a special token that they break off in."""
         for token in self._special.finditer(text):
             if token.start() < length < token.end():
                 return text[: token.end()]
@@ -336,7 +338,8 @@ class _Builder:
     # --- what is regular -----------------------------------------------------------------------------------
 
     def _regular(self, format_: object, where: str) -> str | None:
-        """A format as part of a terminal, if it is regular and more than texts, which are clear as rules."""
+        """A format as part of a terminal, if it is regular and more than texts, which are unambiguous as
+        rules."""
         expression = self._as_terminal(format_, where)
         return None if expression is None or not self._has_regex(format_) else expression
 
@@ -389,7 +392,7 @@ class _Builder:
     # --- Lark ----------------------------------------------------------------------------------------------
 
     def _literal(self, text: str) -> str:
-        """A text as part of a rule: special tokens in it are those tokens."""
+        """A text as part of a rule; special tokens in it match as tokens."""
         parts, at = [], 0
         for token in self._special.finditer(text):
             parts += [lark_literal(text[at : token.start()])] if token.start() > at else []
@@ -404,7 +407,7 @@ class _Builder:
     # --- what is given -------------------------------------------------------------------------------------
 
     def _known(self, format_: object, where: str, default: str = "") -> tuple[str, Mapping[str, Any]]:
-        """A format's type, and the format, of which all is understood."""
+        """A format's type, and the format, whose keys are all known."""
         if not isinstance(format_, Mapping):
             raise PromptError(f'{where} must be a format, an object with a "type"', where)
         self._lark.count(where, where)
@@ -434,7 +437,7 @@ class _Builder:
 
 
 def _without(texts: Sequence[str]) -> str:
-    """Text that holds none of these."""
+    """Text that contains none of these."""
     if not texts:
         return ANY
     return f"({ANY} & ~({ANY} ({' | '.join(map(lark_literal, texts))}) {ANY}))"

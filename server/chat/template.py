@@ -15,7 +15,7 @@ from .errors import PromptError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# What the request may not set through chat_template_kwargs, beside the environment's own functions.
+# Names that chat_template_kwargs may not set, besides the environment's own functions.
 _OURS = {"messages", "tools", "add_generation_prompt"}
 
 
@@ -24,9 +24,9 @@ class ChatTemplate:
 
     The environment is transformers' (utils/chat_template_utils.py): blocks are trimmed, `tojson` writes plain
     JSON instead of JSON escaped for HTML, `raise_exception` and `strftime_now` exist, `break` and `continue`
-    work. It is sandboxed, and bounded in time and size.
+    work. It is sandboxed, and limited in time and size.
 
-    Raises PromptError (param `chat_template`) when `source` does not compile.
+    Raises PromptError (param `chat_template`) if `source` does not compile.
     """
 
     def __init__(self, source: str) -> None:
@@ -48,9 +48,9 @@ class ChatTemplate:
     def render(
         self, variables: dict[str, Any], extra: dict[str, Any], check: Callable[[int], None] = lambda _: None
     ) -> str:
-        """Render with our `variables` and the request's `extra` ones. Raises PromptError, or TakesLong.
+        """Renders with our `variables` and the request's `extra` ones. Raises PromptError, or TakesLong.
 
-        `check`, called with 0 between the parts, ends the work by what it raises.
+        `check`, called with 0 between the parts, stops the work by raising.
         """
         taken = sorted(self._reserved & extra.keys())
         if taken:
@@ -70,7 +70,7 @@ class ChatTemplate:
     def _parts(self, variables: dict[str, Any]) -> Iterator[str]:
         context = self._template.new_context(variables)
         try:
-            # not `generate`, whose way with errors makes frames that hold one another and all messages
+            # not `generate`, whose error handling creates frames that refer to each other and to all messages
             yield from self._template.root_render_func(context)
         except TakesLong:
             raise
@@ -78,11 +78,11 @@ class ChatTemplate:
             raise PromptError(f"the chat template misses something: {error}", "messages") from error
         except jinja2.TemplateError as error:
             raise PromptError(str(error), "messages") from error
-        except Exception as error:  # whatever a template trips over, this request made it do so
+        except Exception as error:  # any exception of a template was caused by this request
             raise PromptError(
                 f"the chat template can not render these messages: {error}", "messages"
             ) from error
-        finally:  # the template's macros hold the context and it holds them: all would wait for the collector
+        finally:  # breaks the cycle between macros and context
             context.vars.clear()
             context.parent.clear()
 

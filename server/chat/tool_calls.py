@@ -33,7 +33,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ToolSchemas:
-    """The parameter schemas of a request's tools (OpenAI's objects), to give call arguments their types."""
+    """The parameter schemas of a request's tools (OpenAI's objects), which give call arguments their
+    types."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         functions = [_dict(tool.get("function")) for tool in tools]
@@ -44,26 +45,26 @@ class ToolSchemas:
         return name in self._schemas
 
     def types(self, name: str, parameter: str) -> set[str]:
-        """The JSON types that a tool's parameter may have; empty when its schema does not say."""
+        """The JSON types of a tool's parameter; empty if its schema does not say."""
         schema = self._schemas.get(name, {})
         return _types(_dict(schema.get("properties")).get(parameter), schema)
 
 
 class CallReader:
-    """Reads a call, behind its `<tool_call>`, and writes its arguments as JSON while it does.
+    """Reads a call, after its `<tool_call>`, and writes its arguments as JSON at the same time.
 
-    A parameter's value may itself contain `</parameter>`: it ends where the next parameter, or the function's
-    end, follows. Of a parameter that is given twice the first value counts.
+    A parameter's value may itself contain `</parameter>`: it ends where the next parameter or the function's
+    end follows. If a parameter is given twice, the first value counts.
     """
 
     def __init__(self, scanner: Scanner, schemas: ToolSchemas) -> None:
         self._scanner = scanner
         self._schemas = schemas
         self.name = ""
-        self._key: str | None = None  # of the parameter whose value comes next, if one does
+        self._key: str | None = None  # the next value's parameter, if there is one
 
     def begin(self) -> Parser[bool]:
-        """Reads up to the first parameter's value. Whether it is a call; its `name` is known then."""
+        """Reads up to the first parameter's value. Returns whether it is a call; its `name` is known then."""
         yield from self._scanner.spaces()
         if not (yield from self._scanner.tag(_FUNCTION)):
             return False
@@ -74,7 +75,8 @@ class CallReader:
         return (yield from self._heading())
 
     def arguments(self, emit: Callable[[str], None]) -> Parser[bool]:
-        """Reads up to the function's end and emits a JSON object in pieces. Whether the text went so far."""
+        """Reads up to the function's end and emits a JSON object in pieces. Returns whether the text got that
+        far."""
         emit("{")
         written: set[str] = set()
         while (key := self._key) is not None:
@@ -94,13 +96,13 @@ class CallReader:
         return True
 
     def _heading(self) -> Parser[bool]:
-        """Reads `<parameter=key>` or `</function>`. Whether either is there."""
+        """Reads `<parameter=key>` or `</function>`. Returns whether either is there."""
         tag = yield from self._scanner.tag(_PARAMETER, _END_FUNCTION)
         self._key = (yield from self._scanner.name()) if tag == _PARAMETER else None
         return bool(self._key or tag == _END_FUNCTION)
 
     def _value(self, value: _Text | _Typed) -> Parser[bool]:
-        """Reads a value and the heading behind it. Whether it ended before the text did."""
+        """Reads a value and the heading after it. Returns whether it ended before the text did."""
         body = _Lines(value.add)
         while (yield from self._scanner.until((_END_PARAMETER,), body.add)):
             with self._scanner.recording() as tape:
@@ -114,7 +116,7 @@ class CallReader:
 
 
 class _Lines:
-    """Passes a value on, less the line breaks that set it off from its tags."""
+    """Passes a value on without the line breaks that separate it from its tags."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
@@ -132,7 +134,7 @@ class _Lines:
 
 
 class _Text:
-    """A string, which is written as it comes."""
+    """A string value, written as it arrives."""
 
     def __init__(self, start: str, emit: Callable[[str], None]) -> None:
         self._emit = emit
@@ -146,7 +148,7 @@ class _Text:
 
 
 class _Typed:
-    """A value that has to be seen as a whole."""
+    """A value that is parsed as a whole."""
 
     def __init__(self, start: str, types: set[str], emit: Callable[[str], None]) -> None:
         self._start = start
@@ -159,7 +161,7 @@ class _Typed:
 
     def close(self) -> None:
         value = _typed("".join(self._pieces), self._types)
-        # half a surrogate pair, which has no UTF-8, stays the escape that it was written as
+        # half a surrogate pair has no UTF-8 and stays an escape
         written = _SURROGATE.sub(
             lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
         )
@@ -167,9 +169,9 @@ class _Typed:
 
 
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; empty when it does not say. Every part of it is read once."""
+    """The JSON types that a schema allows; empty if it does not say. Each part is read once."""
     types: set[str] = set()
-    seen: set[int] = set()  # `$ref` can go in circles
+    seen: set[int] = set()  # `$ref` can be cyclic
     unread = [schema]
     while unread:
         part = unread.pop()
@@ -189,7 +191,7 @@ def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
 
 
 def resolve(reference: object, root: Mapping[str, Any]) -> object:
-    """Follow a reference inside the same schema, `#/$defs/name`; None when it leads nowhere."""
+    """Follows a reference inside the same schema, `#/$defs/name`; None if the target is missing."""
     found: object = root
     for key in str(reference).removeprefix("#/").split("/"):
         found = _dict(found).get(key.replace("~1", "/").replace("~0", "~"))
@@ -197,7 +199,7 @@ def resolve(reference: object, root: Mapping[str, Any]) -> object:
 
 
 def _typed(text: str, types: set[str]) -> Any:
-    """The value that `text` writes, when it is of one of `types`; otherwise the text itself."""
+    """The value that `text` spells, if it has one of `types`; otherwise the text itself."""
     if not types or types == {"string"}:
         return text
     word = text.strip()
@@ -236,7 +238,8 @@ def _no_json(text: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """JSON has no largest number, but every reader does: 1e999 is written as that."""
+    """Converts a number; 1e999 becomes the largest float, because every reader has a limit and JSON has
+    none."""
     most = sys.float_info.max
     return min(max(float(text), -most), most)
 
