@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("server")
 
 CHAT_TEMPLATE = data_folder("chat_templates") / "qwen3_5.jinja"
-"""For a GGUF that brings no template of its own."""
+"""Used for a GGUF without a template of its own."""
 
 KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
 
 FAILED, BAD_SETTINGS, CUT_SHORT, CANNOT_LISTEN = 1, 2, 3, 4
-"""Exit codes, beside 0."""
+"""Exit codes besides 0."""
 CUT_S = 1.0
-"""What requests that are cut short get to say so."""
+"""Seconds for cut-short requests to send their error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(describe(settings, sources))
         return
     configure_logging(settings.log_level)
-    # the engine's thread waits at most so long for the event loop's, each time it comes back from llama.cpp
+    # bounds how long the engine's thread waits for the GIL when it returns from llama.cpp
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logger.info("qwen-serve %s, llama-cpp-python %s", own_version(), llama_version())
     for warning in unknown_variables():
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if settings.uds is not None:
         settings.uds.unlink(missing_ok=True)
     logging.shutdown()
-    # not sys.exit: a model that is still loading sits inside llama.cpp, and would be waited for
+    # not sys.exit, which would wait for a model that is still loading inside llama.cpp
     os._exit(FAILED if app.state.service.status == "failed" else server.status)
 
 
@@ -121,7 +121,7 @@ def load(settings: Settings, **forced: Any) -> Backend:
 
 
 def configure_logging(level: str) -> None:
-    """The root logger, to stderr. Uvicorn tells what goes wrong, not how it starts and stops."""
+    """Sets up the root logger, on stderr. uvicorn logs problems, but not its start and stop."""
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
     )
@@ -139,19 +139,19 @@ class DrainingServer(uvicorn.Server):
         self._said_ready = self._dropped_unread = False
         self.status = 0
         """The process's exit code."""
-        faulthandler.register(signal.SIGALRM, chain=True)  # where it stands, then the signal's own: the end
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup sets
+        faulthandler.register(signal.SIGALRM, chain=True)  # log the stack, then end as the signal does
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
             signal.signal(signal.SIGHUP, self.handle_exit)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Says where it listens; the model is being loaded by then."""
+        """Logs the address; by then the model is loading."""
         await super().startup(sockets)
         if self.started:
             logger.info("listening on %s; loading %s", self.address, self._service.settings.model)
 
     @property
     def address(self) -> str:
-        """Where it listens, with the port that a 0 became."""
+        """The address, with the actual port if 0 was given."""
         if self.config.uds:
             return f"unix:{self.config.uds}"
         scheme = "https" if self.config.is_ssl else "http"
@@ -159,23 +159,23 @@ class DrainingServer(uvicorn.Server):
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: out, whatever still runs."""
+        """First signal: drain. Second: exit, whatever still runs."""
         if self._service.status == "draining":
             os._exit(128 + sig)
         logger.info("draining: %d requests in flight (again to stop at once)", self._service.in_flight)
         self._service.drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, without the watchdog: what the engine saves at its end takes its time."""
+        """uvicorn's shutdown, without the watchdog: what the engine saves at its end takes time."""
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's ten looks a second at whether it should stop; each puts off the watchdog."""
+        """Called by uvicorn ten times a second to check for shutdown; each call resets the watchdog."""
         if seconds := self._service.settings.watchdog:
-            # a thread of C, which needs no lock of Python's: an allocation that fails inside an extension can
-            # leave one held for ever, and with it /ping dead and signals unheard
+            # a thread in C, which needs no Python lock: a failed allocation inside an extension can leave one
+            # locked for ever, and then /ping and signals no longer work
             try:
                 faulthandler.dump_traceback_later(seconds, exit=True)
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -189,7 +189,7 @@ class DrainingServer(uvicorn.Server):
             )
             logger.info("ready at %s", self.address)
         if self._service.status == "draining" and not self._dropped_unread:
-            self._dropped_unread = True  # what comes later is refused before its body is read
+            self._dropped_unread = True  # later requests are refused before their bodies are read
             for connection in list(self.server_state.connections):
                 if isinstance(connection, BoundedProtocol):
                     connection.drop_unread()

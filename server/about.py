@@ -1,4 +1,4 @@
-"""Which qwen-serve this is, what it brings, and where it keeps what it makes."""
+"""qwen-serve's version, data files and cache folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CACHE_VARIABLE = "QWEN_SERVE_CACHE"
 
 
 def own_version() -> str:
-    """Of qwen-serve; "0" in a checkout that was never installed."""
+    """qwen-serve's version; "0" in a checkout that was never installed."""
     try:
         return version("qwen-serve")
     except PackageNotFoundError:  # run from a checkout that was never installed
@@ -18,7 +18,7 @@ def own_version() -> str:
 
 
 def llama_version() -> str:
-    """Of llama-cpp-python."""
+    """llama-cpp-python's version."""
     try:
         return version("llama-cpp-python")
     except PackageNotFoundError:
@@ -26,7 +26,7 @@ def llama_version() -> str:
 
 
 def data_folder(name: str) -> Path:
-    """Files that are no code, such as `patches`: inside the installed package, in a checkout beside it."""
+    """Folder of data files such as `patches`: inside the installed package, or beside it in a checkout."""
     packaged = Path(__file__).parent / name
     return packaged if packaged.is_dir() else Path(__file__).resolve().parents[1] / name
 

@@ -1,4 +1,4 @@
-"""The machine that builds: its compilers, cards and processors. Only the standard library is needed."""
+"""Compilers, GPUs and processors of the machine that builds. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ NVCC = Path("/usr/local/cuda/bin/nvcc")
 
 
 def nvcc() -> Path | None:
-    """CUDA's compiler."""
+    """The path of CUDA's compiler."""
     found = shutil.which("nvcc")
     return Path(found) if found else NVCC if NVCC.is_file() else None
 
 
 def cards() -> str:
-    """Compute capabilities of the cards that are there, such as "86;90"; "" without a card."""
+    """Compute capabilities of the machine's GPUs, such as "86;90"; "" without a GPU."""
     said = output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     found = {line.replace(".", "") for line in said.splitlines() if re.fullmatch(r"\d+\.\d+", line)}
     return ";".join(sorted(found))
 
 
 def processor() -> str:
-    """What -march=native depends on."""
+    """The processor, as far as -march=native depends on it."""
     if sys.platform == "darwin":
         return output_of("sysctl", "-n", "machdep.cpu.brand_string").strip()
     about = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
@@ -38,7 +38,7 @@ def processor() -> str:
 
 
 def processor_features() -> frozenset[str]:
-    """What Linux calls them, such as avx512f or asimddp; empty elsewhere."""
+    """The processor's features under Linux's names, such as avx512f or asimddp; empty on other systems."""
     if sys.platform != "linux":
         return frozenset()
     about = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -47,18 +47,18 @@ def processor_features() -> frozenset[str]:
 
 
 def processors() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def first_line(*command: str, line: int = 0) -> str:
-    """A line that a program prints; "" if there is no such program."""
+    """A line of a program's output; "" if there is no such program."""
     said = output_of(*command).strip().splitlines()
     return said[line] if said else ""
 
 
 def output_of(*command: str) -> str:
-    """What a program prints; "" if it fails or is not there."""
+    """A program's output; "" if it fails or is missing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:

@@ -41,7 +41,7 @@ fast or small, names a quant and settings together: docs/variants.md. Each comma
 
 
 def main() -> int:
-    """Hands the rest of the command line on; 2 for a command that is none."""
+    """Runs the subcommand with the rest of the command line; returns 2 for an unknown one."""
     command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
     match command:
         case "chat":
@@ -51,7 +51,7 @@ def main() -> int:
         case "serve":
             return serve(arguments)
         case "convert":
-            # in its place, so that signals meet the converter alone, which cleans up
+            # replaces this process, so that signals reach the converter itself, which cleans up
             os.execv(sys.executable, [sys.executable, "-m", "qwen_serve.convert", *arguments])
         case "setup":
             from qwen_serve.server import setup_llama
@@ -72,8 +72,8 @@ def main() -> int:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """`serve [MODEL] [--quant NAME] [--variant NAME] ...`: MODEL stands first and becomes --model; the exit
-    status."""
+    """Runs `serve [MODEL] [--quant NAME] [--variant NAME] ...`, where MODEL comes first and becomes --model;
+    returns the exit status."""
     from qwen_serve.server.settings import ENV_PREFIX
     from qwen_serve.server.settings_sources import SettingsError, load_variant, named_variant
     from qwen_serve.server.weights import WeightsError, resolve

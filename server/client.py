@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""What no reply may send to a terminal: escape sequences move the cursor and worse."""
+"""Control characters are removed from replies: escape sequences could control the terminal."""
 
 PICTURE = re.compile(r"(?<!\S)@(?:\"([^\"]+)\"|(\S+))")
 KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
-"""File names' ends of what is a picture, and their kinds."""
+"""File name extension of a picture -> its type."""
 
 Content = str | list[dict[str, Any]]
 
@@ -56,7 +56,7 @@ HISTORY_LINES = 1000
 
 
 class ServerError(Exception):
-    """The server refused or broke off a reply; the message is its own."""
+    """The server refused or broke off a reply; the message is the server's."""
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Conversation:
     system: str | None = None
     max_tokens: int | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Without the system message."""
+    """The messages, without the system message."""
     figures: str = ""
-    """What the last reply cost, where it came to its end."""
+    """Tokens, speed and cache of the last reply, if it was complete."""
 
     def __post_init__(self) -> None:
         self.session = requests.Session()
@@ -78,7 +78,7 @@ class Conversation:
             self.session.headers["Authorization"] = f"Bearer {key}"
 
     def model(self) -> str:
-        """What the server calls its model. Raises ServerError."""
+        """The server's name for its model. Raises ServerError."""
         try:
             response = self.session.get(f"{self.url}/v1/models", timeout=CONNECT_S)
         except requests.RequestException as error:
@@ -92,7 +92,7 @@ class Conversation:
         return [{"role": "system", "content": self.system}] if self.system else []
 
     def save(self, path: Path) -> None:
-        """Writes the conversation, as Markdown or, for *.json, as messages. Raises OSError."""
+        """Writes the conversation as Markdown or, for *.json, as messages. Raises OSError."""
         messages = [*self._system, *self.messages]
         if path.suffix == ".json":
             text = json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
@@ -104,10 +104,10 @@ class Conversation:
         write_text(path, text)
 
     def ask(self, content: Content) -> Generator[tuple[str, str], None, None]:
-        """Sends a user's message; yields ("reasoning" | "content", text) as the reply comes.
+        """Sends a user's message; yields ("reasoning" | "content", text) as the reply arrives.
 
-        What came of the answer joins the conversation, however the reply ends; a question without an answer
-        leaves it as it was. Raises ServerError.
+        The answer joins the conversation even if the reply breaks off; a question without any answer leaves
+        the conversation unchanged. Raises ServerError.
         """
         question = {"role": "user", "content": content}
         body: dict[str, Any] = {
@@ -154,13 +154,13 @@ class Conversation:
 
 
 def with_pictures(text: str) -> Content:
-    """A message as it was typed, `@FILE` replaced by the picture that the file is. Raises ServerError."""
+    """The typed message with `@FILE` replaced by the picture in that file. Raises ServerError."""
     parts: list[dict[str, Any]] = []
     done = 0
     for found in PICTURE.finditer(text):
         path = Path(found[1] or found[2]).expanduser()
         if (kind := KINDS.get(path.suffix.lower())) is None:
-            continue  # another word that begins with @
+            continue  # an ordinary word that begins with @
         try:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
@@ -175,14 +175,14 @@ def with_pictures(text: str) -> Content:
 
 
 def spoken(content: Content) -> str:
-    """A message's text, with a mark for each picture."""
+    """A message's text, with a placeholder for each picture."""
     if isinstance(content, str):
         return content
     return " ".join(part["text"].strip() if part["type"] == "text" else "[picture]" for part in content)
 
 
 def figures_of(usage: dict[str, Any], timings: dict[str, Any]) -> str:
-    """A reply's figures: tokens, speed, cache. `timings` are llama-server's, {} from other servers."""
+    """A reply's figures: tokens, speed, cache. `timings` are llama-server's; {} from other servers."""
     parts = [f"{usage['completion_tokens']} tokens"]
     if speed := timings.get("predicted_per_second"):
         parts.append(f"{speed:.1f} tok/s")
@@ -194,7 +194,7 @@ def figures_of(usage: dict[str, Any], timings: dict[str, Any]) -> str:
 
 
 def error_message(response: requests.Response) -> str:
-    """What an error response says, whoever wrote it."""
+    """The message of an error response, from any server."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -202,9 +202,9 @@ def error_message(response: requests.Response) -> str:
 
 
 def wait_for(url: str, patience_s: float) -> None:
-    """Returns once `/ping` answers 200. Says meanwhile that the model is loading.
+    """Waits until `/ping` answers 200, and meanwhile prints that the model is loading.
 
-    Raises ServerError when nothing answers within `patience_s` seconds, or what answers will not get ready.
+    Raises ServerError if nothing answers within `patience_s` seconds, or the server will not become ready.
     """
     started = time.monotonic()
     shown = False
@@ -243,9 +243,10 @@ def reported_status(response: requests.Response) -> str:
 
 
 def show(conversation: Conversation, question: Content, *, terminal: bool) -> bool:
-    """Prints one reply as it comes; Ctrl-C ends the reply, not the program. Whether it came to an end.
+    """Prints one reply as it arrives; Ctrl-C ends the reply, not the program. Returns whether it was
+    complete.
 
-    Reasoning and figures are for people: what is not a `terminal` gets the answer alone.
+    Reasoning and figures are printed only to a `terminal`; other outputs get only the answer.
     """
     shown = ""
     complete = False
@@ -299,7 +300,7 @@ def questions(prompt: str) -> Iterator[str]:
 
 
 def obey(conversation: Conversation, line: str) -> bool:
-    """Does what a command says; whether the conversation goes on."""
+    """Runs a command line; returns whether the conversation continues."""
     name, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     match name:
@@ -333,7 +334,7 @@ def obey(conversation: Conversation, line: str) -> bool:
 
 @contextlib.contextmanager
 def line_editing() -> Iterator[None]:
-    """Arrow keys, and a history that outlives the program, where Python has readline."""
+    """Arrow keys and a persistent history, if Python has readline."""
     try:
         import readline
     except ImportError:
@@ -357,7 +358,7 @@ def line_editing() -> Iterator[None]:
 
 
 def converse(conversation: Conversation) -> None:
-    """Questions and answers until the input ends."""
+    """Runs questions and answers until the input ends."""
     print(f"{conversation.model()} at {conversation.url}; /help lists commands")
     with line_editing():
         for line in questions("> "):
@@ -371,7 +372,8 @@ def converse(conversation: Conversation) -> None:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.server.client") -> int:
-    """Runs the conversation, or answers one question. The exit status: 1 without a server or an answer."""
+    """Runs the conversation, or answers one question. Returns the exit status: 1 without a server or an
+    answer."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Talk to a running server: in the terminal, or by one question (arguments, standard "
@@ -393,7 +395,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.se
     conversation = Conversation(options.url.rstrip("/"), options.think, options.system, options.max_tokens)
     try:
         question = with_pictures(" ".join(options.question))
-        if not sys.stdin.isatty():  # what is piped in names no files
+        if not sys.stdin.isatty():  # piped input has no file references
             piped = sys.stdin.read().strip()
             if isinstance(question, str):
                 question = "\n\n".join(filter(None, (question, piped)))

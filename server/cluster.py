@@ -1,13 +1,13 @@
-"""Replicas of the server behind an existing router, as one command.
+"""Runs replicas of the server behind an existing router, with one command.
 
     python -m qwen_serve.server.cluster --replicas 2 --gpus 0,1 --model models/Qwen3.5-4B-Q4_K_M.gguf
 
-One process a replica, each on a card of its own, behind vllm-router, which keeps requests with a common
-prefix together as long as the load allows, and sends what failed before it streamed to another replica. A
-replica that ends is started again. SIGTERM and Ctrl-C: the router takes no more and waits for what runs, then
-replicas end. SIGHUP: replicas are replaced one after the other, up to the first that does not come back: the
-others go on as they are. SIGKILL of the launcher is SIGTERM for the router and all replicas (on Linux). Other
-flags go to `python -m qwen_serve.server`.
+Each replica is one process on a GPU of its own, behind vllm-router. The router keeps requests with a common
+prefix together as long as the load allows, and retries a request on another replica if it failed before
+streaming. A replica that ends is restarted. On SIGTERM and Ctrl-C the router accepts no more requests and
+waits for running ones; then the replicas end. SIGHUP replaces the replicas one by one and stops at the first
+that does not come back; the others continue. SIGKILL of the launcher sends SIGTERM to the router and all
+replicas (on Linux). Other flags are passed to `python -m qwen_serve.server`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 HEALTH_CHECK_S = 2
 ROUTER_FLAGS = {
     "policy": "cache_aware",
-    # a prefix leaves its replica where that has 3 requests more than another, and over 3 times as many
+    # a prefix moves if its replica has 3 requests more than another, and over 3 times as many
     "balance-abs-threshold": 2,
     "balance-rel-threshold": 3.0,
     "health-check-interval-secs": HEALTH_CHECK_S,
     "health-check-timeout-secs": 2,
     "health-failure-threshold": 1,
     "health-success-threshold": 1,
-    # a request that meets a dead replica goes elsewhere at its second try, before the next health check
+    # a request to a dead replica moves at its second try, before the next health check
     "cb-failure-threshold": 1,
     "cb-success-threshold": 1,
     "cb-timeout-duration-secs": 2,
@@ -49,7 +49,7 @@ ROUTER_FLAGS = {
     "retry-max-backoff-ms": 1000,
     "worker-startup-check-interval": 1,
 }
-"""Of vllm-router, beside addresses; `vllm-router --help` explains them."""
+"""Options of vllm-router, besides addresses; `vllm-router --help` explains them."""
 
 RESTART_PAUSE_S = 1.0
 POLL_S = 0.1
@@ -58,7 +58,7 @@ NO_PROXY = {"http": "", "https": ""}
 
 @dataclass
 class Child:
-    """A process, where it listens, and its log file."""
+    """A child process, its address, and its log file."""
 
     name: str
     command: list[str]
@@ -72,9 +72,9 @@ class Child:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """In a session of its own: Ctrl-C is for the launcher, which ends its children in order. Without a
-        launcher they end as well."""
-        # the router passes on what clients say of themselves, so nobody is believed
+        """Starts in a session of its own, so that Ctrl-C reaches only the launcher, which ends its children
+        in order. Children also end if the launcher dies."""
+        # the router forwards client-supplied headers, so no proxy is trusted
         environment = {"FORWARDED_ALLOW_IPS": "", **os.environ}
         if self.card is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.card
@@ -93,14 +93,14 @@ class Child:
         return self.process is not None and self.process.poll() is None
 
     def answers(self) -> bool:
-        """Whether its /health is 200."""
+        """Whether its /health answers 200."""
         try:
             return requests.get(f"{self.url}/health", timeout=2, proxies=NO_PROXY).status_code == 200
         except requests.RequestException:
             return False
 
     def end(self) -> None:
-        """SIGTERM: requests in flight are finished first; returns when it is gone."""
+        """Sends SIGTERM and waits: running requests finish first."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
@@ -112,18 +112,18 @@ class Child:
 
 
 class ClusterError(Exception):
-    """A child did not come up; the message says which, and its log's last lines."""
+    """A child did not start; the message names it and has its log's last lines."""
 
 
 class Cluster:
-    """Replicas and their router, from start to drained end."""
+    """The replicas and their router, from start to the drained end."""
 
     def __init__(self, replicas: Sequence[Child], router: Child) -> None:
         self._replicas, self._router = replicas, router
         self._ending, self._reload = threading.Event(), threading.Event()
 
     def run(self) -> None:
-        """Returns when a signal has ended it. Raises ClusterError."""
+        """Runs until a signal ends it. Raises ClusterError."""
         signal.signal(signal.SIGTERM, self._end)
         signal.signal(signal.SIGINT, self._end)
         signal.signal(signal.SIGHUP, lambda *_: self._reload.set())
@@ -150,7 +150,7 @@ class Cluster:
         self._ending.set()
 
     def _wait(self, child: Child) -> None:
-        """Until it answers, or all is to end."""
+        """Waits until `child` answers, or all is to end."""
         while not child.answers():
             if not child.runs:
                 raise ClusterError(f"{child.name} ended before it answered:\n{child.last_words()}")
@@ -172,7 +172,7 @@ class Cluster:
             self._print()
 
     def _replace(self) -> None:
-        """Replaces one replica after the other, up to the first that does not come back: the others stay."""
+        """Replaces the replicas one by one, up to the first that does not come back; the others stay."""
         for number, replica in enumerate(self._replicas):
             print(f"replacing {replica.name}", flush=True)
             replica.end()
@@ -183,7 +183,7 @@ class Cluster:
                 kept = ", ".join(other.name for other in self._replicas[number + 1 :]) or "none"
                 print(f"{error}\nreplacing stops here; not replaced: {kept}", file=sys.stderr, flush=True)
                 return
-            # the router's next health check takes it back; only then may the next one go
+            # wait for the router's health check to take the replica back before the next is replaced
             if self._ending.wait(2 * HEALTH_CHECK_S):
                 return
 
@@ -198,7 +198,7 @@ class Cluster:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 once drained, 1 where something did not start."""
+    """Returns the exit status: 0 once drained, 1 if something did not start."""
     options, server_flags = _parser().parse_known_args(arguments)
     cards = options.gpus.split(",") if options.gpus else [None] * options.replicas
     if len(cards) != options.replicas:

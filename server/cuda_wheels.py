@@ -1,7 +1,7 @@
-"""A CUDA toolkit made of PyPI's wheels, for machines with a card and without NVIDIA's own packages.
+"""A CUDA toolkit from PyPI's wheels, for machines with a GPU and without NVIDIA's own packages.
 
-The wheels bring the compiler, headers and libraries, but neither the links that a linker looks for nor a
-stand-in for the driver's libcuda. `complete` adds both. Only the standard library is needed.
+The wheels contain the compiler, headers and libraries, but neither the links that a linker needs nor a stub
+of the driver's libcuda. `complete` adds both. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from qwen_serve.server.about import cache_folder
 VERSION = "13.0.3.0"
 TOOLKIT = f"cuda-toolkit[nvcc,cudart,cublas,cccl]=={VERSION}"
 RUNTIME = f"cuda-toolkit[cudart,cublas]=={VERSION}"
-"""What a build with `TOOLKIT` loads."""
+"""The libraries that a build with `TOOLKIT` loads."""
 
 ROOT = Path("nvidia", "cu13")
-"""Where bin/, include/ and lib/ are in a folder that pip installed to, such as site-packages."""
+"""The folder of bin/, include/ and lib/ inside pip's target, such as site-packages."""
 
 OLDEST_CARD = 75
 """CUDA 13 compiles for nothing below compute capability 7.5."""
 
 
 def folder() -> Path:
-    """Where the toolkit is kept: in the cache, one for each kind of processor."""
+    """The toolkit's folder in the cache, one for each processor architecture."""
     return cache_folder() / "cuda" / f"{VERSION}-{platform.machine()}"
 
 
 def nvcc() -> Path:
-    """The compiler, whether it has been fetched yet or not."""
+    """The compiler's path, whether or not it has been fetched."""
     return folder() / ROOT / "bin" / "nvcc"
 
 
 def too_old(cards: str) -> list[str]:
-    """Those of "61;86" or "61-real;86" that `VERSION` does not support."""
+    """The capabilities in "61;86" or "61-real;86" that `VERSION` does not support."""
     named = ((card, re.match(r"\d+", card)) for card in cards.split(";"))
     return [card for card, number in named if number and int(number[0]) < OLDEST_CARD]
 
 
 def complete(installed: Path) -> None:
-    """Makes a toolkit for CMake of what `pip install --target installed TOOLKIT` left.
+    """Completes what `pip install --target installed TOOLKIT` left into a toolkit for CMake.
 
     Raises:
         OSError: a file of the wheels is missing, or the C compiler is.

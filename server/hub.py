@@ -1,8 +1,8 @@
-"""Finished GGUFs on the Hugging Face hub, fetched once into the hub's own cache.
+"""Fetches GGUFs from the Hugging Face hub once, into the hub's own cache.
 
-`hf:owner/repo:Q4_K_M` is a repository and a quant, as its files' names say it. What is in the cache is served
-without the network. A download goes on where it was interrupted, and a file gets its name in the cache when
-its sha256 is the hub's: huggingface_hub starts again in each process, and compares sizes alone.
+`hf:owner/repo:Q4_K_M` is a repository and a quant, as in its files' names. Cached files are served without
+the network. An interrupted download resumes, and a file gets its name in the cache only if its sha256 is the
+hub's: huggingface_hub starts again in each process, and compares only sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 if not sys.stderr.isatty():
-    os.environ.setdefault("TQDM_MININTERVAL", "10")  # a log wants no ten lines a second
+    os.environ.setdefault("TQDM_MININTERVAL", "10")  # at most one line in ten seconds in a log
 
 from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -42,28 +42,28 @@ if TYPE_CHECKING:
 
 
 def fetch(repo: str, quant: str | None, *, vision: bool) -> Path:
-    """The model of a repository (owner/name), of a split one the first part, from the cache or else from the
-    hub; with `vision` its tower is there, too, where the hub has one.
+    """The model of a repository (owner/name), from the cache or else the hub; of a split model the first
+    part. With `vision` the vision tower is fetched too, if the hub has one.
 
-    `quant`: as in the files' names, or a file's name; None for Q4_K_M, or for the only one that there is.
+    `quant`: as in the files' names, or a file's name; None for Q4_K_M, or for the only one.
 
     Raises:
-        HubError: no such repository or quant, access refused, the hub out of reach, no room, or what came is
-            not what the hub has.
+        HubError: no such repository or quant, access refused, hub unreachable, no disk space, or a
+            file that differs from the hub's.
     """
     cached = _cached(repo, quant or DEFAULT_QUANT)
     if cached is not None and (tower_beside(cached) or not vision):
         return cached
     try:
         info = HfApi().model_info(repo, files_metadata=True)
-    except Exception as error:  # of whichever HTTP library the installed hub client is built on
+    except Exception as error:  # the installed hub client may use any HTTP library
         if (found := cached or (None if quant else _cached(repo, None))) is not None:
             return found
         raise HubError(f"hf:{repo}: {_refusal(error)}") from None
     siblings = {file.rfilename: file for file in info.siblings or []}
     files = choose(repo, quant, siblings).files if cached is None else ()
     tower = tower_of(siblings) if vision else None
-    # the tower first: a model that is there whole has all that belongs to it
+    # the tower first: once the model is complete, everything is
     wanted = [siblings[name] for name in (*([tower] if tower else []), *files)]
     try:
         _check_room(repo, wanted)
@@ -78,12 +78,12 @@ def fetch(repo: str, quant: str | None, *, vision: bool) -> Path:
 
 
 def repo_folder(repo: str) -> Path:
-    """Where the hub's cache keeps a repository."""
+    """A repository's folder in the hub's cache."""
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
 def _cached(repo: str, quant: str | None) -> Path | None:
-    """The newest snapshot's file of that quant, or of any where there is only one."""
+    """The file of that quant in the newest snapshot, or the only model in it."""
     for snapshot in snapshots_of(repo_folder(repo)):
         models = models_of(files_below(snapshot))
         found = models if quant is None else named(models, quant)
@@ -93,8 +93,8 @@ def _cached(repo: str, quant: str | None) -> Path | None:
 
 
 def _download(repo: str, info: ModelInfo, file: RepoSibling) -> Path:
-    """Has a file in the cache, under the name that the hub's client looks for; its path there."""
-    # what lies in git itself is small, without a sha256; what is larger is fetched by Xet, which checks it
+    """Downloads a file into the cache, under the hub client's name for it; returns its path there."""
+    # files in git itself are small and have no sha256; larger ones are fetched by Xet, which verifies them
     if file.lfs is not None and file.lfs.size < constants.MAX_HTTP_DOWNLOAD_SIZE:
         blob = repo_folder(repo) / "blobs" / file.lfs.sha256
         if not blob.exists():
@@ -137,7 +137,7 @@ def _download_blob(url: str, blob: Path, n_bytes: int, what: str) -> None:
 
 
 def _check_room(repo: str, files: Iterable[RepoSibling]) -> None:
-    """Raises HubError where the disk has less room than what is still to come."""
+    """Raises HubError if the disk has too little room for the rest of the download."""
     folder = repo_folder(repo)
     folder.mkdir(parents=True, exist_ok=True)
     missing = 0

@@ -1,6 +1,7 @@
-"""What the files of a model's repository on the Hugging Face hub are, by their names.
+"""Recognizes the files of a model's repository on the Hugging Face hub by their names.
 
-Those who publish GGUFs agree on names alone: `NAME-Q4_K_M.gguf`, `mmproj-F16.gguf`, `-00001-of-00003.gguf`.
+Publishers of GGUFs share only naming conventions: `NAME-Q4_K_M.gguf`, `mmproj-F16.gguf`,
+`-00001-of-00003.gguf`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 DEFAULT_QUANT = "Q4_K_M"
 
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
-"""What llama-gguf-split ends the names of parts in."""
+"""The suffix that llama-gguf-split gives to parts."""
 
 LABEL = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|(?:MXFP|NVFP)4(?:_[A-Z0-9]+)*))$",
@@ -26,23 +27,23 @@ LABEL = re.compile(
 """The quant at the end of a file's name: UD-Q4_K_XL."""
 
 MMPROJ_TYPES = ("F16", "BF16", "Q8_0", "F32")
-"""Which of several vision towers is taken, the first that there is."""
+"""Preferred types of the vision tower, the best first."""
 
 
 class HubError(Exception):
-    """What was named cannot be fetched; the message says why, or what there is."""
+    """The model cannot be fetched; the message says why, or what there is."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's files in a repository, the parts of a split one in their order."""
+    """A model's files in a repository, its parts in order."""
 
     quant: str
     files: tuple[str, ...]
 
 
 def models_of(names: Iterable[str]) -> list[Weights]:
-    """The models among a repository's files, by name; a split one counts when all parts are there."""
+    """The models among a repository's files, by name; a split one needs all its parts."""
     parts: dict[str, list[str]] = {}
     for name in sorted(names):
         path = PurePosixPath(name)
@@ -58,7 +59,7 @@ def models_of(names: Iterable[str]) -> list[Weights]:
 
 
 def is_later_part(name: str) -> bool:
-    """Whether a file is one of several that make up a model, and not the first."""
+    """Whether a file is a later part of a split model."""
     split = SPLIT.search(name.removesuffix(".gguf"))
     return split is not None and int(split[1]) > 1
 
@@ -69,7 +70,7 @@ def is_mmproj(name: str) -> bool:
 
 
 def choose(repo: str, quant: str | None, names: Iterable[str]) -> Weights:
-    """The one model among a repository's files that is meant. Raises HubError, which says what there is."""
+    """The model among a repository's files that `quant` selects. Raises HubError listing the choices."""
     names = list(names)
     models = models_of(names)
     if not models:
@@ -92,7 +93,7 @@ def choose(repo: str, quant: str | None, names: Iterable[str]) -> Weights:
 
 
 def named(models: Sequence[Weights], quant: str) -> list[Weights]:
-    """Those models that are called `quant`, or its Unsloth variant where none is."""
+    """The models named `quant`, or else its Unsloth variant."""
     wanted = quant.upper()
     for names in ((wanted,), (f"UD-{wanted}",)):
         if found := [model for model in models if model.quant.upper() in names]:
@@ -101,7 +102,7 @@ def named(models: Sequence[Weights], quant: str) -> list[Weights]:
 
 
 def tower_of(names: Iterable[str]) -> str | None:
-    """The vision tower of a repository, by its files' names; of several the first of MMPROJ_TYPES."""
+    """A repository's vision tower, by its files' names; of several the first of MMPROJ_TYPES."""
     towers = sorted(name for name in names if is_mmproj(name) and name.lower().endswith(".gguf"))
     ranked = {kind: rank for rank, kind in enumerate(MMPROJ_TYPES)}
 
@@ -118,7 +119,7 @@ def snapshots_of(home: Path) -> list[Path]:
 
 
 def files_below(snapshot: Path) -> list[str]:
-    """The files of a snapshot as the hub names them; a link to what is gone is none."""
+    """A snapshot's files by their names on the hub; broken links are left out."""
     return [
         Path(folder, name).relative_to(snapshot).as_posix()
         for folder, _, names in os.walk(snapshot)
@@ -128,7 +129,7 @@ def files_below(snapshot: Path) -> list[str]:
 
 
 def tower_beside(model: Path) -> Path | None:
-    """The vision tower in the snapshot of the hub's cache that `model` lies in; None elsewhere."""
+    """The vision tower in `model`'s snapshot in the hub's cache; None for a model elsewhere."""
     for folder in model.absolute().parents:
         if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
             tower = tower_of(files_below(folder))

@@ -1,4 +1,4 @@
-"""API keys, and what each may ask of the queue."""
+"""API keys, and their rights in the queue."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FORMAT = "a line is a key, then, if need be, `class=` priority, default or flex 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One that clients may send."""
+    """A key that clients may send."""
 
     key: str
     service_tier: ServiceTier = "default"
-    """Its class: the tier of its requests where they ask for none, and the best that they may ask for."""
+    """The default tier of its requests, and the highest that they may ask for."""
     share: float = 1.0
-    """Of the server's time, beside the shares of others."""
+    """Its share of the server's time, relative to others' shares."""
 
 
 def read_keys(path: Path) -> list[ApiKey]:
-    """The keys in a file: one a line, without blank lines and comments. Raises ValueError."""
+    """The keys in a file: one a line; blank lines and comments are skipped. Raises ValueError."""
     lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
     return [_read(words, f"{path}, line {number}") for number, words in enumerate(lines, 1) if words]
 
@@ -41,7 +41,7 @@ def _read(words: list[str], where: str) -> ApiKey:
             tier = value
         elif name == "share" and _is_share(value):
             share = value
-        else:  # not the option: it may be a part of a key
+        else:  # the message leaves out the option, which may be part of a key
             what = f"{name}= " if name in ("class", "share") else ""
             raise ValueError(f"{where}: {what}cannot be used; {FORMAT}")
     return ApiKey(key, next(known for known in TIERS if known == tier), float(share))

@@ -1,4 +1,4 @@
-"""Where the server listens, and who can reach it there."""
+"""The server's addresses, and who can reach them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ UDS_MODE = 0o666
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; the message names it and says why."""
+    """The address cannot be used; the message names it and says why."""
 
 
 def listen(settings: Settings) -> list[socket.socket]:
-    """Sockets that listen on `host` and `port`, or on `uds`. Raises ListenError.
+    """Sockets listening on `host` and `port`, or on `uds`. Raises ListenError.
 
-    Taken before the model is loaded, which may last minutes.
+    Opened before the model is loaded, which may take minutes.
     """
     if settings.uds is not None:
         return [_listen_on_path(settings.uds)]
@@ -32,10 +32,10 @@ def listen(settings: Settings) -> list[socket.socket]:
     why: OSError | None = None
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, (address, _, *scope) in addresses:  # a name may have several, as localhost has
+        for family, *_, (address, _, *scope) in addresses:  # a name may have several, such as localhost
             try:
                 found.append(socket.create_server((address, port, *scope), family=family, backlog=BACKLOG))
-                port = found[0].getsockname()[1]  # one for all where 0 asks for a free one
+                port = found[0].getsockname()[1]  # all addresses share the port chosen for 0
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # a machine without IPv6
                     raise
@@ -60,7 +60,7 @@ def _listen_on_path(path: Path) -> socket.socket:
                 if client.connect_ex(str(path)) == 0:
                     raise ListenError(f"--uds {path}: another process listens there")
             mode = stat.S_IMODE(path.stat().st_mode)
-            path.unlink()  # left behind by one that was killed
+            path.unlink()  # left behind by a killed server
         server.bind(str(path))
         path.chmod(mode)
         server.listen(BACKLOG)
@@ -74,7 +74,7 @@ def _listen_on_path(path: Path) -> socket.socket:
 
 
 def exposures(settings: Settings, sources: Sources) -> list[str]:
-    """What to say at start where others may come further than is likely to be meant."""
+    """Warnings at start about access that is probably not intended."""
     said = []
     if settings.uds is None and not settings.api_keys() and not is_local(settings.host):
         said.append(
@@ -86,7 +86,7 @@ def exposures(settings: Settings, sources: Sources) -> list[str]:
         "--ssl-keyfile": settings.ssl_keyfile,
         "--config": Path(sources["api_key"])
         if settings.api_key is not None
-        else None,  # or not a file's name
+        else None,  # or the text is not a file's name
     }
     for flag, path in secrets.items():
         if path is not None and path.is_file() and path.stat().st_mode & stat.S_IROTH:

@@ -1,6 +1,6 @@
-"""One way to build llama-cpp-python: what CMake is told, and the name that its wheel is kept under.
+"""One configuration for building llama-cpp-python: CMake's options, and the name of the cached wheel.
 
-Only the standard library is needed: it is part of what runs first.
+Needs only the standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PACKAGE = "llama-cpp-python"
 
 
 class SetupError(Exception):
-    """What is missing or failed, in words for whoever typed the command."""
+    """The setup failed; the message is for the user of the command."""
 
 
 class Build:
-    """One way to build llama-cpp-python on this machine; `key` is equal where the result is."""
+    """One build configuration on this machine; builds with equal `key` give the same result."""
 
     def __init__(
         self, *, cuda: bool, cards: str, patched: bool, native: bool, cuda_from_wheels: bool = False
@@ -67,7 +67,7 @@ class Build:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Everything that the libraries depend on."""
+        """Everything that determines the libraries."""
         return {
             "package": self.requirement,
             "backend": self.backend,
@@ -86,19 +86,19 @@ class Build:
     def _compiler_of_cuda(self) -> str:
         if self._nvcc is None:
             return "none"
-        if self.cuda_from_wheels:  # a kept wheel is found without the toolkit
+        if self.cuda_from_wheels:  # a cached wheel is found without the toolkit
             return cuda_wheels.TOOLKIT
         return first_line(str(self._nvcc), "--version", line=-1)
 
     @property
     def key(self) -> str:
-        """A folder's name: version, backend, and a digest of all parts."""
+        """A folder name: version, backend, and a digest of all parts."""
         digest = hashlib.sha256(json.dumps(self.parts, sort_keys=True).encode()).hexdigest()[:16]
         return f"{self.requirement.partition('==')[2]}-{self.label}-{digest}"
 
     @property
     def label(self) -> str:
-        """What a person sees in the key."""
+        """The readable part of the key."""
         return self.backend
 
     @property
@@ -113,7 +113,7 @@ class Build:
 
     @property
     def cmake_args(self) -> list[str]:
-        """What CMake is told; CMAKE_ARGS of the environment comes last and wins."""
+        """CMake's arguments; CMAKE_ARGS of the environment comes last and overrides them."""
         args = [
             "-DCMAKE_BUILD_TYPE=Release",
             "-DMTMD_VIDEO=OFF",
@@ -126,7 +126,7 @@ class Build:
             args.append("-DGGML_NATIVE=OFF")
         if self.cuda:
             # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries.
-            # The stubs stand in for the driver's libcuda, which a build has not.
+            # The stubs replace the driver's libcuda, which a build machine may lack.
             compiler = Path(str(self._nvcc))
             toolkit = (compiler if self.cuda_from_wheels else compiler.resolve()).parents[1]
             stubs = toolkit / "lib64" / "stubs"
@@ -136,8 +136,8 @@ class Build:
                 f"-DCMAKE_CUDA_ARCHITECTURES={self.cards}",
                 f"-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL,-rpath-link,{stubs}",
             ]
-            # Otherwise CMake may take headers and libraries from /usr/local/cuda. Where nvcc is a link to
-            # ccache, there is no toolkit beside it.
+            # Otherwise CMake may take headers and libraries from /usr/local/cuda. If nvcc links to ccache, no
+            # toolkit is beside it.
             if self.cuda_from_wheels or (toolkit / "bin" / "nvcc").exists():
                 args.append(f"-DCUDAToolkit_ROOT={toolkit}")
             if self.cuda_from_wheels:
@@ -145,7 +145,7 @@ class Build:
         return [*args, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
 
     def patches_digest(self) -> str:
-        """Of the queue in `patches/`, 16 hexadecimal digits."""
+        """Digest of the patches in `patches/`, 16 hexadecimal digits."""
         digest = hashlib.sha256()
         files = [*self._patches.glob("*.cmake"), *(self._patches / "llama.cpp").glob("*.patch")]
         for path in sorted(files, key=lambda path: path.name):
@@ -154,7 +154,8 @@ class Build:
 
 
 def requirement() -> str:
-    """The pin, `llama-cpp-python==...`: of the checkout around this file, else of the installed package."""
+    """The pin, `llama-cpp-python==...`, from the checkout around this file, else from the installed
+    package."""
     project = Path(__file__).resolve().parents[1] / "pyproject.toml"
     if project.is_file():
         wanted: list[str] = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]

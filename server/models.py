@@ -1,7 +1,7 @@
-"""`qwen-serve list` and `qwen-serve rm`: the models in the caches, those converted here and those of the hub.
+"""`qwen-serve list` and `qwen-serve rm`: the models in the caches, converted here or fetched from the hub.
 
-Nothing is kept of them but the files: a converted model lies in a folder of its source in QWEN_SERVE_CACHE, a
-fetched one where the hub's client looks for it. Names are those that `qwen-serve serve` takes.
+The files themselves are the only record: a converted model is in a folder of its source in QWEN_SERVE_CACHE,
+a fetched one in the hub client's cache. Names are those that `qwen-serve serve` takes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True)
 class Cached:
-    """A model in a cache: its files, and the folder of its source, which goes with the last of its models."""
+    """A cached model: its files, and its source's folder, which is removed with the last of its models."""
 
     name: str
     files: tuple[Path, ...]
@@ -42,12 +42,12 @@ class Cached:
 
     @property
     def modified(self) -> float:
-        """Seconds since 1970."""
+        """Time of the last change, in seconds since 1970."""
         return max(file.stat().st_mtime for file in self.files)
 
 
 def main(arguments: Sequence[str], prog: str) -> int:
-    """`list`, or `rm NAME ...`; the exit status."""
+    """Runs `list` or `rm NAME ...`; returns the exit status."""
     parser = argparse.ArgumentParser(prog=prog)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the models that are in the caches, and what they take")
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str], prog: str) -> int:
 
 
 def cached_models() -> list[Cached]:
-    """All there are, by name."""
+    """All cached models, by name."""
     return sorted([*_converted(), *_fetched()], key=lambda model: model.name.lower())
 
 
@@ -92,7 +92,7 @@ def _converted() -> Iterator[Cached]:
 
 
 def _fetched() -> Iterator[Cached]:
-    """Of the hub's cache: GGUFs, and checkpoints of Qwen3.5, from which others are made."""
+    """Models in the hub's cache: GGUFs, and Qwen3.5 checkpoints to convert."""
     for home in Path(constants.HF_HUB_CACHE).glob("models--*--*"):
         repo = home.name.removeprefix("models--").replace("--", "/", 1)
         found: dict[str, tuple[Path, ...]] = {}
@@ -114,7 +114,7 @@ def _is_qwen(config: Path) -> bool:
 
 
 def show(models: Sequence[Cached]) -> None:
-    """Prints a table: name, bytes on the disk, when it was written; and where all that is."""
+    """Prints a table of name, size on disk in bytes and time written, and the folders."""
     width = max([len(model.name) for model in models] + [len("NAME")])
     print(f"{'NAME':<{width}}  {'SIZE':>9}  MODIFIED")
     for model in models:
@@ -125,8 +125,8 @@ def show(models: Sequence[Cached]) -> None:
 
 
 def remove_model(model: Cached, beside: Sequence[Cached]) -> None:
-    """Removes a model's files, and what else its folder has where `beside` names no other model, nor are
-    there weights that other programs read."""
+    """Removes a model's files. Also removes the rest of its folder, unless `beside` has another model there
+    or the folder has weights of other programs."""
     if all(other == model for other in beside) and not _others_weights(model):
         shutil.rmtree(model.home)
         return
@@ -134,12 +134,12 @@ def remove_model(model: Cached, beside: Sequence[Cached]) -> None:
         for path in {file, *_same_name(model, file)}:
             path.resolve().unlink(missing_ok=True)  # a blob of the hub's cache
             path.unlink(missing_ok=True)
-        for ending in (".json", ".toml"):  # a report, a recipe that was searched
+        for ending in (".json", ".toml"):  # a report, a searched recipe
             file.with_suffix(ending).unlink(missing_ok=True)
 
 
 def _others_weights(model: Cached) -> bool:
-    """Whether the folder has a checkpoint that is none of ours, in the hub's cache."""
+    """Whether the folder, in the hub's cache, has a checkpoint of another model family."""
     own = {file.relative_to(model.home).parts[2:] for file in model.files}
     return any(
         Path(name).suffix in OTHER_WEIGHTS and Path(name).parts not in own
@@ -149,7 +149,7 @@ def _others_weights(model: Cached) -> bool:
 
 
 def _same_name(model: Cached, file: Path) -> list[Path]:
-    """The file in other snapshots of the hub's cache."""
+    """The same file in other snapshots of the hub's cache."""
     parts = file.relative_to(model.home).parts
     if parts[0] != "snapshots":
         return []
@@ -163,7 +163,7 @@ def _is_meant(model: Cached, name: str) -> bool:
 
 @contextmanager
 def _unused(home: Path) -> Iterator[None]:
-    """Holds the lock that a conversion holds. Raises BlockingIOError where one does."""
+    """Holds the lock of a conversion. Raises BlockingIOError if one is running."""
     lock = home / ".convert.lock"
     if not lock.exists():
         yield
@@ -174,5 +174,5 @@ def _unused(home: Path) -> Iterator[None]:
 
 
 def size(n_bytes: int) -> str:
-    """In decimal units: 2.71 GB."""
+    """A size in decimal units: 2.71 GB."""
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""Names that people type, and what they may have meant."""
+"""Suggests known names for mistyped ones."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 NEAR = 0.75
-"""How alike (difflib's ratio) a name and a known one are, for the one to be a slip of the other."""
+"""Least difflib ratio at which a known name is suggested."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that `name` may be a slip of; None where there is none like it."""
+    """The one of `names` closest to `name`; None if none is close."""
     return next(iter(difflib.get_close_matches(name.lower(), list(names), 1, NEAR)), None)

@@ -1,10 +1,9 @@
-"""Wheels of the patched llama-cpp-python that a release brings, for machines without a compiler.
+"""Wheels of the patched llama-cpp-python from a release, for machines without a compiler.
 
-A wheel of a release is for any processor of a kind, and named after what it was made from: the pinned
-version, the patches, what CMake was told. `qwen-serve setup` computes the same name and asks the folder or
-URL in QWEN_SERVE_WHEELS for it: its SHA256SUMS lists names `KEY.TAG.whl` with their checksums, TAG as in a
-wheel's file name. A wheel of other patches has another name. `.ci/wheel` builds them. Only the standard
-library is needed.
+A released wheel fits any processor of a kind. Its name is derived from its inputs: the pinned version, the
+patches, CMake's options. `qwen-serve setup` computes the same name and looks it up in the folder or URL in
+QWEN_SERVE_WHEELS, whose SHA256SUMS lists names `KEY.TAG.whl` with their checksums, TAG as in a wheel's file
+name. So a wheel with other patches is never taken. `.ci/wheel` builds them. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -34,29 +33,29 @@ if TYPE_CHECKING:
 
 VARIABLE = "QWEN_SERVE_WHEELS"
 RELEASES = ""
-"""Where a release's files are, without VARIABLE: nowhere, as long as the project has no public address."""
+"""URL of a release's files without VARIABLE; empty as long as the project has no public address."""
 
 SUMS = "SHA256SUMS"
 ANSWER_S = 8.0
-"""Until the list of wheels is there, else none is: names are looked up, connected, sent and read."""
+"""Time limit for the list of wheels, from resolving the name to reading; after it no wheel is taken."""
 STALL_S = 15.0
-"""Without a byte of the wheel itself."""
+"""Time limit without any byte of the wheel."""
 LIST_BYTES = 1 << 20
 
 CUDA = "12.8"
 CUDA_RUNTIME = f"cuda-toolkit[cudart,cublas]=={CUDA}.*"
-"""What a CUDA wheel loads, from PyPI."""
+"""The libraries that a CUDA wheel loads, from PyPI."""
 CUDA_LIBRARIES = "../../nvidia/cuda_runtime/lib;$ORIGIN/../../nvidia/cublas/lib"
-"""Where those are, as seen from llama_cpp/lib: two entries of a run path, which begins with $ORIGIN/."""
+"""Their folders relative to llama_cpp/lib: two run path entries, which begin with $ORIGIN/."""
 OLDEST_DRIVER = 525
-"""Drivers of CUDA 12.0 and later run what 12.8 compiled for their cards."""
+"""Oldest driver, that of CUDA 12.0: it and later ones run code that 12.8 compiled for their GPUs."""
 BROUGHT = ("libcuda.so.1", "libcudart.so.12", "libcublas.so.12", "libcublasLt.so.12")
-"""Of the driver and of `CUDA_RUNTIME`, not of the wheel."""
+"""Libraries from the driver and `CUDA_RUNTIME` that the wheel does not contain."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Processors that one wheel is for: `machine` with all `features`; `flags` for CMake."""
+    """Processors that one wheel fits: `machine` with all `features`; `flags` for CMake."""
 
     name: str
     machine: str
@@ -77,15 +76,15 @@ KINDS = (
     ),
     Kind("arm64", "arm64", frozenset()),
 )
-"""The first that fits a machine is its wheel; arm64 is Apple's, aarch64 Linux'."""
+"""In order of preference: the first that fits a machine. arm64 is Apple's name, aarch64 Linux's."""
 
 
 class NoWheel(Exception):
-    """Why none is taken, as the end of a sentence."""
+    """No wheel is used; the message is the end of a sentence."""
 
 
 class Released(Build):
-    """A build for any processor of a kind, whose name no compiler and no C library is part of."""
+    """A build for any processor of a kind. Its name does not depend on the compiler or the C library."""
 
     def __init__(self, kind: Kind, cards: str = "") -> None:
         """
@@ -101,7 +100,7 @@ class Released(Build):
 
     @classmethod
     def named(cls, label: str) -> Released:
-        """Of such as "cuda-86-x86_64". Raises SetupError."""
+        """The build of a label such as "cuda-86-x86_64". Raises SetupError."""
         match = re.fullmatch(r"(?:cpu|metal|cuda-(\d+))-(.+)", label)
         kind = next((one for one in KINDS if match and one.name == match[2]), None)
         if match is None or kind is None or (made := cls(kind, match[1] or "")).label != label:
@@ -118,7 +117,7 @@ class Released(Build):
 
     @property
     def parts(self) -> dict[str, str]:
-        """What it is made from, which every machine can compute."""
+        """Its inputs, which every machine can compute."""
         return {
             "package": self.requirement,
             "backend": self.backend,
@@ -150,17 +149,17 @@ class Released(Build):
 
 
 def place() -> str:
-    """What QWEN_SERVE_WHEELS says, else the project's release page; "" for none."""
+    """The folder or URL in QWEN_SERVE_WHEELS, else the project's release page; "" for none."""
     return os.environ.get(VARIABLE, RELEASES).strip()
 
 
 def fitting(*, cuda: str, archs: str | None, patched: bool, native: bool) -> Released:
-    """The one that fits this machine and what is asked for, whether it exists or not.
+    """The build that fits this machine and the options, whether or not it exists.
 
     Args:
         cuda: --cuda: auto, 0, 1 or pypi.
         archs: --cuda-archs.
-        patched: without it there is none.
+        patched: releases have only patched wheels.
         native: for this machine, else for as many of its kind as possible.
 
     Raises:
@@ -184,11 +183,11 @@ def fitting(*, cuda: str, archs: str | None, patched: bool, native: bool) -> Rel
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split(".")[0]
     if driver.isdigit() and int(driver) < OLDEST_DRIVER:
         raise NoWheel(f"CUDA {CUDA} wants a driver of {OLDEST_DRIVER} or later, not {driver}")
-    return Released(kinds[-1], card)  # one for each card, since little is left to the processor
+    return Released(kinds[-1], card)  # one for each GPU architecture, since the processor matters little
 
 
 def fetch(build: Released, where: str) -> Path:
-    """The wheel in the cache, from a folder or URL, its checksum compared. Raises NoWheel."""
+    """Fetches the wheel from a folder or URL into the cache and verifies its checksum. Raises NoWheel."""
     folder = cache_folder() / "wheels" / build.key
     if kept := list(folder.glob("*.whl")):
         return kept[0]
@@ -212,7 +211,7 @@ def fetch(build: Released, where: str) -> Path:
 
 
 def listed(build: Released, where: str) -> tuple[str, str, str]:
-    """Name, tag and checksum of a build's wheel in a folder or at a URL, within ANSWER_S. Raises NoWheel."""
+    """A build's wheel in a folder or at a URL: name, tag and checksum, within ANSWER_S. Raises NoWheel."""
 
     def read() -> bytes:
         with urlopen(_address(where, SUMS), timeout=ANSWER_S) as answer:
@@ -238,10 +237,11 @@ def shown(where: str) -> str:
 
 
 def _runs_here(tag: str) -> bool:
-    """Whether "py3-none-manylinux_2_28_x86_64" or "py3-none-macosx_13_0_arm64" is not too new."""
+    """Whether this system is new enough for a tag such as "py3-none-manylinux_2_28_x86_64" or
+    "py3-none-macosx_13_0_arm64"."""
     needs = [(int(a), int(b)) for a, b in re.findall(r"(?:manylinux|macosx)_(\d+)_(\d+)_", tag)]
     if not needs:
-        return True  # pip has the last word
+        return True  # pip decides
     mac = sys.platform == "darwin"
     has = platform.mac_ver()[0] if mac else platform.libc_ver()[1] * (platform.libc_ver()[0] == "glibc")
     numbers = [int(number) for number in re.findall(r"\d+", has)]
@@ -249,7 +249,7 @@ def _runs_here(tag: str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Of what went wrong between here and there, in a few words."""
+    """A short reason for a failed transfer."""
     if isinstance(error, HTTPError):
         return f"{error.code} {error.reason}"
     cause = error.reason if isinstance(error, URLError) else error
@@ -265,7 +265,7 @@ def _address(where: str, name: str) -> str:
 
 
 def _copied(address: str, target: Path) -> str:
-    """Fetches a file. Returns its SHA-256; raises OSError."""
+    """Copies a file. Returns its SHA-256; raises OSError."""
     digest, done, said = hashlib.sha256(), 0, -1
     terminal = sys.stdout.isatty()
     with urlopen(address, timeout=STALL_S) as answer, target.open("wb") as out:
@@ -283,7 +283,8 @@ def _copied(address: str, target: Path) -> str:
 
 
 def _within(seconds: float, call: Callable[[], bytes]) -> bytes:
-    """What a call returns or raises; TimeoutError after so long, since a resolver knows no timeout."""
+    """The result of `call`, or its exception; TimeoutError after `seconds`, since a resolver has no
+    timeout."""
     box: SimpleQueue[bytes | Exception] = SimpleQueue()
 
     def run() -> None:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 ENV_PREFIX = "QWEN_"
 
 Sources = Mapping[str, str]
-"""Field name -> where its value is from: "flag", "environment", the TOML file's path, "variant NAME", or
+"""Field name -> source of its value: "flag", "environment", the TOML file's path, "variant NAME", or
 "default"."""
 
 
@@ -134,7 +134,8 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The constructor's arguments alone: `load_settings` layers the sources, to know each value's."""
+        """Only the constructor's arguments: `load_settings` merges the sources, to record each value's
+        source."""
         return (init_settings,)
 
     @field_validator("model")
@@ -190,11 +191,11 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
 
     @property
     def model_id(self) -> str:
-        """The name under which the model is listed and, where a request names none, answered."""
+        """The model's name in /v1/models, and in answers to requests that name none."""
         return self.alias or self.model.stem
 
     def api_keys(self) -> list[ApiKey]:
-        """The keys that clients may send; with none, none is asked for."""
+        """The valid API keys; if empty, none is required."""
         own = [] if self.api_key is None else [ApiKey(self.api_key.get_secret_value())]
         return own + ([] if self.api_key_file is None else read_keys(self.api_key_file))
 
@@ -203,11 +204,11 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         return _split(self.allowed_origins)
 
     def image_hosts(self) -> list[str]:
-        """The hosts that pictures may be fetched from, or patterns of their names."""
+        """Hosts, or patterns of their names, that pictures may be fetched from."""
         return [host.lower() for host in _split(self.image_url_hosts)]
 
     def engine(self, **forced: Any) -> EngineSettings:
-        """The part that the engine reads, with values of `ForcedSettings`."""
+        """The engine's settings, with values of `ForcedSettings`."""
         values = {name: getattr(self, name) for name in UserSettings.model_fields}
         if self.mmproj == NO_MMPROJ:
             values["mmproj"] = None
@@ -217,18 +218,18 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
 
 
 NO_MMPROJ = Path("off")
-"""In place of a file: no vision tower, found or not."""
+"""Value of `mmproj` that disables vision, even if a tower is found."""
 
 _ENGINE = [section for section in UserSettings.__bases__ if section is not ModelSettings]
 SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
-"""The groups of `--help` and of `--print-settings`, in their order."""
+"""The groups of `--help` and `--print-settings`, in order."""
 
 DEPLOYED = {"model", "lora", *HttpSettings.model_fields}
-"""What is said where a model is served, never by a variant."""
+"""Settings of a deployment, which a variant cannot have."""
 
 
 def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
-    """The settings that each section declares."""
+    """Each section's own settings."""
     return [
         (section, {name: Settings.model_fields[name] for name in inspect.get_annotations(section)})
         for section in SECTIONS
@@ -240,9 +241,9 @@ def _split(value: str | None) -> list[str]:
 
 
 def find_mmproj(model: Path) -> Path | None:
-    """The vision tower that came with `model` from the hub, or that a conversion left beside it:
-    mmproj-NAME-TYPE.gguf, where the model is NAME-*.gguf. None where there is none, several (which is said),
-    or llama.cpp was built without libmtmd."""
+    """The vision tower beside `model`, from the hub or a conversion: mmproj-NAME-TYPE.gguf for a model
+    NAME-*.gguf. None if there is none, if there are several (which is logged), or if llama.cpp was built
+    without libmtmd."""
     found = [
         path
         for path in sorted(model.parent.glob("mmproj-*-*.gguf"))
@@ -266,9 +267,9 @@ def find_mmproj(model: Path) -> Path | None:
 
 
 def find_model(path: Path) -> Path:
-    """The GGUF that `path` is or, for a folder, holds; importance matrices and vision towers do not count.
+    """The GGUF at `path` or in that folder; importance matrices and vision towers do not count.
 
-    Raises ValueError where there is none, or more than one to choose from.
+    Raises ValueError if there is none, or more than one.
     """
     if path.is_file():
         return path
@@ -294,7 +295,7 @@ def find_model(path: Path) -> Path:
 
 
 def _conversion(source: str, name: str) -> str:
-    """How to make a GGUF of a checkpoint, which the hub or a folder has."""
+    """How to convert a checkpoint, on the hub or in a folder, to a GGUF."""
     return (
         "a checkpoint of the Hugging Face hub, or in a folder, is converted once: "
         f"`qwen-convert --src {source} --quant Q4_K_M`, then --model models/{name}-Q4_K_M.gguf"
@@ -302,7 +303,7 @@ def _conversion(source: str, name: str) -> str:
 
 
 def described_settings() -> list[tuple[str, str, list[tuple[str, str, str]]]]:
-    """Groups of settings as title, what they are about, and each one's name, default and text."""
+    """The groups of settings: title, description, and each setting's name, default and text."""
     return [
         (
             section.model_config["title"] or "",
@@ -330,7 +331,7 @@ def _toml(value: Any) -> str:
 
 
 def describe(settings: Settings, sources: Sources) -> str:
-    """The settings in effect as TOML that --config takes back, with the source of each that was set."""
+    """The settings in effect as TOML for --config, with the source of each that was set."""
     lines: list[str] = []
     for section, fields in _by_section():
         lines.append(f"# {section.model_config['title']}")
@@ -345,7 +346,7 @@ def describe(settings: Settings, sources: Sources) -> str:
 
 
 def describe_chosen(settings: Settings, sources: Sources) -> str:
-    """On one line, what was set and where; "" where everything is at its default."""
+    """One line with the settings that were set and their sources; "" if all are defaults."""
     chosen = []
     for name, source in sources.items():
         if source != "default":

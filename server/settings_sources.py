@@ -37,7 +37,7 @@ GONE = {
     "sampling": "sampling_defaults says how tokens are chosen; where, the engine decides",
     "tokenizer_cache": "the ids of long texts are always kept, up to a million tokens",
 }
-"""Settings that there were -> what is there instead."""
+"""Removed setting -> its replacement."""
 
 
 class SettingsError(Exception):
@@ -67,7 +67,7 @@ Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/respon
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Names with hyphens, such as those of patches, stay whole."""
+    """Keeps hyphenated names, such as those of patches, on one line."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -124,7 +124,7 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
     """
     flags, unknown = parser().parse_known_args(arguments)
     if unknown:
-        # what stands beside a mistyped flag is its value
+        # the word after a mistyped flag is its value
         words = [word for word in unknown if word.startswith("--")] or unknown
         raise SettingsError("\n".join(map(_unknown_flag, words)))
     for gone, instead in GONE.items():
@@ -157,8 +157,8 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
 
 
 def load_variant(given: str) -> Variant:
-    """The variant of that name, or in that file, once all that it says can be used; its paths, which are
-    relative to its file, made whole. Raises SettingsError."""
+    """The variant of that name or file, after checking all its settings; its paths, relative to its file,
+    become absolute. Raises SettingsError."""
     try:
         path = find_variant(given)
         variant = read_variant(path)
@@ -179,10 +179,10 @@ def check_variant_settings(values: Mapping[str, Setting], source: str) -> None:
         if name in DEPLOYED:
             raise SettingsError(f"{source}: {name} is said where a model is served, not by a variant")
     try:
-        Settings(model=Path(__file__), **dict[str, Any](values))  # any file stands for the model
+        Settings(model=Path(__file__), **dict[str, Any](values))  # any existing file replaces the model
     except ValidationError as error:
         problems = [_explain(dict(problem), dict.fromkeys(values, source)) for problem in error.errors()]
-        # what is wrong with several settings together does not say where they are from
+        # an error about several settings together does not name their source
         problems = [said if source in said else f"{source}: {said}" for said in problems]
         raise SettingsError("\n".join(problems)) from error
 
@@ -198,7 +198,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _explain(error: dict[str, Any], sources: Sources) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
-    if not error["loc"]:  # of several settings, which it names
+    if not error["loc"]:  # an error about several settings, which it names
         return message
     name = str(error["loc"][0])
     if error["type"] == "missing":
@@ -231,7 +231,7 @@ def _unknown_flag(word: str) -> str:
 
 
 def did_you_mean(name: str, *, known: str) -> str:
-    """The setting that `name` may have been meant for; `known` where there is none like it."""
+    """The setting closest to `name`; `known` if none is close."""
     if name in GONE:
         return f"it is gone: {GONE[name]}"
     near = nearest(name, Settings.model_fields)
@@ -239,9 +239,9 @@ def did_you_mean(name: str, *, known: str) -> str:
 
 
 def unknown_variables() -> list[str]:
-    """What to say of variables of the environment that look like settings and are none.
+    """Warnings about environment variables that look like settings but are not.
 
-    They are no error: other programs may have variables of that name.
+    They are not errors, since other programs may use such names.
     """
     known = {*Settings.model_fields, "variant", "config", CACHE_VARIABLE.removeprefix(ENV_PREFIX).lower()}
     names = [key.removeprefix(ENV_PREFIX) for key in sorted(os.environ) if key.startswith(ENV_PREFIX)]
@@ -255,5 +255,5 @@ def unknown_variables() -> list[str]:
 
 
 def named_variant() -> str | None:
-    """The variant that the environment names; None where it names none."""
+    """The variant named by the environment, or None."""
     return os.environ.get(f"{ENV_PREFIX}VARIANT") or None

@@ -46,25 +46,26 @@ if TYPE_CHECKING:
     from qwen_serve.server.released_wheels import Released
 
 BUILD_REQUIRES = ("scikit-build-core[pyproject]>=0.9.2",)
-"""Its own `build-system.requires`; cmake and ninja are fetched, too, where there are none."""
+"""llama-cpp-python's `build-system.requires`; missing cmake and ninja are fetched too."""
 
 DEFAULT_CARD = "86"
-"""The A10G, where CUDA is asked for and no card is there to tell."""
+"""The A10G's architecture, used if CUDA is requested and no GPU is present."""
 
 WHEEL_WITHOUT = ("lib/**", "lib64/**", "include/**", "bin/**")
-"""Second copies and headers, which llama.cpp's own install rules put beside the package."""
+"""Duplicates and headers that llama.cpp's install rules put beside the package."""
 
 PROGRESS = re.compile(r"\s*\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
-"""How ninja and make count: `[12/78] ...`, `[ 12%] ...`."""
+"""Progress of ninja and make: `[12/78] ...`, `[ 12%] ...`."""
 
 TAIL = 30
-"""Lines of the log that are shown when a build fails."""
+"""Lines of the log shown after a failed build."""
 
 
 def main(
     arguments: Sequence[str] | None = None, prog: str = "python -m qwen_serve.server.setup_llama"
 ) -> int:
-    """Builds or finds the wheel and installs it, unless it is there; 0, or 1 with the reason on stderr."""
+    """Builds or finds the wheel and installs it, unless it is installed. Returns 0, or 1 with the reason on
+    stderr."""
     parser = argparse.ArgumentParser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,7 +108,7 @@ def main(
 
 
 def _set_up(options: argparse.Namespace) -> int:
-    """What `main` does once it knows what is asked for; 0. Raises SetupError."""
+    """Runs the setup with the parsed options; returns 0. Raises SetupError."""
     ready, why = _ready(options)
     installed = installed_key()
     taken = ready is not None and installed == ready.key
@@ -116,7 +117,7 @@ def _set_up(options: argparse.Namespace) -> int:
         print(advice, end="")
         return 0
     build, missing = _own_build(options)
-    # A card that has no compiler here is used by a wheel alone.
+    # Without a compiler here, only a released wheel can use the GPU.
     there = build is not None and not (ready is not None and ready.cuda and not build.cuda)
     there = there and build is not None and (installed == build.key or bool(_kept(build)))
     if ready is not None and not taken and not there:
@@ -154,7 +155,7 @@ def _set_up(options: argparse.Namespace) -> int:
 
 
 def _ready(options: argparse.Namespace) -> tuple[Released | None, str]:
-    """The release's wheel to look for, or why there is none to look for."""
+    """The released wheel to look for, or why there is none."""
     if not options.wheels:
         return None, ""
     try:
@@ -169,7 +170,7 @@ def _ready(options: argparse.Namespace) -> tuple[Released | None, str]:
 
 
 def _own_build(options: argparse.Namespace) -> tuple[Build | None, str]:
-    """The build for this machine, or what it lacks."""
+    """The build for this machine, or what is missing for it."""
     from_wheels = options.cuda == "pypi" or (options.cuda == "auto" and nvcc() is None)
     try:
         return Build(
@@ -184,7 +185,7 @@ def _own_build(options: argparse.Namespace) -> tuple[Build | None, str]:
 
 
 def card_with_nvcc() -> bool:
-    """Whether there is a card and a compiler for it: the system's nvcc, or one that CUDA=pypi has fetched."""
+    """Whether there is a GPU and a compiler for it: the system's nvcc, or one fetched by CUDA=pypi."""
     found = cards()
     if not found or nvcc() is not None:
         return bool(found)
@@ -192,7 +193,7 @@ def card_with_nvcc() -> bool:
 
 
 def card_without_nvcc() -> str:
-    """A framed paragraph, where a card would go unused for want of its compiler; else nothing."""
+    """A framed warning if the GPU is unused for lack of a compiler; else ""."""
     if not (found := cards()) or card_with_nvcc():
         return ""
     from_wheels = (
@@ -217,8 +218,8 @@ def card_without_nvcc() -> str:
 
 
 def kept_wheel(build: Build) -> Path:
-    """The wheel in the cache, built first if it is not there; one process at a time. Raises SetupError."""
-    if wheels := _kept(build):  # before anything is written: a shared folder may be read-only
+    """The wheel in the cache, built first if it is missing; one process at a time. Raises SetupError."""
+    if wheels := _kept(build):  # before any write: a shared folder may be read-only
         print(f"from the cache: {wheels[0]}")
         return wheels[0]
     folder = cache_folder() / "wheels"
@@ -240,7 +241,7 @@ def kept_wheel(build: Build) -> Path:
 
 
 def fetch_cuda() -> None:
-    """The toolkit of PyPI's wheels into the cache, unless it is there. Raises SetupError, OSError."""
+    """Fetches PyPI's CUDA toolkit into the cache, unless it is there. Raises SetupError, OSError."""
     target = cuda_wheels.folder()
     if target.is_dir():
         return
@@ -265,7 +266,7 @@ def _kept(build: Build) -> list[Path]:
 
 
 def build_wheel(build: Build, work: Path) -> None:
-    """Leaves the wheel in `work/out`. Raises SetupError."""
+    """Builds the wheel into `work/out`. Raises SetupError."""
     if not first_line(os.environ.get("CXX", "c++"), "--version"):
         raise SetupError(
             "no C++ compiler: install one (build-essential on Debian), name it in CXX, or name a release's "
@@ -279,7 +280,7 @@ def build_wheel(build: Build, work: Path) -> None:
         **os.environ,
         "CMAKE_ARGS": shlex.join(build.cmake_args),
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(processors())),
-        "CCACHE_BASEDIR": str(work),  # ccache, where there is one, finds the same files in every such folder
+        "CCACHE_BASEDIR": str(work),  # lets ccache, if installed, find the same files in any folder
         "PYTHONPATH": os.pathsep.join(filter(None, [str(work / "tools"), os.environ.get("PYTHONPATH")])),
         "PATH": os.pathsep.join([str(work / "tools" / "bin"), os.environ.get("PATH", os.defpath)]),
     }
@@ -297,7 +298,7 @@ def build_wheel(build: Build, work: Path) -> None:
         follow([*pip, "install", "--target", str(work / "tools"), *tools], os.environ, "build tools", output)
         follow([*pip, *fetch, build.requirement], environment, "llama.cpp's sources", output)
         with tarfile.open(next(work.glob("*.tar.gz"))) as tar:
-            # a method of Python 3.11.4 and later
+            # only in Python 3.11.4 and later
             tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
             tar.extractall(work)
         (sources,) = (path.parent for path in work.glob("*/pyproject.toml"))
@@ -306,14 +307,14 @@ def build_wheel(build: Build, work: Path) -> None:
 
 
 def install(*what: str) -> None:
-    """Into this environment: pip's options, then a requirement or wheel. Raises SetupError."""
+    """Installs into this environment: pip's options, then a requirement or wheel. Raises SetupError."""
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
     if subprocess.run([*command, *what], check=False).returncode != 0:
         raise SetupError(f"pip could not install {what[-1]}")
 
 
 def installed_key() -> str | None:
-    """The `Build.key` of what is installed; None where it came from elsewhere or is not there."""
+    """The `Build.key` of the installed package; None if it came from elsewhere or is missing."""
     try:
         record = importlib.metadata.distribution(PACKAGE).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
@@ -322,7 +323,7 @@ def installed_key() -> str | None:
 
 
 def follow(command: Sequence[str], environment: Mapping[str, str], what: str, log: IO[str]) -> None:
-    """Runs to the end, all output to `log` and how far it is to the terminal. Raises SetupError."""
+    """Runs a command, with all output to `log` and its progress to the terminal. Raises SetupError."""
     log.write(f"$ {shlex.join(command)}\n")
     tail: deque[str] = deque(maxlen=TAIL)
     began, shown, terminal = time.monotonic(), -1, sys.stdout.isatty()

@@ -32,11 +32,12 @@ Setting = bool | int | float | str
 
 
 class VariantError(Exception):
-    """There is no such variant, or its file can not be used; names the file, the key and what is right."""
+    """The variant does not exist or is invalid; the message names the file, the key and what would be
+    right."""
 
 
 class Variant(BaseModel):
-    """Exactly one of `quant` and `recipe`; `settings` are the server's, by their names."""
+    """Has exactly one of `quant` and `recipe`; `settings` are the server's, by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -61,21 +62,21 @@ class Variant(BaseModel):
 
     @property
     def level(self) -> str:
-        """What stands behind the model's name in the GGUF's."""
+        """The suffix of the GGUF's name after the model's."""
         return self.quant if self.quant is not None else Path(str(self.recipe)).stem
 
     def with_settings(self, common: Mapping[str, Setting]) -> Self:
-        """The same, where it says nothing itself, under `common` settings."""
+        """The variant with `common` settings added, which its own override."""
         return self.model_copy(update={"settings": {**common, **self.settings}})
 
 
 def known_variants() -> list[str]:
-    """Names of the variants that come with the package."""
+    """Names of the packaged variants."""
     return sorted(path.stem for path in VARIANTS.glob("*.toml"))
 
 
 def find_variant(given: str) -> Path:
-    """The file that a name of `variants/`, or a path, stands for. Raises VariantError."""
+    """The file of a variant's name or path. Raises VariantError."""
     path = Path(given).expanduser()
     if path.suffix == ".toml":
         if not path.is_file():
@@ -89,7 +90,7 @@ def find_variant(given: str) -> Path:
 
 
 def read_variant(path: Path) -> Variant:
-    """A variant's file; its settings are not looked at yet. Raises VariantError."""
+    """Reads a variant's file; its settings are not checked yet. Raises VariantError."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -105,7 +106,7 @@ def read_variant(path: Path) -> Variant:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """A problem: the key and what would be right."""
+    """A validation problem: the key and what would be right."""
     key = ".".join(str(part) for part in error["loc"][:2])
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
