@@ -1,1 +1,1 @@
-"""What fits: planned from files' headers and settings, before anything is loaded."""
+"""Plans memory from files' headers and settings, before anything is loaded."""

@@ -1,4 +1,4 @@
-"""LoRA adapters beside the model: what their files say, held against the model's."""
+"""LoRA adapters: reads their files and checks them against the model's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ADAPTED = re.compile(
     r"(?:blk\.(\d{1,6})\.(?:attn_(?:q|k|v|output|qkv|gate)|ssm_(?:out|alpha|beta)"
     r"|ffn_(?:gate|up|down)(?:_exps|_shexp)?|ffn_gate_inp(?:_shexp)?)|output|token_embd)\.weight"
 )
-"""The matrices whose products llama.cpp adds an adapter to (`build_lora_mm` in src/models/qwen35.cpp and
-qwen35moe.cpp). It would say nothing of one for others."""
+"""The matrices to whose products llama.cpp adds an adapter (`build_lora_mm` in src/models/qwen35.cpp and
+qwen35moe.cpp). It silently ignores adapters of other matrices."""
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 
@@ -31,18 +31,18 @@ class AdapterSpec:
     """One adapter."""
 
     name: str
-    """What requests call it."""
+    """Its name in requests."""
     path: Path
     fingerprint: str
-    """Of its file: states that it made are kept under it."""
+    """Fingerprint of its file, part of the key of states computed with it."""
     blocks: Mapping[int, int]
-    """Bytes by block of the model; -1: of embedding and head."""
+    """Bytes by block of the model; -1: embedding and head."""
     widest: int
-    """Most elements of a token that a product in a block makes."""
+    """Maximum elements per token of a product in a block."""
 
     @classmethod
     def from_header(cls, name: str, header: Header, model: Header, n_trunk: int) -> Self:
-        """Raises ModelLoadError for a file that is no adapter, or another model's."""
+        """Raises ModelLoadError if the file is no adapter or belongs to another model."""
         about = header.metadata
         kind = about.get("general.type"), about.get("adapter.type")
         if kind != ("adapter", "lora"):
@@ -80,7 +80,7 @@ class AdapterSpec:
 
 
 def _check_pair(header: Header, model: Header, base: str) -> None:
-    """Raises ModelLoadError where the A and B of a matrix do not fit it: llama.cpp would abort."""
+    """Raises ModelLoadError if A and B do not fit their matrix: llama.cpp would abort."""
     a, b = header.tensors[f"{base}.lora_a"], header.tensors.get(f"{base}.lora_b")
     if b is None:
         raise ModelLoadError(f"{header.name}: {base} has no lora_b")

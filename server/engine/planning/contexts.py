@@ -1,5 +1,4 @@
-"""The models and contexts of llama.cpp that settings describe whose sizes are decided: the trunk's, the MTP
-head's, and those of a draft model."""
+"""llama.cpp's models and contexts for resolved settings: the trunk's, the MTP head's, and a draft model's."""
 
 from __future__ import annotations
 
@@ -34,15 +33,15 @@ CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
 
 SCORED_ROWS = 64
-"""Prompt tokens of a step whose rows come back where log-probabilities are asked for: they bound what the
-host adds up between two steps, and the memory for the rows."""
+"""Maximum rows of a step for log-probabilities of prompts. It bounds the host's work between two steps, and
+the memory for the rows."""
 
 MTP_SPAN, MTP_MIN_CELLS = 2048, 16_384
-"""Tokens of a sequence that the MTP head looks back on, and those of all together at least."""
+"""Last tokens of a sequence that the MTP head sees, and the minimum cells of its cache for all together."""
 
 
 def padded(cells: int) -> int:
-    """So many cells, as llama.cpp rounds them."""
+    """Round cells up as llama.cpp does."""
     return -(-cells // CELL_PADDING) * CELL_PADDING
 
 
@@ -52,8 +51,8 @@ def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
 
 
 def mtp_cells(settings: EngineSettings) -> int:
-    """Tokens that the head's own cache holds: every one there is looked at whenever drafts are taken back,
-    and a draft needs no more than what came last."""
+    """Cells of the head's own cache. Removing drafts scans all of them, and a draft needs only recent tokens,
+    so there are few."""
     each = max(MTP_SPAN, 2 * settings.draft_window)
     return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
 
@@ -61,7 +60,7 @@ def mtp_cells(settings: EngineSettings) -> int:
 def load_model(
     settings: EngineSettings, spec: ModelSpec, embedding_on: Device | None, *, rehearse: bool = False
 ) -> Model:
-    """The model to serve, its token embedding on that device, or the host. Raises ModelLoadError."""
+    """Load the model, its token embedding on `embedding_on` or the host. Raises ModelLoadError."""
     model = Model(
         settings.model,
         n_gpu_layers=settings.n_gpu_layers,
@@ -78,7 +77,7 @@ def load_model(
 
 
 def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:
-    """The draft model, where the output of the model is. Raises ModelLoadError."""
+    """Load the draft model on the device of the model's output. Raises ModelLoadError."""
     model = Model(
         spec.file.path,
         n_gpu_layers=0 if settings.n_gpu_layers == 0 else -1,
@@ -91,12 +90,13 @@ def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = Fa
 
 
 def load_adapters(model: Model, spec: ModelSpec) -> list[LoraAdapter]:
-    """The model's LoRA adapters, by their numbers. Raises ModelLoadError."""
+    """Load the model's LoRA adapters, in order of their numbers. Raises ModelLoadError."""
     return [LoraAdapter(model, adapter.path) for adapter in spec.adapters]
 
 
 def _confirmed(model: Model, file: ModelFile, settings: EngineSettings) -> Model:
-    """The model, if it is of the file whose header was read, where something is kept under its name."""
+    """Return the model. If anything is stored for it, check that it came from the file whose header was read;
+    raises ModelLoadError if not."""
     if settings.remember or settings.prefix_file:
         try:
             file.confirm()
@@ -107,20 +107,20 @@ def _confirmed(model: Model, file: ModelFile, settings: EngineSettings) -> Model
 
 
 def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk: Context) -> DraftContext:
-    """Its context beside the trunk's, which keeps rows for it. Raises LlamaError."""
+    """Create the draft model's context, and have the trunk's keep rows for it. Raises LlamaError."""
     trunk.open_ring(spec.layers, draft_ring(settings))
     return DraftContext(model, draft_options(settings, spec), trunk, spec.n_features, causal=spec.causal)
 
 
 def draft_ring(settings: EngineSettings) -> Ring:
-    """Rows of the trunk that wait for the draft model: a window of each sequence that drafts, and what a
-    verification may put behind it that turns out wrong."""
+    """Ring of the trunk's rows that wait for the draft model: for each sequence that drafts a window, and
+    room for wrong tokens of a verification."""
     spare = settings.draft_max + 1
     return Ring(len(SequenceIds.of(settings).drafting), settings.draft_window + spare, spare)
 
 
 def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
-    """Tokens that the draft model's own cache holds."""
+    """Cells of the draft model's own cache."""
     most = len(SequenceIds.of(settings).drafting)
     held = dflash.cells(
         settings.draft_window, settings.parallel, settings.prefix_checkpoints, most, spec.block
@@ -129,29 +129,29 @@ def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
 
 
 def verified_rows(settings: EngineSettings) -> int:
-    """Most rows of a verification: one long draft, or a shorter one of everybody who drafts."""
+    """Maximum rows of a verification: one long draft, or a shorter one for each sequence that drafts."""
     if not (drafting := len(SequenceIds.of(settings).drafting)):
         return 0
     rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
-    # one fewer: the delta net has another kernel for as many tokens of one sequence
+    # one fewer: with as many tokens of one sequence the delta net uses another kernel
     most = BATCH_INVARIANT_TOKENS - 1 if settings.deterministic else rows
     return min(settings.ubatch_size, settings.batch_size, rows, most)
 
 
 def scored_rows(settings: EngineSettings) -> int:
-    """Most tokens of prompts that leave their rows in one step, where log-probabilities are asked for."""
+    """Maximum rows of a step for log-probabilities of prompts."""
     return min(SCORED_ROWS, settings.ubatch_size, settings.batch_size)
 
 
 def context_options(settings: EngineSettings) -> ContextOptions:
-    """The llama.cpp context that these settings describe; sizes and threads must be decided."""
+    """Options of the trunk's context; sizes and threads in `settings` must be resolved."""
     n_seq, rows, scored = len(SequenceIds.of(settings)), verified_rows(settings), scored_rows(settings)
     return ContextOptions(
         n_ctx=settings.ctx_size,
         n_seq=n_seq,
         n_batch=settings.batch_size,
         n_ubatch=settings.ubatch_size,
-        # llama.cpp reserves a row for each id, whatever is asked for
+        # llama.cpp reserves at least a row for each id
         n_outputs=max(n_seq, rows, settings.parallel + scored),
         n_outputs_per_seq=max(1 + scored, min(settings.draft_max + 1, rows)),
         threads=settings.threads,
@@ -167,9 +167,9 @@ def context_options(settings: EngineSettings) -> ContextOptions:
 
 
 def head_options(settings: EngineSettings) -> ContextOptions:
-    """The context of the multi-token-prediction head beside it: the same sequence ids, a row for each.
+    """Options of the multi-token-prediction head's context: the same sequence ids, a row for each.
 
-    Its batches are short but for the first of a sequence, and its buffers grow with them.
+    Its batches are short except a sequence's first, and its buffers grow with them.
     """
     options = context_options(settings)
     return replace(
@@ -187,10 +187,10 @@ def head_options(settings: EngineSettings) -> ContextOptions:
 
 
 def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
-    """The context of the draft model beside it: the same sequence ids, a block for each that drafts.
+    """Options of the draft model's context: the same sequence ids, a block for each that drafts.
 
-    Who looks in both directions must do so in one pass. Every row of a block is an output. What a checkpoint
-    is to share of a prompt, up to a window, is injected by one call.
+    Attention in both directions needs a whole block in one pass. Every row of a block is an output. One call
+    injects the rows that a checkpoint shares of a prompt, up to a window.
     """
     options, most = context_options(settings), len(SequenceIds.of(settings).drafting)
     rows = max(options.n_seq, most * spec.block)

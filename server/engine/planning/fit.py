@@ -1,6 +1,6 @@
-"""Sizes that are left open: context, pass, step, states. As much as suits the machine, and as fits.
+"""Chooses sizes that settings leave open (context, pass, step, states) to suit the machine and fit it.
 
-Where that is not possible, settings that would do on their own are named, each planned with.
+If nothing fits, the error names settings each of which would suffice alone; each was planned with.
 """
 
 from __future__ import annotations
@@ -33,64 +33,62 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOKENS_PER_SEQUENCE = 16_384
-"""What each sequence gets of the cache when nobody says how large it should be."""
+"""Default cells of the cache for each sequence."""
 
 SMALLEST_CONTEXT = 2_048
-"""The least that is worth choosing on one's own; a smaller one has to be asked for."""
+"""Smallest context chosen automatically; a smaller one must be set."""
 
 CHECKPOINTS = 32
-"""States that the prefix cache may hold when nobody says how many, and memory does not decide."""
+"""Default number of states in the prefix cache, unless memory decides it."""
 
 SLOWDOWN = 0.1
-"""How much longer a step of one sequence may take because of what the prefix cache holds, when nobody says
-and every step reads it: such a step reads the weights and every occupied cell once, so this is the ratio of
-their sizes."""
+"""How much longer a step of one sequence may take because of the prefix cache's cells, by default, if every
+step reads them. Such a step reads the weights and every occupied cell once, so this is the ratio of their
+sizes."""
 
 MIN_CELLS = 9_216
-"""What it may hold in any case: a prompt of 8,192 tokens and its answer."""
+"""Minimum cells that the prefix cache may hold: a prompt of 8,192 tokens and its answer."""
 
 MAX_HELD = 131_072
-"""Cells that it may hold where steps do not read them, when nobody says: the most whose cost was measured."""
+"""Default cells that it may hold if steps do not read them: the most whose cost was measured."""
 
 SHARE, PARTS = 1 / 2, 16
-"""What it may take there of the memory that is left when everything else has its place; and the parts in
-which it grows up to the most: sizes that followed every byte would be others at each start, and what earlier
-ones have measured of no use."""
+"""Share that it may take, in that case, of the memory left by everything else; and the number of steps in
+which it grows to its maximum. Sizes that followed every byte would differ at each start, so that earlier
+measurements could not be used."""
 
 SNAPSHOTS = 8
-"""Snapshots where drafts are made from hidden rows and nobody says how many; a draft model has as many as a
-block has tokens."""
+"""Default snapshots if drafts are made from hidden rows; a draft model has as many as a block has tokens."""
 
 FEW_SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
-"""The same without the patch shared-snapshots, and the most slots: each is another state for every sequence
-id then, and without ssm-conv-ids every step copies a part of each one."""
+"""Default snapshots without the patch shared-snapshots, and the maximum slots for them: each is another state
+for every sequence id then, and without ssm-conv-ids every step copies a part of each one."""
 
 STREAM_CHECKPOINTS = 8
-"""States that it may hold when each has cells of its own."""
+"""Default states in the prefix cache if each has cells of its own."""
 
 FEW_CHECKPOINTS = 16
-"""Checkpoints down to which these make room for snapshots."""
+"""Checkpoints are given up for snapshots down to this number."""
 
 UBATCH_GPU, UBATCH_CPU = 2_048, 512
-"""Tokens in one pass over the weights when nobody says how many. A pass reads all weights, however many it
-has."""
+"""Default tokens in one pass over the weights. A pass reads all weights for any number of tokens."""
 
 PASSES, BATCH_CPU = 4, 2_048
-"""Passes in a step on a GPU, and tokens in one without, when nobody says how many. With several in a call,
-llama.cpp writes the mask of the next while the device computes, and sequences start and end together."""
+"""Default passes in a step on a GPU, and default tokens in a step without one. With several passes in a call,
+llama.cpp writes the mask of the next one while the device computes, and sequences start and end together."""
 
 TRIALS = 5
-"""Rehearsals to find out how large a context would fit."""
+"""Rehearsals to find the largest context that fits."""
 
 SMALLEST_UBATCH = 128
-"""Tokens of a pass below which none is advised."""
+"""Smallest tokens of a pass that an error recommends."""
 
 
 def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
-    """Decide the sizes of context, pass and step where they are left open, and check that everything fits.
+    """Choose the sizes of context, pass and step that are left open, and check that everything fits.
 
-    Raises DoesNotFit, with the shortfall and the settings that would help, or ModelLoadError when the model
-    is no Qwen3.5 or llama.cpp does not take the file or the settings.
+    Raises DoesNotFit, with the shortfall and the settings that would help, or ModelLoadError if the model is
+    not a Qwen3.5 or llama.cpp rejects the file or the settings.
     """
     spec = ModelSpec.from_header(header)
     if wanted.draft_model is not None:
@@ -126,13 +124,13 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
             plan = plan.rehearsed(smaller)
             raise DoesNotFit("\n".join([*complaints(plan), "the plan was:", str(plan)]))
         plan = plan.rearranged(smaller)
-        if arrange(smaller, spec, places, [0] * len(places)).fits:  # else a rehearsal would tell nothing new
+        if arrange(smaller, spec, places, [0] * len(places)).fits:  # else a rehearsal cannot help
             plan = plan.rehearsed(smaller)
     return plan
 
 
 def _check_copies(places: Sequence[Device]) -> None:
-    """Raises ModelLoadError where FP16 copies, which are asked for, can not be kept."""
+    """Raises ModelLoadError if FP16 copies are asked for and cannot be kept."""
     if not HAS_F16_COPIES:
         raise ModelLoadError(
             "f16_copies is 'on', but this llama.cpp was built without the patch f16-copies; build it with "
@@ -147,8 +145,7 @@ def _check_copies(places: Sequence[Device]) -> None:
 
 
 def _with_copies(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
-    """With FP16 copies of the weights, where that is left open and there is room for all of them beside
-    everything else."""
+    """Add FP16 copies of the weights, if the setting is "auto" and all of them fit beside everything else."""
     if wanted.f16_copies != "auto":
         return plan
     other = plan.rearranged(plan.settings.replace(f16_copies="on"))
@@ -156,7 +153,7 @@ def _with_copies(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
 
 
 def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
-    """Less of what `wanted` leaves open; the same where nothing is left to give up."""
+    """Reduce sizes that `wanted` leaves open; return the same settings if none can be reduced."""
     settings = plan.settings
     without_embedding = settings.replace(offload_embedding=False)
     if plan.rearranged(without_embedding).on_gpus < plan.on_gpus:
@@ -177,7 +174,7 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
 
 
 def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
-    """Without the multi-token-prediction head, if the file has none."""
+    """Drop the multi-token-prediction head from `speculation` if the file has none."""
     if spec.mtp.weights or settings.speculation not in ("both", "mtp"):
         return settings
     left: Speculation = "draft" if spec.draft else "off"
@@ -193,7 +190,7 @@ def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSet
 
 
 def _with_shares(settings: EngineSettings, places: Sequence[Device]) -> EngineSettings:
-    """Decide which GPU gets how many layers, where that is left open: as llama.cpp does, by free memory."""
+    """Choose each GPU's share of the layers, if left open: by free memory, as llama.cpp does."""
     gpus = [place for place in places if place.is_gpu]
     if settings.split_mode == "none" or settings.tensor_split or not gpus:
         return settings
@@ -203,14 +200,14 @@ def _with_shares(settings: EngineSettings, places: Sequence[Device]) -> EngineSe
 def _with_passes(
     settings: EngineSettings, wanted: EngineSettings, usual: int, *, on_gpu: bool
 ) -> EngineSettings:
-    """Decide the tokens of a pass (`usual`) and of a step, where `wanted` leaves them open."""
+    """Choose the tokens of a pass (default `usual`) and of a step, if `wanted` leaves them open."""
     ubatch = wanted.ubatch_size or usual
     batch = max(PASSES * ubatch if on_gpu else BATCH_CPU, ubatch, settings.parallel)
     return settings.replace(ubatch_size=ubatch, batch_size=wanted.batch_size or batch)
 
 
 def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
-    """Decide how far a sequence can go back, where that is left open, before it is known what fits."""
+    """Choose how many tokens a sequence can roll back, if left open, before checking what fits."""
     wanted = settings.snapshots
     if wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
@@ -220,15 +217,15 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
             wanted = min(wanted, FEW_SNAPSHOTS) if settings.parallel <= SNAPSHOT_SLOTS else 0
     if not SequenceIds.of(settings).drafting or settings.deterministic or not spec.state:
         wanted = 0
-    # llama.cpp keeps a verification in one pass (`split_equal`), which must have room for one more
+    # llama.cpp keeps a verification in one pass (`split_equal`), and a pass must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
     return settings.replace(snapshots=min(wanted, most))
 
 
 def _with_fewer_snapshots(plan: MemoryPlan, *, checkpoints: bool) -> EngineSettings:
-    """What fits, if buffers stay as they are; without any where even none are too many.
+    """Reduce snapshots until the plan fits with its current buffers; drop all if it does not fit with one.
 
-    With `checkpoints`, some of these may go, too.
+    With `checkpoints`, some of these may be given up too.
     """
     settings = before = plan.settings
     while settings.snapshots and not plan.fits:
@@ -242,7 +239,7 @@ def _with_fewer_snapshots(plan: MemoryPlan, *, checkpoints: bool) -> EngineSetti
 
 
 def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
-    """Decide what the prefix cache may hold, where that is left open."""
+    """Choose what the prefix cache may hold, if left open."""
     if not settings.prefix_cache:
         return settings.replace(prefix_checkpoints=0, prefix_cells=0)
     room = MAX_SEQUENCES - SequenceIds.of(settings).rollback.stop
@@ -255,10 +252,10 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
 
 
 def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
-    """Let the prefix cache have its share of the memory that is left, as far as `wanted` leaves that open.
+    """Give the prefix cache its share of the memory that is left, as far as `wanted` leaves that open.
 
-    Running sequences take what they need of the pool, whoever holds it; so it may hold more cells than were
-    added for its sake.
+    Running sequences take cells that they need back from the cache. So it may hold more cells than were added
+    for it.
     """
     before = plan.settings
     if not before.prefix_cache or not plan.reads_own_cells:
@@ -286,14 +283,14 @@ def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> Memor
     )
     while part:
         grown = plan.rehearsed(larger(part))
-        if is_modest(grown):  # with the buffers that more ids bring
+        if is_modest(grown):  # also with the buffers for more ids
             return grown
         part -= 1
     return plan.rearranged(larger(0))
 
 
 def _places(settings: EngineSettings) -> list[Device]:
-    """The GPUs that layers go to, if any, and the host."""
+    """The GPUs for layers, if any, and then the host."""
     found = devices()
     gpus = [device for device in found if device.is_gpu]
     host = next(device for device in found if not device.is_gpu)
@@ -312,15 +309,15 @@ def _places(settings: EngineSettings) -> list[Device]:
 
 
 def _in_streams(settings: EngineSettings) -> int:
-    """Cells of the context: what is asked for or, with `deterministic`, a running sequence's share of that
-    for every sequence id."""
+    """Cells of the context: as set or, with `deterministic`, a running sequence's share of that for every
+    sequence id."""
     if not settings.deterministic:
         return padded(settings.ctx_size)
     return padded(-(-settings.ctx_size // settings.parallel)) * len(SequenceIds.of(settings))
 
 
 def complaints(plan: MemoryPlan) -> list[str]:
-    """For each device that is too small, the shortfall and each setting that would do on its own."""
+    """For each device that is too small, the shortfall and each setting that would suffice alone."""
     return [
         f"{usage.device.name}: {size_text(usage.total)} are needed and "
         f"{size_text(usage.device.free)} are free; "
@@ -332,7 +329,7 @@ def complaints(plan: MemoryPlan) -> list[str]:
 
 
 def _helpful(plan: MemoryPlan, index: int) -> list[str]:
-    """Settings that make things fit on one device, and no worse on the other: each was planned with."""
+    """Settings that make the plan fit on one device and no worse on the others; each was planned with."""
     settings = plan.settings
 
     def does(other: MemoryPlan) -> bool:
@@ -344,7 +341,7 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
         return does(plan.rearranged(settings.replace(**changes)))
 
     def most(name: str, least: int, below: int) -> int:
-        """The largest value that does; one less than `least` if none does."""
+        """The largest value with which the plan fits; one less than `least` if there is none."""
         return _largest(least - 1, below - 1, lambda value: does_with(**{name: value}))
 
     packed, q8 = "cache_type_k=q8_0 with cache_type_v=q8_0", {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
@@ -388,7 +385,7 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
 
 
 def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
-    """The largest `ctx_size` that does, with the compute buffers that it brings; 0 if none is found."""
+    """The largest `ctx_size` that fits with its own compute buffers; 0 if none is found."""
     settings, spec, places = plan.settings, plan.spec, plan.places
 
     def rehearsed(cells: int) -> tuple[int, list[int]]:
@@ -414,5 +411,6 @@ def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
 
 
 def _largest(low: int, high: int, does: Callable[[int], bool]) -> int:
-    """The largest number above `low`, up to `high`, that does, as every smaller one then does; else `low`."""
+    """The largest number above `low`, up to `high`, for which `does` is true, else `low`. If it is true for a
+    number, it must be for every smaller one."""
     return low + bisect_left(range(low + 1, high + 1), True, key=lambda value: not does(value))

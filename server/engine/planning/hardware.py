@@ -1,4 +1,4 @@
-"""What this machine has: processor cores, free memory, NVIDIA cards."""
+"""Detects this machine's processor cores, free memory and NVIDIA cards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def physical_cores() -> int:
-    """Cores that this process may use: one a core whatever its threads, within its affinity and CPU quota."""
+    """Physical cores that this process may use, within its affinity and CPU quota."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_core(cpu) for cpu in allowed}
     return max(1, min(len(cores), int(_cpu_quota() or len(cores))))
@@ -25,7 +25,7 @@ def _cpu_quota() -> float | None:
 
 
 def available_memory() -> int | None:
-    """Bytes of host memory that can still be taken without swapping, within the control group's limit."""
+    """Bytes of host memory available without swapping, within the control group's limit; None if unknown."""
     lines = _read(Path("/proc/meminfo")).splitlines()
     candidates = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     limit, used = _read(Path("/sys/fs/cgroup/memory.max")), _read(Path("/sys/fs/cgroup/memory.current"))
@@ -42,7 +42,7 @@ def _page_cache() -> int:
 
 
 def nvidia_cards() -> list[str]:
-    """Names of the NVIDIA cards the driver shows, whether or not this build can use them."""
+    """Names of the NVIDIA cards that the driver lists, whether or not this build can use them."""
     try:
         listed = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],

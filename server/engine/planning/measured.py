@@ -1,7 +1,6 @@
-"""What a start found out, kept for the next one of the same card, driver, build, model and settings.
+"""Measurements kept for the next start with the same card, driver, build, model and settings.
 
-Each has a small JSON file in the cache folder. Whatever is wrong with it costs what it would have saved, no
-more.
+Each is a small JSON file in the cache folder. If a file is unusable, it is measured again.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Measured(BaseModel):
-    """What a start measures, in seconds, as corrected by every step until the server ended."""
+    """Times measured at start and corrected by every step until the server ended, in seconds."""
 
     token_seconds: float
-    """Of a prompt token, the least so far."""
+    """Minimum time of a prompt token so far."""
     step_times: StepTimesRecord
 
 
 class Buffers(BaseModel):
-    """What a rehearsal finds out."""
+    """What a rehearsal measures."""
 
     sizes: dict[str, int] = Field(min_length=1)
     """Bytes of compute and output buffers, by ggml's name of the device."""
@@ -58,10 +57,10 @@ Record = TypeVar("Record", bound=BaseModel)
 
 
 class RecordFile(Generic[Record]):
-    """The file of one kind of record, for one set of circumstances.
+    """The file of one kind of record for one configuration.
 
-    These are the settings and devices, the model files by their content, the build and the driver; `more` is
-    what else the record depends on.
+    A configuration is the settings and devices, the model files by their content, the build and the driver;
+    `more` is anything else that the record depends on.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class RecordFile(Generic[Record]):
         self._kind = kind
 
     def read(self) -> Record | None:
-        """What an earlier start left; None where there is nothing that can be used."""
+        """The record of an earlier start; None if there is none that can be used."""
         try:
             return self._kind.model_validate_json(self.path.read_bytes())
         except FileNotFoundError:
@@ -100,7 +99,7 @@ class RecordFile(Generic[Record]):
             return None
 
     def write(self, record: Record) -> None:
-        """Puts it in the place of what was there before; a failure is logged."""
+        """Replace the file by this record; a failure is logged."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_text(self.path, record.model_dump_json())
@@ -109,7 +108,7 @@ class RecordFile(Generic[Record]):
 
 
 def driver() -> str:
-    """NVIDIA's driver, where there is one."""
+    """Version text of NVIDIA's driver; empty if there is none."""
     try:
         return DRIVER.read_text(encoding="utf-8").partition("\n")[0]
     except OSError:
@@ -117,7 +116,7 @@ def driver() -> str:
 
 
 def build() -> str:
-    """llama.cpp, as far as it tells what it is."""
+    """Version of llama-cpp-python and its patches."""
     return f"llama-cpp-python {version('llama-cpp-python')}, {', '.join(patches()) or 'stock'}"
 
 
@@ -127,8 +126,8 @@ _BUFFER = re.compile(r"(\S+)\s+(compute|output) buffer size =\s*([0-9.]+) MiB")
 def rehearse(
     settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], embedding_on: Device | None
 ) -> dict[str, int]:
-    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp itself reports them, now
-    or at an earlier start."""
+    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp reports them now or
+    reported them at an earlier start."""
     file = RecordFile(Buffers, settings, spec, places) if settings.remember else None
     if file is not None and (known := file.read()) is not None:
         return known.sizes
@@ -157,9 +156,9 @@ def rehearse(
 
 
 def reported(lines: Sequence[str], whose: str) -> Counter[str]:
-    """Bytes of compute and output buffers that llama.cpp's log tells of, by ggml's name of the device.
+    """Bytes of compute and output buffers in llama.cpp's log, by ggml's name of the device.
 
-    Raises ModelLoadError where it tells of no compute buffer: no context is without one.
+    Raises ModelLoadError if the log names no compute buffer, since every context has one.
     """
     found = [match for line in lines if (match := _BUFFER.search(line))]
     if not any(kind == "compute" and float(mib) for _, kind, mib in (match.groups() for match in found)):

@@ -1,4 +1,4 @@
-"""What everything takes, device by device: planned before anything is loaded.
+"""The memory that everything takes on each device, planned before anything is loaded.
 
 Weights come from the GGUF's tensor sizes, KV cells and recurrent states from its metadata, compute buffers
 from a rehearsal, in which llama.cpp builds its graphs without allocating weights or cache.
@@ -37,43 +37,43 @@ if TYPE_CHECKING:
 MIB = 1024**2
 
 MAX_CELLS = 262_144
-"""What all of them together get at most, if nobody says: every copy and removal looks at each cell."""
+"""Default maximum cells of all sequences together: every copy and removal looks at each cell."""
 
 CELL_ENTRY = 48
-"""Bytes of host memory that llama.cpp takes for what it knows of a cell: its position, what is to be added to
-it, its place in an image, and the sequences that share it (llama-kv-cells.h)."""
+"""Bytes of host memory for llama.cpp's record of a cell: its position, its shift, its place in an image, and
+the sequences that share it (llama-kv-cells.h)."""
 
 
 @dataclass
 class Usage:
-    """What one device has to hold, in bytes."""
+    """What one device must hold, in bytes."""
 
     device: Device
     compute: int
     weights: int = 0
     copies: int = 0
-    """Of quantized weights, in FP16."""
+    """FP16 copies of quantized weights."""
     kv: int = 0
     states: int = 0
     materializing: int = 0
-    """Buffers for states of sequences that went back to a snapshot."""
+    """Buffers for states of sequences that were rolled back to a snapshot."""
     cells: int = 0
     """llama.cpp's table of cells."""
     vision: int = 0
-    """What a vision tower computes with."""
+    """Compute buffers of a vision tower."""
     adapters: int = 0
     """LoRA adapters, and the largest product that one adds."""
     hidden: int = 0
     """Hidden states that wait for the MTP head and for a draft model."""
     pictures: int = 0
-    """Rows of pictures that were encoded: of requests, and kept for when they come again."""
+    """Rows of encoded pictures: those of requests, and cached ones."""
     saved: int = 0
-    """What the prefix cache may put aside in host memory."""
+    """States that the prefix cache may keep in host memory."""
 
     def add(
         self, part: Part, settings: EngineSettings, cells: int = 0, states: int = 0, materializing: int = 0
     ) -> None:
-        """What a part of a model takes with so many cells and states."""
+        """Add a part of a model with its cells and states."""
         self.weights += part.weights
         if settings.f16_copies == "on" and self.device.is_gpu and keeps_f16_copies(self.device.name):
             self.copies += part.copies
@@ -83,7 +83,7 @@ class Usage:
 
     @property
     def parts(self) -> dict[str, int]:
-        """All of it, by the names that the table shows."""
+        """All sizes, by the names that the table shows."""
         return {
             "weights": self.weights,
             "FP16 copies of weights": self.copies,
@@ -103,8 +103,7 @@ class Usage:
 
     @property
     def left(self) -> int:
-        """Bytes that stay free beside a margin for what drivers and libraries take on the side; negative
-        where some are missing."""
+        """Bytes that stay free beside a margin for drivers and libraries; negative if bytes are missing."""
         margin = max(256 * MIB, self.device.total // 64) if self.device.is_gpu else 64 * MIB
         return self.device.free - margin - self.total
 
@@ -116,12 +115,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where everything goes under `settings`, whose sizes are decided. `str()` is a table."""
+    """Where everything goes with `settings`, whose sizes are chosen. `str()` is a table."""
 
     settings: EngineSettings
     spec: ModelSpec
     usages: tuple[Usage, ...]
-    """Those of the GPUs in use and, last, the host's."""
+    """One for each GPU in use and, last, the host's."""
 
     def __str__(self) -> str:
         columns = [f"{u.device.name} ({u.device.description})" for u in self.usages]
@@ -174,7 +173,7 @@ class MemoryPlan:
 
     @property
     def fully_offloaded(self) -> bool:
-        """Whether every layer is on a GPU, so that the host only starts what that computes."""
+        """Whether every layer is on a GPU, so that the host only launches its work."""
         return all(usage.device.is_gpu or not (usage.kv or usage.states) for usage in self.usages)
 
     @property
@@ -189,13 +188,13 @@ class MemoryPlan:
 
     @property
     def embedding_on(self) -> Device | None:
-        """The GPU that the token embedding is on; None: it is on the host."""
+        """The GPU that holds the token embedding; None: the host does."""
         return embedding_place(self.settings, self.spec, self.places)
 
     @property
     def reads_own_cells(self) -> bool:
-        """Whether steps do not read the cells that others hold: there are kernels for that for NVIDIA's GPUs,
-        and for F16 keys and values."""
+        """Whether steps read only their own sequences' cells: NVIDIA GPUs have kernels for that, with F16
+        keys and values."""
         settings, gpus = self.settings, self.usages[:-1]
         return (
             READS_OWN_CELLS
@@ -216,18 +215,18 @@ class MemoryPlan:
         return [usage.device for usage in self.usages]
 
     def rearranged(self, settings: EngineSettings) -> MemoryPlan:
-        """The same with other settings, which leave the compute buffers as they are."""
+        """The plan for other settings, with the same compute buffers."""
         return arrange(settings, self.spec, self.places, [usage.compute for usage in self.usages])
 
     def rehearsed(self, settings: EngineSettings) -> MemoryPlan:
-        """The same with other settings and their own compute buffers."""
+        """The plan for other settings, with their own compute buffers."""
         return make_plan(settings, self.spec, self.places)
 
 
 def arrange(
     settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], buffers: Sequence[int]
 ) -> MemoryPlan:
-    """Put layers where llama.cpp puts them (`load_tensors` in llama-model.cpp): the last ones on GPUs.
+    """Place layers as llama.cpp does (`load_tensors` in llama-model.cpp): the last ones on GPUs.
 
     `buffers` are the bytes of compute buffers in each of `places`.
     """
@@ -264,7 +263,7 @@ def arrange(
         host.hidden += host_bytes(
             settings.parallel, settings.prefix_checkpoints, settings.draft_window, spec.n_embd
         )
-    if (tower := spec.vision) is not None:  # mtmd takes the first GPU there is
+    if (tower := spec.vision) is not None:  # mtmd uses the first GPU
         holder = usages[0] if settings.mmproj_offload else host
         holder.weights += tower.weights
         holder.vision = tower.compute + (tower.products if holder.device.is_gpu else 0)
@@ -276,14 +275,14 @@ def arrange(
         host.cells += CELL_ENTRY * cells
         if HAS_RING:
             last.hidden += 4 * draft.n_features * draft_ring(settings).n_rows
-        else:  # llama.cpp has room for the rows of a whole step
+        else:  # llama.cpp reserves rows for a whole step
             host.hidden += 4 * draft.n_features * settings.batch_size
             host.hidden += dflash.host_bytes(settings.parallel, settings.draft_window, draft.n_features)
     return MemoryPlan(settings, spec, tuple(usages))
 
 
 def _place_of(layer: int, settings: EngineSettings, spec: ModelSpec, n_places: int) -> int:
-    """Which of the places holds a layer, the output head being one more; the last place is the host."""
+    """Index of the place that holds a layer; the output head counts as one more. The last is the host."""
     layers = spec.n_blocks + 1
     first = 0 if settings.n_gpu_layers < 0 else max(layers - settings.n_gpu_layers, 0)
     if n_places == 1 or layer < first:
@@ -293,9 +292,9 @@ def _place_of(layer: int, settings: EngineSettings, spec: ModelSpec, n_places: i
 
 
 def embedding_place(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> Device | None:
-    """The GPU that the token embedding is on, that of the first layer, if every layer is on one.
+    """The GPU for the token embedding: the first layer's, if every layer is on a GPU; else None.
 
-    While the host looks a prompt's tokens up, nothing computes.
+    While the host looks up a prompt's tokens, the GPU is idle.
     """
     first = places[_place_of(0, settings, spec, len(places))]
     on_gpu = settings.offload_embedding and first.name.startswith("CUDA")
@@ -310,8 +309,8 @@ def make_plan(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device
 def compute_buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
     """Bytes of compute buffers in each of `places`.
 
-    A rehearsal does allocate states and the table of cells: where the plan is too large without any buffers,
-    it has fewer of both, and tells how these grow with the cells.
+    A rehearsal does allocate states and the table of cells. If the plan is too large even without buffers,
+    rehearsals with fewer states and cells show how the buffers grow with the cells.
     """
     if arrange(settings, spec, places, [0] * len(places)).fits:
         return _rehearsed(settings, spec, places)
@@ -325,20 +324,20 @@ def compute_buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[
 
 
 def on_the_line(a: tuple[int, list[int]], b: tuple[int, list[int]], cells: int) -> list[int]:
-    """Buffers that so many cells bring, as two numbers of cells tell: they grow nearly in proportion."""
+    """Buffers for a number of cells, on the line through two known points: they grow nearly linearly."""
     share = (cells - a[0]) / (b[0] - a[0])
     return [int(low + share * (high - low)) for low, high in zip(a[1], b[1], strict=True)]
 
 
 def _rehearsed(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
     sizes = rehearse(settings, spec, places, embedding_place(settings, spec, places))
-    # on the host plain ones, or pinned for the GPU's sake (CUDA_Host)
+    # buffers on the host: plain ones (CPU), and pinned ones for the GPU (CUDA_Host)
     host = sum(size for name, size in sizes.items() if name.startswith("CPU") or "Host" in name)
     return [sizes.get(place.name, 0) if place.is_gpu else host for place in places]
 
 
 def size_text(size: int) -> str:
-    """In words: 1.5 GiB."""
+    """A size as text: 1.5 GiB."""
     value, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]

@@ -1,4 +1,4 @@
-"""Which of llama.cpp's sequence ids serves what. Each id has a recurrent state of its own."""
+"""The use of llama.cpp's sequence ids. Each id has a recurrent state of its own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.settings import EngineSettings
 
 MAX_DRAFTING = 16
-"""Most sequences that draft from the text at once. A larger batch keeps the device busy with tokens that are
-certain."""
+"""Maximum sequences that draft from the text at once. A larger batch keeps the device busy without drafts."""
 
 MTP_SEQUENCES = 1
-"""Most that the MTP head drafts for at once: for more, drafts gain nothing that is sure."""
+"""Maximum sequences that the MTP head drafts for at once: for more, drafts bring no reliable gain."""
 
 LONE_SLOTS = 2
-"""Slots, the first ones, in which a sequence that decodes alone may go back to snapshots: a copy of it may
+"""First slots, in which a sequence that decodes alone may roll back to snapshots. Copying such a sequence may
 take a buffer for another state, which llama.cpp keeps."""
 
 
@@ -27,18 +26,18 @@ class SequenceIds:
     """Three ranges, one after the other."""
 
     slots: range
-    """Sequences that run."""
+    """Ids of running sequences."""
     rollback: range
-    """What the first slots go back to after a wrong draft: the copy of slot s is `rollback[s]`. Empty where
-    ids have cells of their own: their states are copied on the device."""
+    """Rollback copies of the first slots: the copy of slot s is `rollback[s]`. Empty if ids have cells of
+    their own: then states are copied on the device."""
     checkpoints: range
-    """States that the prefix cache keeps."""
+    """Ids of the prefix cache's states."""
     drafting: range
-    """Of the slots those that draft."""
+    """The slots that draft."""
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Self:
-        """As many of each as decided settings ask for (`speculation` is not "auto")."""
+        """The ranges for resolved settings (`speculation` is not "auto")."""
         slots = range(settings.parallel)
         if settings.speculation == "off":
             drafting = 0
@@ -52,10 +51,11 @@ class SequenceIds:
         return cls(slots, rollback, checkpoints, slots[:drafting])
 
     def __len__(self) -> int:
-        """How many there are: `n_seq_max` of the context."""
+        """Number of ids: `n_seq_max` of the context."""
         return self.checkpoints.stop
 
     @property
     def lone(self) -> range:
-        """Slots in which a sequence that decodes alone may go back to snapshots; none if nothing drafts."""
+        """Slots in which a sequence that decodes alone may roll back to snapshots; empty if nothing
+        drafts."""
         return self.drafting[:LONE_SLOTS]

@@ -1,8 +1,8 @@
-"""What a model and a draft model take, from the metadata and the tensors of their files.
+"""Sizes of a model and a draft model, from the metadata and the tensors of their files.
 
-llama.cpp divides by a file's numbers, allocates by them, or aborts: what makes no sense is refused by its
-key, with its value and what would be right. Sources: `load_hparams` in llama-model.cpp, models/qwen35.cpp,
-qwen35moe.cpp and dflash.cpp.
+llama.cpp divides by a file's numbers, allocates by them, or aborts. So a value that makes no sense is
+refused, and the error names its key, the value and what would be right. Sources: `load_hparams` in
+llama-model.cpp, models/qwen35.cpp, qwen35moe.cpp and dflash.cpp.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from .vision import VisionSpec
 
 ARCHITECTURES = ("qwen35", "qwen35moe")
-"""llama.cpp's names for Qwen3.5 (`general.architecture`), dense and with experts."""
+"""llama.cpp's names of Qwen3.5 (`general.architecture`), dense and with experts."""
 
 DRAFT_ARCHITECTURE = "dflash"
 """llama.cpp's name for block drafters."""
 
 MAX_BLOCK = 256
-"""Tokens of a block: every one is a row of one pass."""
+"""Maximum tokens of a block; each is a row of one pass."""
 
 TOKENS, EMBEDDING = "tokenizer.ggml.tokens", "token_embd.weight"
 
@@ -44,28 +44,28 @@ MAX_LAYERS = 512
 """`LLAMA_MAX_LAYERS`."""
 
 MAX_MTP = 1
-"""Blocks to predict further tokens: `QWEN35 MTP currently only supports a single MTP block`."""
+"""Maximum MTP blocks: `QWEN35 MTP currently only supports a single MTP block`."""
 
 MAX_EXPERTS = 1024
 """`LLAMA_MAX_EXPERTS`."""
 
 MAX_HEADS, MAX_HEAD_SIZE, MAX_WIDTH = 2**12, 2**13, 2**20
-"""Far above every Qwen's; products of them fit 64 bits."""
+"""Bounds far above every Qwen's values; products of them fit 64 bits."""
 
 MAX_KERNEL = 64
-"""Tokens that the convolution before a recurrent layer looks at."""
+"""Maximum tokens that the convolution before a recurrent layer sees."""
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a layer takes, the output head, or a draft model."""
+    """Sizes of a layer, of the output head, or of a draft model."""
 
     weights: int = 0
     """Bytes."""
     copies: int = 0
-    """Bytes of copies in FP16 of quantized matrices; those of experts and of a draft model have none."""
+    """Bytes of FP16 copies of quantized matrices; experts' and a draft model's matrices have none."""
     kv: tuple[int, int] = (0, 0)
     """Keys and values of one token, in elements."""
     state: int = 0
@@ -73,7 +73,7 @@ class Part:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorInfo], kv: tuple[int, int] = (0, 0), state: int = 0) -> Self:
-        """Copies as `llama_model_keep_f16_copies` of llama-model.cpp chooses them."""
+        """Sum up `tensors`, with copies as `llama_model_keep_f16_copies` of llama-model.cpp chooses them."""
         weights = copies = 0
         for tensor in tensors:
             weights += tensor.n_bytes
@@ -96,15 +96,15 @@ class ModelSpec:
     n_embd: int
     """Elements of a hidden state."""
     n_vocab: int
-    """Tokens of the vocabulary; 0 where the file has none."""
+    """Tokens of the vocabulary; 0 if the file has none."""
     n_ctx_train: int
-    """Tokens of the longest sequence that it was made for."""
+    """Tokens of the longest sequence that it was trained for."""
     layers: tuple[Part, ...]
-    """Of the trunk."""
+    """Layers of the trunk."""
     mtp: Part
-    """The multi-token-prediction block; loaded only if it is to draft."""
+    """The multi-token-prediction block; loaded only if it drafts."""
     head: Part
-    """The final norm and the output head, which is a second copy of the embedding when the two are tied."""
+    """The final norm and the output head, which is a second copy of the embedding if the two are tied."""
     input_weights: int
     """Bytes of the token embedding."""
     embedding_type: int
@@ -112,15 +112,15 @@ class ModelSpec:
     output_is_tied: bool
     has_experts: bool = False
     draft: DraftSpec | None = None
-    """The draft model beside it, if there is one."""
+    """The draft model, if there is one."""
     vision: VisionSpec | None = None
-    """The vision tower beside it, if there is one."""
+    """The vision tower, if there is one."""
     adapters: tuple[AdapterSpec, ...] = ()
-    """The LoRA adapters beside it, by their numbers."""
+    """The LoRA adapters, in order of their numbers."""
 
     @property
     def weights(self) -> int:
-        """Bytes that a step reads: those of the trunk and the head."""
+        """Bytes of weights that a step reads: the trunk and the head."""
         return self.head.weights + sum(layer.weights for layer in self.layers)
 
     @property
@@ -134,9 +134,9 @@ class ModelSpec:
 
     @classmethod
     def from_header(cls, header: Header) -> Self:
-        """Raises ModelLoadError for another architecture, and where metadata are missing or make no sense.
+        """Raises ModelLoadError for another architecture, and if metadata are missing or make no sense.
 
-        What the layers keep: llama.cpp's llama-hparams.cpp.
+        Source for the state of layers: llama.cpp's llama-hparams.cpp.
         """
         if (arch := header.metadata.get("general.architecture")) not in ARCHITECTURES:
             raise ModelLoadError(
@@ -198,7 +198,7 @@ class ModelSpec:
 def _by_layer(
     metadata: Metadata, key: str, n_blocks: int, n_trunk: int, *, default: int = 0
 ) -> Sequence[int]:
-    """One value for each block; blocks beyond the trunk may be left out."""
+    """One value for each block; the file may leave out blocks beyond the trunk."""
     values = (default,) if metadata.get(key) is None else metadata.integers(key)
     if len(values) == 1:
         values *= n_blocks
@@ -208,8 +208,8 @@ def _by_layer(
 
 
 def _attention(metadata: Metadata) -> tuple[int, int]:
-    """Elements of a head's keys and of its values, where heads, their sizes, and how many elements of each
-    are turned by their position make sense."""
+    """Elements of a head's keys and of its values. Raises ModelLoadError if heads, their sizes, or the
+    number of elements with rotary positions make no sense."""
     n_embd = metadata.integer("embedding_length", least=1, most=MAX_WIDTH)
     if isinstance(metadata.get("feed_forward_length"), int):
         metadata.integer("feed_forward_length", least=1, most=MAX_WIDTH)
@@ -238,7 +238,7 @@ def _attention(metadata: Metadata) -> tuple[int, int]:
 
 
 def _recurrence(metadata: Metadata) -> int:
-    """Bytes of a layer's recurrent state; 0 where a model has no such layers."""
+    """Bytes of a layer's recurrent state; 0 if the model has no such layers."""
     keys = [f"ssm.{key}" for key in ("state_size", "inner_size", "group_count", "time_step_rank")]
     if all(metadata.get(key) is None for key in [*keys, "ssm.conv_kernel"]):
         return 0
@@ -253,7 +253,7 @@ def _recurrence(metadata: Metadata) -> int:
 
 
 def _check_experts(metadata: Metadata, header: Header) -> None:
-    """How many there are, and how many of them a token goes to."""
+    """Check the number of experts and how many of them a token uses. Raises ModelLoadError."""
     there = any("_exps." in name for name in header.tensors)
     count = metadata.integer("expert_count", 0, most=MAX_EXPERTS)
     metadata.relate("expert_count", bool(count) == there, "1 or more with tensors of experts, else 0")
@@ -278,21 +278,21 @@ class DraftSpec:
     block: int
     """Tokens of a block, the newest one included."""
     mask: int
-    """Token that stands for one to be guessed."""
+    """The mask token, in the places of tokens to be guessed."""
     layers: tuple[int, ...]
-    """Of the trunk, whose inputs it reads."""
+    """Layers of the trunk whose inputs it reads."""
     n_embd: int
-    """Elements of a hidden state, the trunk's too."""
+    """Elements of a hidden state, its own and the trunk's."""
     causal: bool
 
     @property
     def n_features(self) -> int:
-        """Elements that it reads of a token."""
+        """Elements that it reads for each token."""
         return len(self.layers) * self.n_embd
 
     @classmethod
     def from_header(cls, header: Header, target: ModelSpec) -> Self:
-        """Raises ModelLoadError for another kind of file, or where it is another model's drafter."""
+        """Raises ModelLoadError for another kind of file or another model's drafter."""
         if (kind := header.metadata.get("general.architecture")) != DRAFT_ARCHITECTURE:
             raise ModelLoadError(
                 f"{header.name} is of architecture {kind!r}; this server drafts with {DRAFT_ARCHITECTURE}"
@@ -337,8 +337,9 @@ class DraftSpec:
 
 
 def _check_own_vocabulary(header: Header, n_vocab: int) -> None:
-    """Of a drafter whose head has rows for some of the target's tokens, `d2t` says for which; llama.cpp puts
-    its logits there (src/models/dflash.cpp). Raises ModelLoadError where it could not."""
+    """Check `d2t` of a drafter whose head covers only some of the target's tokens. It maps the head's rows to
+    tokens, where llama.cpp puts the logits (src/models/dflash.cpp). Raises ModelLoadError if it is
+    invalid."""
     if "d2t" not in header.tensors:
         return
     ids = header.tables.get("d2t", np.empty(0, np.int64))

@@ -1,4 +1,4 @@
-"""What a vision tower takes, from the metadata and the tensors of its file."""
+"""Sizes of a vision tower, from the metadata and the tensors of its file."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 ARCHITECTURE, PROJECTOR = "clip", "qwen3vl_merger"
 MAX_WIDTH = 1 << 16
 MOST_TOKENS = 4096
-"""Of a picture, where nobody says: llama.cpp's own bound (clip.cpp, `set_limit_image_tokens`)."""
+"""Default maximum of a picture: llama.cpp's own bound (clip.cpp, `set_limit_image_tokens`)."""
 PATCHES = 4
-"""Of a token."""
+"""Patches of a token."""
 FLASH_HEADS = (40, 64, 72, 80, 96, 112, 128, 256)
-"""Elements of a head for which a GPU has flash attention (ggml-cuda's ggml_cuda_get_best_fattn_kernel)."""
+"""Head sizes for which a GPU has flash attention (ggml-cuda's ggml_cuda_get_best_fattn_kernel)."""
 IN_FLIGHT, IN_FLIGHT_SHARE = 2 * 1024**3, 8
-"""Bytes of rows that requests may hold beside the cached ones, and the part of the host's free memory that is
-for them where that is less. 2 GiB are 200 pictures of 1,024 tokens for a 4B."""
+"""Bytes of rows that requests may hold beside the cached ones, or the host's free memory divided by
+IN_FLIGHT_SHARE if that is less. 2 GiB are 200 pictures of 1,024 tokens for a 4B."""
 WITHOUT = "--mmproj off serves without pictures"
 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """A tower: bytes of weights, and of what it computes with for the largest picture."""
+    """A tower: bytes of weights, and of compute buffers for the largest picture."""
 
     file: ModelFile
     weights: int
     compute: int
     products: int
-    """Bytes of a layer's attention, of every patch to every other, on a GPU without flash attention for such
-    heads; 0 where there is."""
+    """Bytes of a layer's attention scores, every patch to every other, on a GPU without flash attention for
+    its head size; 0 with it."""
     side: int
-    """Pixels along either side of what becomes a token."""
+    """Pixels along either side of the square that becomes a token."""
 
     @classmethod
     def from_header(cls, header: Header, n_embd: int, settings: EngineSettings) -> Self:
-        """Raises ModelLoadError for another kind of file, or where it is another model's tower."""
+        """Raises ModelLoadError for another kind of file or another model's tower."""
         if (kind := header.metadata.get("general.architecture")) != ARCHITECTURE:
             raise ModelLoadError(
                 f"{header.name} is of architecture {kind!r}; want an mmproj, which is {ARCHITECTURE!r} "
@@ -65,7 +65,7 @@ class VisionSpec:
         return cls(
             file=ModelFile.of(header.path, header.status),
             weights=sum(tensor.n_bytes for tensor in header.tensors.values()),
-            # of a layer: what comes in, queries, keys and values, or the FFN's inside
+            # of a layer: its input, then queries, keys and values, or the inner values of the FFN
             compute=4 * patches * (2 * wide + max(4 * wide, 2 * ffn)),
             products=0 if wide // heads in FLASH_HEADS else 4 * heads * patches**2,
             side=2 * metadata.integer("patch_size", least=1, most=1024),

@@ -1,4 +1,4 @@
-"""From rows of logits to tokens: each request's parameters, processors, constraint and draws."""
+"""Turns rows of logits into tokens: each request's parameters, processors, constraint and draws."""
 
 from .constraint import Constraint
 from .draw import Sampler

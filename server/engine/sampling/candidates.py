@@ -1,4 +1,4 @@
-"""Choices from the best tokens of a row alone, as the device tells them: what it must tell."""
+"""Chooses from the best tokens of a row alone, and decides what the device must report of a row."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     from .processors import Penalties
 
 MARGIN = 1e-4
-"""What llama.cpp's sums of probabilities, in F32, may be off by."""
+"""Maximum error of llama.cpp's sums of probabilities in F32."""
 
 
 def device_sampler_for(
     params: SamplingParams, penalties: Sequence[Penalties | Dry], *, constrained: bool, ends: int, banned: int
 ) -> DeviceSampler:
-    """The least that the device has to tell about a row; `banned` of the `ends` of a generation may not
-    come."""
+    """The narrowest device sampler that suffices for a request; `banned` of the `ends` of a generation are
+    not allowed."""
     if LogitRules.wanted(params) or not all(each.only_lowers for each in penalties):
         return DeviceSampler.ROW  # any token may become the best
     if 0 < banned < ends:
         return DeviceSampler.ROW  # the device bans all ends or none
     logprobs = params.logprobs is not None
     if params.prompt_logprobs is not None or (logprobs and constrained):
-        return DeviceSampler.ROW  # a token of a prompt, or a forced one, need not be among the best
+        return DeviceSampler.ROW  # a prompt's token, or a forced one, may not be among the best
     if penalties and (logprobs or constrained):
-        return DeviceSampler.ROW  # nor need the best that is left
+        return DeviceSampler.ROW  # neither may the best one left
     if params.is_greedy and not logprobs and not penalties:
         return DeviceSampler.TOP_K if constrained else DeviceSampler.BEST
     if not params.is_greedy and params.chain[:1] != ("top_k",):
         return DeviceSampler.ROW
     top_k = 1 if params.is_greedy else params.top_k
-    wanted = top_k + banned + bool(penalties)  # the last is a bound
+    wanted = top_k + banned + bool(penalties)  # with penalties one more, as a bound for the rest
     if wanted > N_CANDIDATES:
         return DeviceSampler.ROW
     return DeviceSampler.LOGPROBS if logprobs else DeviceSampler.TOP_K
@@ -62,10 +62,11 @@ def choose_among(
     chain: SamplerChain | None,
     constraint: Constraint | None,
 ) -> int | None:
-    """The choice from the best tokens of a row [n], as it would be from the whole row; None where they do not
-    say what it would be. Every other token has a logit of at most `lowest`.
+    """The choice that the whole row would give, from its best tokens [n]; None if they do not determine it.
+    Every other token has a logit of at most `lowest`.
 
-    The best ones are offered to the constraint one by one, which is quicker than its mask; a draw takes that.
+    A greedy choice offers the best tokens to the constraint one by one, which is faster than its mask; a draw
+    needs the mask.
     """
     if chain is None:
         at = logits.argmax()
@@ -82,7 +83,7 @@ def choose_among(
         keep = mask[ids]
         n_kept = np.count_nonzero(keep)
         if n_kept == len(ids):
-            lowest = -math.inf  # as without a constraint: the device gave as many as top-k takes
+            lowest = -math.inf  # as without a constraint: these are all that top-k takes
         else:
             ids, logits = ids[keep], logits[keep]
     if lowest > -math.inf:
@@ -103,7 +104,7 @@ def choose_among(
 def _best_allowed(
     ids: npt.NDArray[np.integer], logits: npt.NDArray[np.float32], lowest: float, constraint: Constraint
 ) -> int | None:
-    order = np.lexsort((ids, -logits))  # of equal ones the lowest first
+    order = np.lexsort((ids, -logits))  # among equal logits the lowest id first
     for token, logit in zip(ids[order].tolist(), logits[order].tolist(), strict=True):
         if logit <= lowest:
             break
@@ -113,13 +114,11 @@ def _best_allowed(
 
 
 def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:
-    """Whether the samplers behind top-k, which is the first, do what they would do, and keep none but the
-    tokens with the `known` logits, whatever other tokens there are with logits of at most `lowest`, which is
-    below theirs.
+    """Whether the samplers after top-k, which comes first, keep only tokens with the `known` logits, and the
+    same ones for any other tokens. Those have logits of at most `lowest`, which is below the known ones.
 
-    Either top-k needs no other. Or top-p or min-p, where they come next, drops all others: top-p because the
-    tokens that reach its share of the mass without them, and of the most mass that they could bring, are the
-    same.
+    Either top-k needs no other token. Or top-p or min-p, if they come next, drops all others: top-p if the
+    same tokens reach its share of the mass without the others and with the most mass that these could have.
     """
     if len(known) >= params.top_k or not len(known):
         return len(known) > 0
@@ -141,7 +140,7 @@ def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: f
 
 
 def _temperature_at_top_p(params: SamplingParams) -> float | None:
-    """What logits are divided by before top-p and min-p; None where the chain is another one."""
+    """The divisor of logits before top-p and min-p; None if the chain has another form."""
     for middle, last in ((("temperature",), ()), ((), ("temperature",))):
         order = ("top_k", *middle, "top_p", "min_p", *last)
         if params.chain == tuple(name for name in order if name in params.chain):
@@ -152,10 +151,10 @@ def _temperature_at_top_p(params: SamplingParams) -> float | None:
 
 
 def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
-    """Ids of the `k` highest of many logits [n], in no order; all of them if there are no more.
+    """Ids of the `k` highest of many logits [n], unordered; all of them if there are no more.
 
-    The k-th highest of the maxima of blocks is a bound that at least k reach and few pass: one look at
-    everything, where a partial sort would move it.
+    The k-th highest maximum of blocks is a bound that at least k logits reach and few exceed. Finding it
+    reads every logit once, while a partial sort would move them.
     """
     width = 256
     n_blocks = len(logits) // width

@@ -1,4 +1,4 @@
-"""The samplers of llama.cpp that a request comes to."""
+"""llama.cpp's samplers for a request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from .parameters import SamplingParams
 
 MIROSTAT_M = 100
-"""Tokens that the first version of Mirostat looks at (llama.cpp, common/sampling.cpp)."""
+"""Tokens that the first version of Mirostat considers (llama.cpp, common/sampling.cpp)."""
 
 
 def samplers_of(params: SamplingParams, seed: int, n_vocab: int) -> Iterator[tuple[Any, ...]]:
-    """As `SamplerChain` takes them, in the request's order and with a draw at the end."""
-    keep = max(1, params.min_keep)  # none but the draw would do with no token, either
+    """The samplers, as `SamplerChain` takes them, in the request's order, and a draw at the end."""
+    keep = max(1, params.min_keep)  # every sampler needs at least one token, except the draw
     mirostat = seed, params.mirostat_tau, params.mirostat_eta
     first = params.mirostat == 1
     known: dict[str, tuple[Any, ...]] = {

@@ -1,4 +1,4 @@
-"""What may come next in an answer, where its request has a say in that: a grammar, a budget for reasoning."""
+"""The protocol of constraints, which restrict the next token of an answer, such as a grammar."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Mask = npt.NDArray[np.bool_]
-"""For each token of the vocabulary, perhaps for some more, whether it may come next."""
+"""For each token of the vocabulary, and perhaps for some ids beyond, whether it may come next."""
 
 
 class Constraint(Protocol):
-    """Follows one answer token by token. The engine's thread only, once the request is submitted.
+    """Follows one answer token by token. Engine's thread only, once the request is submitted.
 
-    It belongs to the request's `Sampler`, and so outlives a preemption. A token that was accepted is never
-    taken back: of a draft, only what was chosen is accepted.
+    It belongs to the request's `Sampler`, and so survives a preemption. An accepted token is never taken
+    back: of a draft, only the chosen tokens are accepted.
     """
 
     def forced(self) -> list[int]:
-        """The tokens that must come next whatever the model says, if there are any; they are accepted.
+        """Accept and return the tokens that must come next regardless of the model, if there are any.
 
-        Asked at the beginning and after every accepted token. The last may end the generation.
+        Called at the beginning and after every accepted token. The last one may end the generation.
         """
 
     def accept(self, token: int) -> bool:
-        """Whether `token` may come next; if so, it has. Raises whatever keeps the answer from going on."""
+        """Accept `token` if it may come next; return whether it may. Raises if the answer cannot go on."""
 
     def mask(self) -> Mask:
-        """Which tokens may come next, at least one. It is the caller's to change."""
+        """The tokens that may come next, at least one. The caller may change the array."""
 
     def validate(self, tokens: Sequence[int]) -> int:
-        """How many of the tokens of a draft may come next, one after the other."""
+        """How many tokens of a draft may come next, one after the other."""
 
     def prepare(self, draft: Sequence[int]) -> None:
-        """While the device computes: make ready the masks of this place and of those after a valid draft's
-        tokens, which `mask` may be asked for next."""
+        """While the device computes, prepare the masks for this place and after each token of a valid draft,
+        for the next calls of `mask`."""

@@ -1,6 +1,6 @@
-"""Numbers in JSON, with no more digits in a row than llama.cpp's grammars allow.
+"""Limits the digits of numbers in JSON, as llama.cpp's grammars do.
 
-JSON sets no bound, nor does llguidance: a small model that begins `0.333` may fill its answer with it.
+JSON and llguidance set no bound: a small model that begins `0.333` may fill its answer with digits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from .constraint import Mask
 
 MOST_DIGITS = 16
-"""Of a number's integral part, fraction and exponent each (json-schema-to-grammar.cpp, `integral-part`)."""
+"""For a number's integral part, fraction and exponent each (json-schema-to-grammar.cpp, `integral-part`)."""
 
 DIGITS = b"0123456789"
 
 
 class DigitTokens:
-    """The digits that a vocabulary's tokens begin and end with. To make it takes a look at each."""
+    """The digits that a vocabulary's tokens begin and end with. Making it decodes every token."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         pieces = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
@@ -39,19 +39,19 @@ class DigitTokens:
         self._text = [ids[char] for char in (b'"', b"z") if char in ids]
 
     def after(self, run: int, tokens: Iterable[int]) -> int:
-        """Digits at the end of a text that ended with `run` of them before the tokens."""
+        """Digits at the end of a text after `tokens`, if it ended with `run` digits before them."""
         for token in tokens:
             _, trailing, whole = self._ends[token]
             run = run + trailing if whole else trailing
         return run
 
     def too_many(self, run: int, token: int) -> bool:
-        """Whether a number with `run` digits would have more than it may."""
+        """Whether `token` would give a number that has `run` digits too many of them."""
         leading = self._ends[token][0]
         return leading > 0 and run + leading > MOST_DIGITS
 
     def bearable(self, run: int, tokens: Sequence[int]) -> int:
-        """How many tokens come before digits that may be too many, whatever they belong to."""
+        """How many tokens come before a run of digits that is too long, in a number or not."""
         for n, token in enumerate(tokens):
             if self.too_many(run, token):
                 return n
@@ -59,10 +59,10 @@ class DigitTokens:
         return len(tokens)
 
     def in_number(self, matcher: LLMatcher) -> bool:
-        """Whether the digits that come next are a number's, and those before are enough for it.
+        """Whether the next digits belong to a number that may end here.
 
-        A number could end here, which a bound of its schema may forbid; in a string, letters or the quotation
-        mark could follow.
+        A bound in its schema may forbid that a number ends here. In a string, letters or the quotation mark
+        could follow.
         """
 
         def allows(token: int) -> bool:
@@ -72,6 +72,6 @@ class DigitTokens:
         return ends and not any(map(allows, self._text))
 
     def restrict(self, mask: Mask, run: int, matcher: LLMatcher) -> None:
-        """Takes out of the mask what would make a number too long."""
+        """Remove from the mask the tokens that would make a number too long."""
         if run and run + self._most > MOST_DIGITS and self.in_number(matcher):
             mask[: self.leading.size] &= self.leading <= MOST_DIGITS - run

@@ -1,4 +1,4 @@
-"""One request's sampler: it carries out what the request says, from a row of logits to the next token."""
+"""One request's sampler: applies its parameters to a row of logits and chooses the next token."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. It outlives preemption, so a seeded draw goes on where it was.
+    """Chooses the tokens of one sequence. It survives preemption, so a seeded draw continues where it was.
 
-    With a `constraint`, the choice is the one that the same parameters make when all tokens that may not come
-    next have a logit of -inf. Where the device found the best tokens of a row, that is often known from them
-    (`choose_among`); where it is not, the whole row is fetched.
+    With a `constraint`, the choice is as if all tokens that may not come next had a logit of -inf. The best
+    tokens of a row, which the device finds, often suffice for the choice (`choose_among`); if not, the whole
+    row is fetched.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Sampler:
         thinking: ThinkingWatch | None = None,
         dry: DrySampler | None = None,
     ) -> None:
-        """`dry` is this answer's alone, which is needed where the request wants one."""
+        """`dry` must be new and belong to this answer only; required if the request uses DRY."""
         self.params, self._n_real = params, vocab.n_real
         self._constraint, self._thinking = constraint, thinking
         self.forces = constraint is not None or thinking is not None
-        """Whether `forced` may find any tokens."""
+        """Whether `forced` may return tokens."""
         self._banned = vocab.eog_ids - params.stop_token_ids if params.ignore_eos else frozenset()
         self._rules: LogitRules | None = None
         if LogitRules.wanted(params):
@@ -70,15 +70,15 @@ class Sampler:
         rules = [] if self._rules is None else [self._rules]
         self._processors: list[LogitRules | Penalties | Dry] = [*rules, *self._penalties]
         self._chain: SamplerChain | None = None
-        """None where the best token is chosen."""
+        """None if the best token is chosen."""
         if not params.is_greedy:
             seed = secrets.randbits(32) if params.seed is None else params.seed
             seed %= 0xFFFFFFFF  # llama.cpp takes 0xFFFFFFFF for "random"
             self._chain = SamplerChain(samplers_of(params, seed, vocab.size))
         self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
-        """So many of the best tokens are all that the chain looks at; 0 where it looks at more."""
+        """The chain considers only this many best tokens; 0: it may consider all."""
         self._forced: deque[int] = deque()
-        """Tokens that come next whatever the model says."""
+        """Tokens that come next regardless of the model."""
         self.need = device_sampler_for(
             params,
             self._penalties,
@@ -86,22 +86,22 @@ class Sampler:
             ends=len(vocab.eog_ids),
             banned=len(self._banned),
         )
-        """The least that the device has to tell about a row; more does as well."""
+        """The narrowest device sampler that suffices; wider ones do too."""
         if constraint is not None:
             self._force(constraint.forced())
 
     def sample(self, rows: Rows, row: int) -> int | None:
-        """The next token, from a row of what was decoded, whose device sampler must serve `need`.
+        """The next token, from a decoded row whose device sampler must serve `need`.
 
-        None where the whole row is needed and the device has it no more: what is pending must be computed
-        again, and `need` is ROW from now on. Raises FloatingPointError when the model computed no usable
-        logits, NoTokenLeft, and what the constraint raises.
+        None if the whole row is needed and the device no longer has it: pending tokens must be computed
+        again, and `need` is ROW from now on. Raises FloatingPointError if the logits are unusable,
+        NoTokenLeft, and what the constraint raises.
         """
         kind = rows.kinds[row]
         if self._forced:
             if kind is DeviceSampler.ROW or self.params.logprobs is None:
                 return self._forced.popleft()
-            self.need = DeviceSampler.ROW  # its log-probability is not among the candidates'
+            self.need = DeviceSampler.ROW  # its log-probability may not be among the candidates'
             return None
         if kind is DeviceSampler.BEST:
             token = rows.best(row)
@@ -123,10 +123,10 @@ class Sampler:
         return found
 
     def forced(self, new: Sequence[int]) -> list[int]:
-        """The answer has gained `new` tokens: those that come next without a row, if there are any.
+        """The answer has gained `new` tokens: return the forced tokens that follow, if there are any.
 
-        With log-probabilities there are none: the model is asked what it thinks of them. Raises what the
-        constraint raises.
+        With log-probabilities there are none, since the model must compute those of each token. Raises what
+        the constraint raises.
         """
         if not self._forced and self._thinking is None:
             return []
@@ -138,20 +138,21 @@ class Sampler:
 
     @property
     def horizon(self) -> int | None:
-        """Tokens of which none but the last can be followed by forced ones that a draft does not know of."""
+        """Number of next tokens of which only the last may be followed by forced tokens unknown to a
+        draft."""
         return None if self._thinking is None else self._thinking.horizon
 
     def validate(self, draft: list[int]) -> list[int]:
-        """As much of a draft as may come next."""
+        """The first tokens of a draft, as far as they may come next."""
         if self._forced:
             pairs = zip(draft, self._forced, strict=False)
             return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
         return draft if self._constraint is None else draft[: self._constraint.validate(draft)]
 
     def prepare(self, draft: Sequence[int]) -> None:
-        """While the device computes the rows after what is pending, and after each token of a draft."""
+        """Prepare the constraint while the device computes the rows of pending tokens and of a draft."""
         if self._constraint is not None and self._chain is not None and not self._forced:
-            self._constraint.prepare(draft)  # the best token is nearly always allowed, which is asked sooner
+            self._constraint.prepare(draft)  # not if greedy: the best token is nearly always allowed
 
     def close(self) -> None:
         """Free llama.cpp's part. Idempotent."""
@@ -161,7 +162,7 @@ class Sampler:
         if self._chain is not None:
             self._chain.close()
 
-    # --- what is forced ------------------------------------------------------------------------------------
+    # --- forced tokens -------------------------------------------------------------------------------------
 
     def _force(self, tokens: Iterable[int]) -> None:
         for token in tokens:
@@ -180,7 +181,7 @@ class Sampler:
         bridge, constraint = list(watch.limits.bridge), self._constraint
         if constraint is not None:
             if constraint.validate(bridge) < len(bridge):
-                return  # not within a character: after the next token
+                return  # within a character; tried again after the next token
             for token in bridge:
                 constraint.accept(token)
         watch.follow(bridge)
@@ -191,7 +192,7 @@ class Sampler:
     # --- the choice ----------------------------------------------------------------------------------------
 
     def _processed(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """The real tokens' logits of a row [n_vocab], which is changed: banned ones have -inf."""
+        """The real tokens' logits of a row [n_vocab], processed in place: banned ones have -inf."""
         real = logits[: self._n_real]
         if self._banned:
             real[list(self._banned)] = -np.inf
@@ -206,10 +207,10 @@ class Sampler:
         return real
 
     def _from_candidates(self, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> int | None:
-        """The choice from the best tokens [n], as the device tells them; None where they do not settle it."""
-        lowest = -math.inf  # they are all that top-k takes
+        """The choice from the device's best tokens [n]; None if they do not determine it."""
+        lowest = -math.inf  # top-k takes no others
         if self._penalties or self._constraint is not None:
-            lowest = float(np.minimum.reduce(logits))  # without the wrapper of min()
+            lowest = float(np.minimum.reduce(logits))  # faster than min()
             for each in self._penalties:
                 if each.active:
                     logits = each.applied(ids, logits)
@@ -218,8 +219,8 @@ class Sampler:
         return choose_among(ids, logits, lowest, self.params, self._chain, self._constraint)
 
     def _from_row(self, real: npt.NDArray[np.float32]) -> int:
-        """The choice from a whole row; with a constraint from the best tokens where they do, without looking
-        at all that may come."""
+        """The choice from a whole row. With a constraint, the best tokens are tried first, which may save the
+        mask of all allowed tokens."""
         constraint, top_k = self._constraint, self._top_k
         if constraint is not None and (self._chain is None or top_k):
             if self._chain is None and constraint.accept(token := int(real.argmax())):
@@ -232,7 +233,7 @@ class Sampler:
         return self._from_allowed(real)
 
     def _from_allowed(self, real: npt.NDArray[np.float32]) -> int:
-        """The choice from all tokens of a row that may come next."""
+        """The choice from all allowed tokens of a row."""
         ids, logits, constraint, top_k = None, real, self._constraint, self._top_k
         if constraint is not None:
             ids = np.flatnonzero(constraint.mask()[: real.size])

@@ -1,4 +1,4 @@
-"""DRY ("don't repeat yourself"): llama.cpp's penalty on what would go on with a repetition."""
+"""DRY ("don't repeat yourself"): llama.cpp's penalty on tokens that would continue a repetition."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .parameters import SamplingParams
 
 KEPT = 32
-"""Kinds of DRY, by all that requests say of it, that are kept to be copied: some 100 KB each."""
+"""Cached DRY samplers, one for each combination of parameters: some 100 KB each."""
 
 
 class DrySamplers:
-    """Of one model. To look for sequence breakers in every token takes a tenth of a second: once for all
-    requests that say the same of DRY. From any thread."""
+    """Makes the DRY samplers of one model. Searching every token for sequence breakers takes a tenth of a
+    second, so requests with the same DRY parameters share that work. From any thread."""
 
     def __init__(self, model: Model, context_size: int) -> None:
         self._model, self._context_size = model, context_size
@@ -33,8 +33,8 @@ class DrySamplers:
         self._lock = Lock()
 
     def of(self, params: SamplingParams) -> DrySampler | None:
-        """One for an answer, which has seen nothing yet; None where a request wants none. Where such a
-        one was not made before, that takes long."""
+        """A new sampler for one answer; None if the request does not use DRY. The first one with these
+        parameters is slow to make."""
         if "dry" not in params.on_rows:
             return None
         last_n = params.dry_penalty_last_n
@@ -51,7 +51,7 @@ class DrySamplers:
 
 
 class Dry:
-    """Of one answer."""
+    """DRY penalties of one answer."""
 
     only_lowers = active = True
 
@@ -69,18 +69,18 @@ class Dry:
             sampler.accept(token)
 
     def apply(self, logits: npt.NDArray[np.float32]) -> None:
-        """Penalise a row in place: what was never seen goes on with nothing."""
+        """Penalise a row in place. Only seen tokens can continue a repetition."""
         tokens = np.flatnonzero(self._seen)
         logits[tokens] = self.applied(tokens, logits[tokens])
 
     def applied(
         self, tokens: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32]:
-        """What becomes of the logits of some tokens."""
+        """The penalised logits of some tokens."""
         return self._sampler.applied(tokens, logits)
 
     def accept(self, token: int) -> None:
-        """The answer goes on with `token`."""
+        """Add the next token of the answer."""
         self._seen[token] = True
         self._sampler.accept(token)
 

@@ -1,7 +1,7 @@
-"""Grammars: texts in llguidance's Lark dialect, compiled once, each answer followed by a matcher of its own.
+"""Grammars in llguidance's Lark dialect: each is compiled once, and each answer has a matcher of its own.
 
-llguidance (https://github.com/guidance-ai/llguidance) does the work: an Earley parser over a lexer of
-derivatives of regular expressions, which finds the tokens that may come next.
+llguidance (https://github.com/guidance-ai/llguidance) finds the tokens that may come next, with an Earley
+parser over a lexer of derivatives of regular expressions.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST_GRAMMAR = 512 * 1024
-"""Characters of a grammar."""
+"""Maximum characters of a grammar."""
 
 SLOWEST_MASK = 0.25
-"""Seconds of a core for the first mask of a grammar: all answers wait for each other's."""
+"""Maximum CPU seconds for a grammar's first mask: all answers of a step wait for each mask."""
 
 MAX_MESSAGE = 600
-"""Characters of a complaint: llguidance's go on with the grammar."""
+"""Maximum characters of an error message: llguidance's include the grammar."""
 
 JSON = "%json"
-"""What a grammar has that a schema is a part of."""
+"""Found in grammars that include a JSON schema."""
 
 CACHED = 64
-"""Compiled grammars that are kept for when they come again, and as many refusals."""
+"""Compiled grammars that are cached, and as many refusals."""
 
 WAITING = 32
-"""Grammars that may wait; a hostile one takes as long as the validator lets it."""
+"""Maximum grammars that wait; a hostile one takes as long as the validator allows."""
 
 LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-"""llguidance's own, which bound the time of a compilation and of a step, but for a lexer's states."""
+"""llguidance's defaults, which bound the time of a compilation and of a step, except for the lexer states."""
 
 
 class Grammar:
@@ -62,25 +62,25 @@ class Grammar:
         self._matcher, self._end, self._digits = matcher, end, digits
 
     def begin(self, param: str = "the format") -> GrammarConstraint:
-        """The constraint of one answer; `param` is the field that it is to be complained about as."""
+        """A constraint for one answer; error messages name the field `param`."""
         return GrammarConstraint(self._matcher.deep_copy(), self._end, param, self._digits)
 
 
 class GrammarConstraint:
-    """Keeps an answer to a grammar; where nothing can follow any more, it forces `end`."""
+    """Constrains an answer to a grammar; once nothing can follow, it forces `end`."""
 
     def __init__(self, matcher: LLMatcher, end: int, param: str, digits: DigitTokens | None) -> None:
         self._matcher, self._end, self._param, self._digits = matcher, end, param, digits
         self._run = 0
-        """Digits that the text ends with."""
+        """Digits at the end of the text."""
         self._n = 0
         """Tokens accepted."""
         self._masks: dict[int, Mask] = {}
-        """Those made ready, by the number of tokens before."""
+        """Prepared masks, by the number of tokens before."""
         self._ended = False
 
     def forced(self) -> list[int]:
-        """What the grammar leaves no choice about, in the tokens that the tokenizer would give it."""
+        """The text that the grammar forces, in the tokens that the tokenizer would give it."""
         if self._ended:
             return []
         matcher = self._matcher
@@ -96,7 +96,7 @@ class GrammarConstraint:
         return forced
 
     def accept(self, token: int) -> bool:
-        """Raises FormatTooComplex where the grammar turns out to be more than the limits allow."""
+        """As `Constraint.accept`. Raises FormatTooComplex if the grammar exceeds the limits."""
         digits = self._digits
         if digits and digits.too_many(self._run, token) and digits.in_number(self._matcher):
             return False
@@ -109,17 +109,17 @@ class GrammarConstraint:
         return accepted
 
     def mask(self) -> Mask:
-        """What may come next; ends of a generation where the text is complete."""
+        """The tokens that may come next; also tokens that end a generation if the text is complete."""
         mask = self._masks.pop(self._n, None)
         return self._compute() if mask is None else mask
 
     def validate(self, tokens: Sequence[int]) -> int:
-        """How many fit; perhaps some less, where digits go on and on."""
+        """How many tokens fit; fewer if a run of digits is too long."""
         valid = self._matcher.validate_tokens(list(tokens))
         return self._digits.bearable(self._run, tokens[:valid]) if self._digits else valid
 
     def prepare(self, draft: Sequence[int]) -> None:
-        """The masks of this place and of those behind each token of the draft."""
+        """Compute the masks for this place and after each token of the draft."""
         place = self._n, self._run
         self._masks = {self._n: self._compute()}
         consumed = 0
@@ -155,7 +155,7 @@ class GrammarConstraint:
 
 
 class _Job:
-    """A grammar that is compiled for those who wait for it."""
+    """A grammar to compile, and the callers that wait for it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -163,20 +163,20 @@ class _Job:
 
 
 class GrammarCompiler:
-    """Compiles on a thread of its own, one grammar after the other, so that none holds anything else up.
+    """Compiles grammars on a thread of its own, one after the other, so that none delays other work.
 
-    `make_tokenizer` is called there, once, before the first. What nobody waits for any more is not compiled,
-    and is ended where it is.
+    `make_tokenizer` is called there once, before the first. A grammar that no caller waits for any more is
+    not compiled; a compilation in progress is interrupted.
     """
 
     def __init__(self, make_tokenizer: Callable[[], Any], end: int, special: Sequence[str] = ()) -> None:
-        """Answers that are complete end with the token `end`; `special` tokens may be named in grammars."""
+        """Complete answers end with the token `end`; grammars may name `special` tokens."""
         self._end = end
         self._grammars: LRUCache[str, Grammar] = LRUCache(CACHED)
         self._refusals: LRUCache[str, str] = LRUCache(CACHED)
-        """Why, by grammar."""
+        """Reasons, by grammar."""
         self._lock = RLock()
-        """A future that is cancelled calls back at once."""
+        """Reentrant, since a cancelled future calls back at once."""
         self._jobs: dict[str, _Job] = {}
         self._running: _Job | None = None
         self._stopped = False
@@ -188,10 +188,10 @@ class GrammarCompiler:
         threading.stack_size(usual)
 
     def compile(self, text: str) -> Future[Grammar]:
-        """A grammar in llguidance's Lark dialect, from the cache if it is there.
+        """Compile a grammar in llguidance's Lark dialect, or take it from the cache.
 
-        The future raises InvalidGrammar for what is no grammar, or too large a one. Who cancels it does not
-        wait any more. Raises QueueFull and EngineDead.
+        The future raises InvalidGrammar for an invalid or too large grammar. A caller that stops waiting
+        cancels it. Raises QueueFull and EngineDead.
         """
         future: Future[Grammar] = Future()
         with self._lock:
@@ -232,7 +232,7 @@ class GrammarCompiler:
             grammar = self._compile(job)
         except InvalidGrammar as error:
             refusal = str(error)
-        except Exception as error:  # of the tokenizer: nobody's grammar is to blame
+        except Exception as error:  # from the tokenizer, so the grammar is not refused
             log.exception("a grammar could not be compiled")
             failure: Exception = error
         with self._lock:
@@ -278,7 +278,7 @@ class GrammarCompiler:
         return Grammar(matcher, self._end, self._digits if JSON in text else None)
 
     def stop(self) -> None:
-        """Waiting and later callers get EngineDead. From any thread. Idempotent."""
+        """Fail waiting and later callers with EngineDead. From any thread. Idempotent."""
         with self._lock:
             self._stopped = True
             waiting = [future for job in self._jobs.values() for future in job.waiting]
@@ -287,7 +287,7 @@ class GrammarCompiler:
                     future.set_exception(EngineDead("the engine was closed"))
 
     def close(self) -> None:
-        """Nothing of the model is used afterwards. Idempotent."""
+        """Stop, and wait until the model is no longer used. Idempotent."""
         self.stop()
         self._thread.shutdown(cancel_futures=True)
         self._validator.close()

@@ -1,9 +1,9 @@
-"""Compiles grammars first where they can do no harm, in a process that `GrammarValidator` starts and feeds.
+"""Compiles grammars first in a separate process, which `GrammarValidator` starts and feeds.
 
-llguidance follows references by recursion: a chain of some thousand definitions overflows the stack, which
-ends the process. And though it bounds most of its work, some schemas (a few hundred `patternProperties`) keep
-it busy for minutes, which nothing can interrupt. So every grammar is compiled here first, with a part of the
-stack that the other thread has, and little time.
+llguidance follows references by recursion, so a chain of some thousand definitions overflows the stack, which
+ends the process. It bounds most of its work, but some schemas (a few hundred `patternProperties`) keep it
+busy for minutes without a way to interrupt it. So every grammar is compiled here first, with a smaller stack
+than the compiler's thread has, and in little time.
 
 Run as a script: only the standard library and llguidance are imported.
 """
@@ -27,11 +27,11 @@ STACK = 4 * 2**20
 MEMORY = 2 * 2**30
 
 LEXER_STATES = 50_000
-"""At most, for one grammar; each takes up to 2 KB: 100 MB."""
+"""Maximum for one grammar; each takes up to 2 KB: 100 MB."""
 
 
 class GrammarValidator:
-    """Tells whether a grammar can be compiled at all. For one thread; the process starts when needed."""
+    """Checks whether a grammar can be compiled. For one thread; the process starts when needed."""
 
     def __init__(self, special: Sequence[str]) -> None:
         """`special`: the tokens that a grammar may name."""
@@ -39,10 +39,10 @@ class GrammarValidator:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compiles(self, text: str, wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Whether compiling `text` ends, with a grammar or with a complaint.
+        """Whether compiling `text` ends, with a grammar or with an error.
 
-        Takes CPU_SECONDS at most. A process that dies of anything else, which may not be the grammar's doing,
-        is replaced once, if the answer is still `wanted`.
+        Takes at most CPU_SECONDS. A process that dies for another reason, which may not be the grammar, is
+        replaced once, if the answer is still `wanted`.
         """
         if self._answers(text):
             return True
@@ -63,12 +63,12 @@ class GrammarValidator:
             return False
 
     def interrupt(self) -> None:
-        """Ends the process, whatever it compiles. From any thread."""
+        """Kill the process, even while it compiles. From any thread."""
         if (process := self._process) is not None:
             process.kill()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P: this folder's modules are not to be found in place of the library's
+        # -P: imports must not find this folder's modules in place of the library's
         command = [sys.executable, "-P", str(Path(__file__)), str(CPU_SECONDS)]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -78,7 +78,7 @@ class GrammarValidator:
         return process
 
     def close(self) -> int:
-        """Ends the process; what it ended with. Idempotent."""
+        """End the process and return its exit status. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return 0
@@ -93,7 +93,7 @@ def _send(pipe: IO[bytes], data: bytes) -> None:
 
 
 def _receive(pipe: IO[bytes]) -> bytes:
-    """Raises EOFError where nobody feeds this process any more."""
+    """Raises EOFError if the pipe was closed."""
     head = pipe.read(8)
     if len(head) < 8:
         raise EOFError
@@ -101,13 +101,13 @@ def _receive(pipe: IO[bytes]) -> bytes:
 
 
 def main() -> None:
-    """Reads special tokens, then grammars; a point for each that compiles within argv[1] seconds."""
+    """Read special tokens, then grammars; write a point for each that compiles within argv[1] seconds."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
     seconds, special = float(sys.argv[1]), _receive(sys.stdin.buffer).split(b"\n")
 
     class Bytes:
-        """A tokenizer of bytes: whether a grammar can be compiled is not the vocabulary's doing."""
+        """A tokenizer of bytes: whether a grammar compiles does not depend on the vocabulary."""
 
         def __init__(self) -> None:
             self.tokens = [*(bytes([byte]) for byte in range(256)), *(b"\xff" + token for token in special)]
@@ -130,7 +130,7 @@ def main() -> None:
             while True:
                 text = _receive(sys.stdin.buffer).decode()
                 signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process
-                with contextlib.suppress(BaseException):  # a panic; the caller meets it again
+                with contextlib.suppress(BaseException):  # a panic; the compiler's thread meets it again
                     compile_(text)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 sys.stdout.buffer.write(b".")

@@ -1,4 +1,4 @@
-"""How likely the model took the tokens of a text to be: what a request asked to be told beside its tokens."""
+"""Log-probabilities of a request's tokens, if it asks for them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ class TokenLogprobs:
     """Natural logarithms of probabilities at one place of a text."""
 
     token: int
-    """The one that is there."""
+    """The token at this place."""
     logprob: float
     rank: int
-    """1 where no token is likelier, 2 where one is."""
+    """1 if no token is likelier, 2 if one is."""
     best: npt.NDArray[np.int32]
     """The likeliest tokens at this place, best first."""
     best_logprobs: npt.NDArray[np.float32]
-    """Theirs. Arrays: pairs would take ten times the memory, and that much longer to be freed."""
+    """Their log-probabilities. Arrays, since pairs would take ten times the memory, and as much longer to
+    free."""
 
     @property
     def top(self) -> list[tuple[int, float]]:
-        """The likeliest tokens and theirs, best first."""
+        """The likeliest tokens and their log-probabilities, best first."""
         return list(zip(self.best.tolist(), self.best_logprobs.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of tokens at one place; every other token has at most the least of theirs."""
+    """Log-probabilities of tokens at one place; no other token has a higher one than their lowest."""
 
     ids: npt.NDArray[np.int32] | None
-    """The tokens; None for those of the whole vocabulary, in order."""
+    """The tokens; None for the whole vocabulary, in order."""
     logprobs: npt.NDArray[np.float32]
 
     def of(self, token: int, n_top: int, n_real: int) -> TokenLogprobs:
-        """What is told of a token, which must be among them. The first `n_real` of the vocabulary count."""
+        """The result for a token, which must be among them. Only the first `n_real` tokens count."""
         if self.ids is None:
             logprobs = self.logprobs[:n_real]
             logprob = logprobs[token]
@@ -57,47 +58,47 @@ class Scores:
         else:
             logprobs, ids, best = self.logprobs, self.ids, self.logprobs
             logprob = logprobs[ids == token][0]
-        order = np.lexsort((ids, -best))[:n_top]  # of several as likely the lowest first, as everywhere
+        order = np.lexsort((ids, -best))[:n_top]  # among equally likely ones the lowest id first
         rank = 1 + int(np.count_nonzero(logprobs > logprob))
         return TokenLogprobs(token, float(logprob), rank, ids[order], best[order])
 
 
 class Logprobs:
-    """Of one request, as they become known. The engine's thread writes, the listener reads.
+    """Log-probabilities of one request, as they are computed. The engine's thread writes, the listener reads.
 
-    They are of the model's own distribution, the softmax over the whole row of logits, as transformers and
-    vLLM (`raw_logprobs`) have them: before temperature, penalties and whatever bans tokens. Ranks, and the
-    `best`, leave out tokens that only pad the vocabulary.
+    They are of the model's own distribution, the softmax over the whole row of logits, as in transformers and
+    vLLM (`raw_logprobs`): before temperature, penalties and bans. Ranks and `best` leave out tokens that only
+    pad the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, n_real: int) -> None:
         self._n_real = n_real
         self._n_top, self._n_prompt_top = params.logprobs, params.prompt_logprobs
         self.tokens: list[TokenLogprobs] = []
-        """Of each generated token, in order. Where the answer has ended with a token that is not a part of it
-        (`stop`), that is the last one."""
+        """One for each generated token, in order. If a token that is not part of the answer ended it
+        (`stop`), the last one is that token's."""
         self.prompt: list[TokenLogprobs] = []
-        """Of the tokens of the prompt from the second on: nothing is known of the first."""
+        """One for each prompt token from the second on; the first has none."""
 
     @classmethod
     def wanted(cls, params: SamplingParams, n_real: int) -> Logprobs | None:
-        """What a request with these parameters wants to know; None if nothing."""
+        """A new object for a request with these parameters; None if it asks for none."""
         asked = params.logprobs is not None or params.prompt_logprobs is not None
         return cls(params, n_real) if asked else None
 
     @property
     def of_prompt(self) -> bool:
-        """Whether the prompt's are wanted: then each of its tokens has to be read, and leaves a row."""
+        """Whether the prompt's are wanted: then each of its tokens must be computed and needs a row."""
         return self._n_prompt_top is not None
 
     @property
     def of_answer(self) -> bool:
-        """Whether those of what is generated are wanted."""
+        """Whether those of generated tokens are wanted."""
         return self._n_top is not None
 
     def scores(self, rows: Rows, row: int) -> Scores:
-        """What a row of what was decoded says, whose device sampler gives LOGPROBS or ROW. Raises
-        FloatingPointError where it holds no usable logits."""
+        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. Raises FloatingPointError if
+        its logits are unusable."""
         if rows.kinds[row] is DeviceSampler.ROW:
             return Scores(None, log_softmax(rows.logits(row)))
         ids, logits = rows.candidates(row)
@@ -109,18 +110,18 @@ class Logprobs:
         self.tokens.append(scores.of(token, self._n_top, self._n_real))
 
     def add_prompt(self, logits: npt.NDArray[np.float32], token: int) -> None:
-        """`token` is the next of the prompt, after a row of logits [n_vocab]."""
+        """`token` is the prompt's next one after a row of logits [n_vocab]."""
         assert self._n_prompt_top is not None
         scores = Scores(None, log_softmax(logits))
         self.prompt.append(scores.of(token, self._n_prompt_top, self._n_real))
 
     def keep(self, generated: int) -> None:
-        """Of what was generated in the last step only so much is a part of the answer, or ends it."""
+        """Keep the first `generated` tokens: later ones of the last step are not in the answer."""
         del self.tokens[generated:]
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Of a row [n_vocab], which stays as it is. Raises FloatingPointError where it holds no usable logits."""
+    """Log-softmax of a row [n_vocab], which is not changed. Raises FloatingPointError if it is unusable."""
     highest = logits.max()
     if not np.isfinite(highest):
         raise FloatingPointError(f"the best of {logits.size} logits is {highest}")

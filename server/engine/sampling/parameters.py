@@ -1,4 +1,4 @@
-"""What a request says about how its tokens are chosen."""
+"""A request's sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,49 +11,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_LOGPROBS = 20
-"""Most alternatives to a token whose log-probabilities are told: OpenAI's limit, and vLLM's unless set."""
+"""Maximum alternatives to a token with log-probabilities: OpenAI's limit, and vLLM's default."""
 
 ALMOST_ZERO = 1e-5
-"""Temperatures below would only take logits to infinity: they stand for the best token, as in vLLM."""
+"""Lower temperatures would only take logits to infinity: they mean the best token, as in vLLM."""
 
 ON_ROWS = ("penalties", "dry")
-"""Samplers that change the logits of tokens that were seen, before any other is applied."""
+"""Samplers that change the logits of seen tokens, applied before all others."""
 
 SAMPLERS = (*ON_ROWS, "top_n_sigma", "top_k", "temperature", "typ_p", "top_p", "min_p", "xtc")
-"""The order of samplers, by llama.cpp's names, where a request gives none: llama.cpp's, but for the
-temperature. It comes before top-p and min-p, as in transformers and vLLM, because that is what the sampling
-defaults of a checkpoint were chosen for."""
+"""The default order of samplers, by llama.cpp's names: llama.cpp's order except for the temperature. It comes
+before top-p and min-p, as in transformers and vLLM, since a checkpoint's sampling defaults assume that."""
 
 LLAMA_CPP_SAMPLERS = (*ON_ROWS, "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 """llama.cpp's own order (`common_params_sampling`)."""
 
 BREAKERS = ("\n", ":", '"', "*")
-"""What ends a repetition for DRY, in llama.cpp."""
+"""llama.cpp's default sequence breakers of DRY."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """One request's choices; the defaults are greedy. Raises ValueError, naming the field.
+    """One request's parameters; the defaults are greedy. Raises ValueError, naming the field.
 
-    `temperature` 0 takes the best token. `top_k` 0, `top_p` 1 and `min_p` 0 are off. Penalties see what
-    transformers and vLLM let them see, at any distance: `repetition_penalty` the prompt and the output,
-    `presence_penalty` and `frequency_penalty` the output only. With a `repeat_last_n` all three see what
-    llama.cpp lets them see, the last so many tokens of prompt and output; -1 is all of them.
+    `temperature` 0 takes the best token. `top_k` 0, `top_p` 1 and `min_p` 0 are off. Penalties apply as in
+    transformers and vLLM, at any distance: `repetition_penalty` to tokens of the prompt and the output,
+    `presence_penalty` and `frequency_penalty` to the output's only. With a `repeat_last_n` all three apply as
+    in llama.cpp, to the last `repeat_last_n` tokens of prompt and output; -1 means all of them.
 
-    What else chooses tokens is llama.cpp's, by its names: `typical_p`, `top_n_sigma`, `xtc_probability` and
-    `xtc_threshold`, `dynatemp_range` and `dynatemp_exponent`, the `dry_*` (whose `dry_penalty_last_n` is -1
-    for all tokens), `min_keep`. `samplers` is their order; one that is not in it is not applied, and
+    The other samplers are llama.cpp's, by its names: `typical_p`, `top_n_sigma`, `xtc_probability` and
+    `xtc_threshold`, `dynatemp_range` and `dynatemp_exponent`, the `dry_*` (with `dry_penalty_last_n` -1 for
+    all tokens), `min_keep`. `samplers` is their order; a sampler that is not in it is not applied, and
     penalties and DRY come first. With `mirostat` 1 or 2 only the temperature is applied before it.
 
-    With `ignore_eos` no end-of-generation token is ever chosen. The same `seed` gives the same output;
-    without one every request draws its own. `logprobs` and `prompt_logprobs`, where not None, ask for the
-    log-probabilities of each generated token and each token of the prompt, and for so many of the likeliest
-    ones beside it.
+    With `ignore_eos` no end-of-generation token is chosen. The same `seed` gives the same output; without one
+    each request draws its own. `logprobs` and `prompt_logprobs`, if not None, ask for the log-probabilities
+    of each generated token and of each prompt token, with this number of likeliest alternatives.
 
-    `logit_bias` is added to the logits of the tokens it names. Only `allowed_token_ids` are chosen, if given;
-    of `bad_words`, token by token, the last token is not chosen where all before it were generated. No end of
-    a generation is chosen before there are `min_tokens` tokens. `stop_token_ids` end a generation as well;
-    with `include_stop` such a token is a part of the answer.
+    `logit_bias` is added to the logits of the tokens that it names. If `allowed_token_ids` is given, only
+    those are chosen. The last token of one of `bad_words` is not chosen after all the tokens before it. No
+    end-of-generation token is chosen before there are `min_tokens` tokens. `stop_token_ids` end a generation
+    too; with `include_stop` such a token is part of the answer.
     """
 
     temperature: float = 0.0
@@ -100,7 +98,7 @@ class SamplingParams:
         require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         require("top_k", self.top_k >= 0, "0 (off) or more")
         require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        # far from where a float32 overflows: a logit is divided by it
+        # logits are divided by it: these bounds are far from a float32's overflow
         require("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100")
         require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
@@ -134,7 +132,7 @@ class SamplingParams:
 
     @cached_property
     def on_rows(self) -> tuple[str, ...]:
-        """Which of `ON_ROWS` do something, in their order."""
+        """Those of `ON_ROWS` that have an effect, in their order."""
         penalised = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         wanted = {
             "penalties": bool(penalised) and self.repeat_last_n != 0,
@@ -144,7 +142,7 @@ class SamplingParams:
 
     @cached_property
     def chain(self) -> tuple[str, ...]:
-        """The other samplers that do something, in their order."""
+        """The other samplers that have an effect, in their order."""
         if self.mirostat:
             return ("temperature", "mirostat")
         wanted = {
@@ -163,7 +161,7 @@ class SamplingParams:
         """Whether the choice is the best token, after penalties."""
         for name in self.chain:
             if name in ("typ_p", "xtc"):
-                return False  # they may take the best one out
+                return False  # they may remove the best token
             cold = name == "temperature" and self.temperature < ALMOST_ZERO and not self.dynatemp_range
             if cold or (name == "top_k" and self.top_k == 1):
                 return True

@@ -1,4 +1,4 @@
-"""What changes rows of logits before a token is chosen: a request's rules about tokens, and its penalties."""
+"""Logits processors: a request's rules about single tokens, and its penalties."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NONE_LEFT = (
 
 
 class LogitRules:
-    """What a request says about single tokens, in vLLM's order: bias, then bans; penalties come next.
+    """A request's rules about single tokens, in vLLM's order: bias, then bans; penalties come next.
 
-    Follows one answer: `accept` takes its tokens in order.
+    It follows one answer, whose tokens `accept` takes in order.
     """
 
     def __init__(self, params: SamplingParams, ends: Sequence[int], n_real: int) -> None:
-        """`ends`: what ends the generation, and must not before there are `min_tokens`."""
+        """`ends`: the tokens that end the generation, banned before there are `min_tokens`."""
         inside = [(token, bias) for token, bias in params.logit_bias if token < n_real]
         self._biased = np.array([token for token, _ in inside], np.intp)
         self._bias = np.array([bias for _, bias in inside], np.float32)
@@ -41,7 +41,7 @@ class LogitRules:
         self._never = np.array([word[0] for word in words if len(word) == 1], np.intp)
         """Bad words of one token."""
         self._after: dict[int, list[tuple[list[int], int]]] = {}
-        """By the token before their last: how the others begin, and that last one."""
+        """Longer bad words by their last token but one: all tokens but the last, and the last."""
         for word in words:
             if len(word) > 1:
                 self._after.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
@@ -49,11 +49,11 @@ class LogitRules:
         self._ends = np.array([token for token in ends if token < n_real], np.intp)
         self._until_end = params.min_tokens
         self._last: list[int] = []
-        """The last tokens of the answer, as many as the beginning of a bad word has."""
+        """The answer's last tokens, as many as the longest bad word has before its last token."""
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
-        """Whether a request says anything about single tokens."""
+        """Whether a request has any such rule."""
         some = params.logit_bias or params.bad_words or params.min_tokens
         return bool(some) or params.allowed_token_ids is not None
 
@@ -81,7 +81,7 @@ class LogitRules:
 
 
 class Penalties:
-    """Of one answer, over the tokens seen; with a `watch`, of its thoughts as long as it thinks.
+    """Penalties of one answer on the tokens seen; with a `watch`, only within its think block.
 
     Repetition divides positive and multiplies negative logits (Keskar et al. 2019, section 4.1); presence
     and frequency subtract, as in OpenAI's API.
@@ -98,22 +98,22 @@ class Penalties:
         self._repetition = np.float32(params.repetition_penalty)
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
         self.only_lowers = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
-        """No logit becomes higher: what is not among the best tokens of a row stays below them."""
+        """No logit becomes higher, so tokens that are not among the best of a row stay below them."""
         self._counts: Counter[int] = Counter()
-        """How often each token was generated, or stands in what `repeat_last_n` lets it see."""
+        """How often each token was generated, or is within the last `repeat_last_n`."""
         self._less = np.zeros(n_vocab, np.float32)
-        """What presence and frequency take from each token's logit."""
+        """What presence and frequency penalties subtract from each token's logit."""
         self._repeated = np.zeros(n_vocab, bool)
-        """Tokens that were seen, in the prompt or after it. All False without a repetition penalty."""
+        """Tokens seen in the prompt or after it. All False without a repetition penalty."""
         tokens = np.asarray(prompt, np.intp)
         tokens = tokens[(tokens >= 0) & (tokens < n_vocab)]
         if self._repetition != 1 and params.repeat_last_n is None:
             self._repeated[tokens] = True
         self._tokens = np.flatnonzero(self._repeated)
-        """All that have a penalty, or had one, once each; room for more behind the first `_n`."""
+        """Each token that has or had a penalty, once; the first `_n` are in use."""
         self._n = len(self._tokens)
         self._window: deque[int] | None = None
-        """The last tokens, where no others count."""
+        """The last tokens, if only these count."""
         if params.repeat_last_n is not None:
             seen = tokens.tolist()
             if params.repeat_last_n >= 0:
@@ -126,16 +126,16 @@ class Penalties:
         return self._watch is None or self._watch.open
 
     def apply(self, logits: npt.NDArray[np.float32]) -> None:
-        """Penalise a row in place, which takes as many operations as there are tokens to penalise."""
+        """Penalise a row in place. The time is proportional to the number of penalised tokens."""
         tokens = self._tokens[: self._n]
         logits[tokens] = self.applied(tokens, logits[tokens])
 
     def applied(
         self, tokens: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32]:
-        """What becomes of the logits of some tokens."""
+        """The penalised logits of some tokens."""
         if self._repetition != 1:
-            # of the two the lower one is a positive logit divided, a negative one multiplied
+            # the lower of the two is the quotient of a positive logit and the product of a negative one
             choose = np.minimum if self._repetition > 1 else np.maximum
             penalised = choose(logits / self._repetition, logits * self._repetition)
             logits = np.where(self._repeated[tokens], penalised, logits)

@@ -1,7 +1,7 @@
-"""How long an answer may think: a budget of tokens, and a guard against going in circles.
+"""Limits of an answer's think block: a budget of tokens, and a guard against loops.
 
-Where either says that it is enough, a few words (the bridge) are put into the model's mouth that close the
-think block, and it answers. Unlike a grammar this refuses no token: the model chooses freely up to there.
+When either limit is reached, a few forced words (the bridge) close the think block, and the model answers.
+Unlike a grammar, this refuses no token: the model chooses freely up to there.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.vocab import Vocab
 
 STRIDE = 64
-"""Tokens between two looks for a circle."""
+"""Tokens between two checks for a loop."""
 
 NEEDLE, ROUNDS, SPAN = 16, 4, 128
-"""A circle is looked for by the last tokens, so many; it is one where the text has come round so often, over
-at least so many tokens."""
+"""The check looks for an earlier occurrence of the last NEEDLE tokens. It is a loop if the text has repeated
+ROUNDS times, over at least SPAN tokens."""
 
 ENDS = (b"</think>", b"<tool_call>")
-"""What closes a think block, for whoever reads the answer."""
+"""Texts that close a think block for the reply parser."""
 
 
 @dataclass(frozen=True)
 class ThinkingLimits:
-    """What one request allows, which may be anything; every answer that thinks is followed by a watch of its
-    own, which counts its thoughts at least."""
+    """One request's limits, perhaps none. Every answer that thinks has a watch of its own, which at least
+    counts its thinking tokens."""
 
     bridge: tuple[int, ...] = ()
-    """The tokens that close the block; none of them ends a generation. Needed for a budget and the guard."""
+    """The tokens that close the block; none of them ends a generation. Required for a budget and the
+    guard."""
     budget: int | None = None
-    """Most tokens of the block before the bridge."""
+    """Maximum tokens of the block before the bridge."""
     loop_guard: bool = False
     repetition_penalty: float = 1.0
-    """Within the block, over the block; 1 is none."""
+    """Applies within the block, to the block's tokens; 1 is none."""
 
     def begin(self, vocab: Vocab) -> ThinkingWatch:
         """The watch of one answer."""
@@ -44,21 +45,21 @@ class ThinkingLimits:
 
 
 class ThinkingWatch:
-    """Follows one answer, which begins inside a think block. The engine's thread only."""
+    """Follows one answer, which begins inside a think block. Engine's thread only."""
 
     def __init__(self, limits: ThinkingLimits, vocab: Vocab) -> None:
         self.limits, self._vocab = limits, vocab
         self.open = True
         """The block is not closed yet."""
         self._text = ""
-        """Of the guard: a character for each token."""
+        """For the guard: a character for each token."""
         self.tokens = 0
-        """Of the block so far, without the one that closes it."""
+        """Tokens of the block so far, without the one that closes it."""
         self._tail = b""
 
     @property
     def horizon(self) -> int | None:
-        """Tokens until it has to be asked again: what is drafted must not reach further. None: never."""
+        """Tokens until the next check, which a draft must not pass. None: no further check."""
         if not self.open:
             return None
         ahead = [] if self.limits.budget is None else [self.limits.budget - self.tokens]
@@ -67,7 +68,7 @@ class ThinkingWatch:
         return max(1, min(ahead)) if ahead else None
 
     def follow(self, tokens: Sequence[int]) -> bool:
-        """The answer has gained `tokens`; whether its thoughts must end here."""
+        """Add `tokens` of the answer; return whether its think block must end here."""
         if not self.open:
             return False
         for token in tokens:
@@ -80,14 +81,14 @@ class ThinkingWatch:
         if limits.loop_guard:
             self._text += "".join(map(chr, tokens))
         if _within_character(self._tail):
-            return False  # but after the next token
+            return False  # ends after a later token instead
         if limits.budget is not None and self.tokens >= limits.budget:
             return True
         return limits.loop_guard and self.tokens % STRIDE == 0 and goes_in_circles(self._text)
 
 
 def _within_character(text: bytes) -> bool:
-    """Whether UTF-8 text breaks off in a character."""
+    """Whether UTF-8 text ends within a character."""
     for length, last in enumerate(reversed(text[-3:]), 1):
         if last >= 0xC0:
             return length < (2 if last < 0xE0 else 3 if last < 0xF0 else 4)
@@ -97,7 +98,7 @@ def _within_character(text: bytes) -> bool:
 
 
 def goes_in_circles(text: str) -> bool:
-    """Whether the end of a text, a character for each token, is the same few tokens over and over."""
+    """Whether the end of a text, a character for each token, repeats the same few tokens."""
     end = len(text)
     place = text.rfind(text[-NEEDLE:], 0, end - 1)
     period = end - NEEDLE - place

@@ -1,4 +1,4 @@
-"""From rows to tokens: each request's own sampler, and which draft tokens it accepts."""
+"""Samples tokens from rows with each request's own sampler, and decides which draft tokens are accepted."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SampleResult:
-    """What a step gave one chunk; nothing where its prompt goes on."""
+    """A step's result for one chunk; empty if more of its prompt follows."""
 
     tokens: list[int] = field(default_factory=list)
-    """The draft tokens that were accepted, and one more."""
+    """The accepted draft tokens, and one more."""
     forced: ListLike[int] = ()
-    """Tokens that follow these whatever the model says."""
+    """Tokens that follow these regardless of the model."""
     error: Exception | None = None
-    """What its sampler raised."""
+    """The exception that its sampler raised."""
     recompute: bool = False
-    """The row of the next token is gone; or, with an `error`, no use, which may be others' doing. What is
-    pending then must be computed again."""
+    """The row of the next token is no longer available, or with an `error` unusable, perhaps because of
+    another sequence. Pending tokens must be computed again."""
 
     @property
     def accepted(self) -> int:
-        """Draft tokens that were right, as far as that is known."""
+        """Number of draft tokens known to be right."""
         return max(0, len(self.tokens) - 1)
 
 
 def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[SampleResult]:
-    """For each chunk what is accepted of its draft and the token after that.
+    """For each chunk, the accepted tokens of its draft and the token after them.
 
-    A token of the draft is accepted if the request's own sampler chooses it from the row that it stands for:
-    for a proposal that is certain of its token that is speculative sampling (Leviathan et al. 2023, section
-    2.3), so the distribution of the output does not change, whatever the sampler. Nothing is accepted behind
-    one of `ends`, the tokens that end a generation.
+    A draft token is accepted if the request's own sampler chooses it from the row before it. For a proposal
+    with all probability on one token that is speculative sampling (Leviathan et al. 2023, section 2.3), so no
+    sampler's output distribution changes. Nothing is accepted after one of `ends`, the tokens that end a
+    generation.
     """
     if rows is None:
         return [SampleResult() for _ in batch.chunks]
     best = rows.all_best() if batch.greedy else None
-    if best is None or not ends.isdisjoint(best):  # an end may have to be ignored
+    if best is None or not ends.isdisjoint(best):  # a request may ignore ends
         return [
             _sample(chunk, placement, rows, ends)
             for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
@@ -71,7 +71,7 @@ def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> Samp
         return SampleResult(tokens, recompute=recompute)
     try:
         return SampleResult(tokens, chunk.sequence.sampler.forced(tokens), recompute=recompute)
-    except Exception as error:  # one sequence's trouble is not its batch mates'
+    except Exception as error:  # an error of one sequence must not affect the others
         return SampleResult(error=error)
 
 
