@@ -1,7 +1,7 @@
-"""The llama.cpp API, as much of it as the engine and the converter use: the only package that touches ctypes.
+"""The part of the llama.cpp API that the engine and the converter use: the only package that touches ctypes.
 
 Errors are exceptions, batches and logits are numpy views of llama.cpp's own memory, and its log goes to
-Python's logging (logger `llama.cpp`). Nothing but the tokenizer is safe to call from several threads at once.
+Python's logging (logger `llama.cpp`). Only the tokenizer is thread-safe.
 """
 
 import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round

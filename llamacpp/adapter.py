@@ -1,4 +1,4 @@
-"""LoRA adapters: what a context adds to the products of a model's matrices."""
+"""LoRA adapters, which add to the products of a model's matrices in a context."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class LoraAdapter:
-    """The GGUF of one adapter, loaded where its model's matrices are; it is freed with the model.
+    """One adapter's GGUF, loaded on the devices of the model's matrices and freed with the model.
 
-    Its A and B must fit the model, which `read_header` tells: llama.cpp aborts over some that do not.
-    Raises ModelLoadError.
+    Its A and B must fit the model, which `read_header` checks: llama.cpp aborts on some that do not. Raises
+    ModelLoadError.
     """
 
     def __init__(self, model: Model, path: Path) -> None:

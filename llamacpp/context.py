@@ -1,4 +1,4 @@
-"""KV cache, recurrent states, compute buffers: what decodes batches."""
+"""Decodes batches with a KV cache, recurrent states and compute buffers."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ if TYPE_CHECKING:
     from .model import Model
 
 ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
-"""Of a state, what is no key or value; and copied within the device."""
+"""Flags for the part of a state that is not keys or values, copied within the device."""
 
 HAS_BATCH_INVARIANCE = brings(BATCH_INVARIANT, "llama_set_batch_invariant")
-"""Whether this build has kernels whose rows do not depend on how many are computed."""
+"""Whether this build has batch-invariant kernels, whose rows do not depend on how many are computed."""
 
 BATCH_INVARIANT_TOKENS = 64
-"""In a pass, at most (`LLAMA_BATCH_INVARIANT_MAX`)."""
+"""Most tokens of a batch-invariant pass (`LLAMA_BATCH_INVARIANT_MAX`)."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 
 PLANES = 4
-"""Positions of a picture's row: by time, row and column, and one that Qwen3.5 leaves at 0."""
+"""Axes of a picture's position: time, row, column, and one that Qwen3.5 leaves at 0."""
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """`n_ctx` is in tokens, all sequences together; `n_outputs`, at least `n_seq`, bounds a batch's rows."""
+    """`n_ctx` is in tokens of all sequences together; `n_outputs`, at least `n_seq`, is the most rows of a
+    batch."""
 
     n_ctx: int
     n_seq: int
@@ -59,38 +60,39 @@ class ContextOptions:
     type_k: str
     type_v: str
     n_outputs_per_seq: int = 1
-    """Most rows of one sequence, where they are sampled on the device: a verification has several."""
+    """Most rows of one sequence that are sampled on the device: a verification has several."""
     n_samplers: int = 0
-    """Sequence ids, from 0 on, whose rows are sampled on the device; those of others come back whole."""
+    """Number of sequence ids, from 0, whose rows are sampled on the device; rows of other ids are returned
+    whole."""
     sampler: DeviceSampler = DeviceSampler.BEST
-    """Their device sampler at first."""
+    """Their initial device sampler."""
     n_snapshots: int = 0
-    """Tokens of a sequence that `remove` can take back although the model is recurrent; each is another
-    recurrent state, without the patch shared-snapshots for every sequence id."""
+    """Tokens that `remove` can take back from a sequence of a recurrent model. Each costs one more recurrent
+    state, or without the patch shared-snapshots one for every sequence id."""
     eval_callback: Any = None
-    """A `ggml_backend_sched_eval_callback`, which sees every graph as it is computed."""
+    """A `ggml_backend_sched_eval_callback`, called for every graph as it is computed."""
     op_offload: bool = True
     """Let the GPU compute with copies of weights that are in the CPU's memory."""
     unified: bool = True
-    """All sequences share one pool of cells; otherwise each has `n_ctx` / `n_seq` of its own, and copying one
-    to another copies its keys and values on the device."""
+    """All sequences share one pool of cells. Otherwise each has `n_ctx` / `n_seq` cells of its own, and
+    copying a sequence copies its keys and values on the device."""
     batch_invariant: bool = False
-    """Of up to 64 tokens in a pass each gives the same bits, whatever the others, where a build and a device
-    have kernels for that; slower. Sequences need cells of their own."""
+    """Each of up to 64 tokens in a pass gets the same bits, whatever the others are, if the build and the
+    device have kernels for that. Slower. Sequences need cells of their own."""
 
 
 class Context:
-    """KV cache, recurrent states and compute buffers: what decodes batches.
+    """Decodes batches with a KV cache, recurrent states and compute buffers.
 
     Fill `tokens`, `positions`, `sequences` and `outputs` (1 where logits are wanted) from the start, call
     `decode(n)`, then `rows(...)` or, without device samplers, `logits(n)`. One thread only. Raises LlamaError
-    when llama.cpp refuses the options.
+    if llama.cpp refuses the options.
     """
 
     _type = C.LLAMA_CONTEXT_TYPE_DEFAULT
 
     def __init__(self, model: Model, options: ContextOptions, *, other: Context | None = None) -> None:
-        """`other` is the context whose model lends this one what it lacks."""
+        """`other` is the context whose model supplies what this model lacks."""
         self._handle: Any = None
         params = C.llama_context_default_params()
         if other is not None:
@@ -127,28 +129,28 @@ class Context:
         self._n_vocab, self._n_embd = model.n_vocab, model.n_embd
         self._n_outputs, self._n_seq = options.n_outputs, options.n_seq
         self._n_reserved = 0
-        """Rows of logits that llama.cpp had room for in the last batch; hidden rows lie behind them."""
+        """Rows of logits that llama.cpp reserved in the last batch; hidden rows follow them."""
         self._hidden_found = False
-        """Hidden rows were where they are expected."""
+        """Whether hidden rows were found at the expected place."""
         self.n_ctx = int(C.llama_n_ctx(self._handle))
         self.unified = options.unified
         self.n_ctx_seq = int(C.llama_n_ctx_seq(self._handle))
-        """Tokens that one sequence can have."""
+        """Most tokens of one sequence."""
         self._uncopied: set[int] = set()
         self._copied_from: set[int] = set()
-        """Ids with cells of their own that were copied to: llama.cpp does that in the next decode."""
+        """Ids with cells of their own that are copy targets: llama.cpp copies in the next decode."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
-        """0 where the model does not keep any."""
+        """0 if the model keeps none."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
         self.ring: layers.Ring | None = None
-        """Where the rows stay that `keep_layers` asks for; None: they come to the host."""
+        """The ring for the rows of `keep_layers`; None if they are copied to the host."""
         self._ring_rows = np.zeros(0, np.int32)
-        """Of the last batch that filled the ring, in its order."""
+        """Ring rows of the last batch that filled the ring, in the batch's order."""
         self._fills_ring = False
         self._stashes: dict[int, npt.NDArray[np.uint8]] = {}
-        """What llama.cpp has to say about the states in its buffers on the device, by sequence."""
+        """llama.cpp's host-side data about states in its device buffers, by sequence."""
 
         n = self.n_batch
         self.tokens: npt.NDArray[np.int32] = np.zeros(n, np.int32)
@@ -170,7 +172,8 @@ class Context:
 
     @cached_property
     def embeddings(self) -> npt.NDArray[np.float32]:
-        """Rows in place of `tokens`, and `planes` in place of `positions`, for a batch `of_pictures`."""
+        """Input rows in place of `tokens`, and `planes` in place of `positions`, for a batch
+        `of_pictures`."""
         return np.zeros((self.n_batch, self._n_embd), np.float32)
 
     @cached_property
@@ -179,7 +182,7 @@ class Context:
         return np.zeros((PLANES, self.n_batch), np.int32)
 
     def _embedded(self, n_tokens: int) -> C.llama_batch:
-        """The batch with rows in place of tokens; llama.cpp wants planes one behind the other."""
+        """The batch with rows in place of tokens; llama.cpp expects the planes one after another."""
         self._flat_planes = self.planes[:, :n_tokens].ravel()
         batch = C.llama_batch.from_buffer_copy(self._batch)
         batch.token = None
@@ -188,11 +191,11 @@ class Context:
         return batch
 
     def decode(self, n_tokens: int, *, of_pictures: bool = False) -> None:
-        """Run the first `n_tokens` of the batch. Positions must continue their sequences: without a gap, but
-        behind a picture. With `of_pictures` they are its rows.
+        """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap,
+        except after a picture. With `of_pictures` the tokens are a picture's rows.
 
-        Raises NoMemorySlot when the cache is full, LlamaError when the computation failed; after the latter
-        the sequences of the batch are in an unknown state.
+        Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
+        sequences of the batch are in an unknown state.
         """
         if not 0 < n_tokens <= self.n_batch:
             raise LlamaError(f"a batch of {n_tokens} tokens; it must be 1 to {self.n_batch}")
@@ -220,8 +223,8 @@ class Context:
             self._snapshots.decoded(sequences)
 
     def set_adapters(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
-        """From now on these LoRA adapters are applied to every token, each at its scale, and no others. What
-        has been decoded stays as it is. Others than before have the next decode plan its graphs anew."""
+        """Apply these LoRA adapters, each at its scale, and no others to all further tokens. Tokens decoded
+        before are unchanged. If the adapters change, the next decode plans its graphs again."""
         handles = (C.llama_adapter_lora_p_ctypes * len(adapters))(*(one._handle for one, _ in adapters))
         scales = (ctypes.c_float * len(adapters))(*(scale for _, scale in adapters))
         if status := C.llama_set_adapters_lora(self._handle, handles, len(adapters), scales):
@@ -229,17 +232,18 @@ class Context:
 
     @property
     def graphs_reused(self) -> int:
-        """Passes so far that found llama.cpp's graph, of which it keeps one, as they needed it."""
+        """Number of passes so far that reused the graph of the pass before, the only one that llama.cpp
+        keeps."""
         return int(C.llama_perf_context(self._handle).n_reused)
 
     def wait(self) -> None:
-        """Until the device has computed what was decoded."""
+        """Wait until the device has computed all decoded batches."""
         C.llama_synchronize(self._handle)
 
     def rows(self, sequences: Sequence[int], indices: Sequence[int]) -> Rows:
-        """The last batch's outputs: the sequence id and the index in the batch of each, in order.
+        """The last batch's outputs, given the sequence id and the batch index of each, in order.
 
-        Waits for the device. They are valid until the next decode.
+        Waits for the device. Valid until the next decode.
         """
         if not self.samplers.active:
             return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
@@ -248,15 +252,15 @@ class Context:
         return self._rows.fill([self.samplers.kinds[i] for i in sequences], indices, None, kept)
 
     def keep_hidden(self, keep: bool = True) -> None:
-        """From now on every decoded token leaves the hidden row that the draft head reads, or none does.
+        """Keep, or stop keeping, the hidden row of every decoded token, which the draft head reads.
 
-        The next decode builds its graph anew.
+        The next decode builds its graph again.
         """
         llama_cpp_ext.llama_set_embeddings_nextn(self._handle, keep, False)
 
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:
-        """Those rows of the last batch, after the output norm: shape [n_tokens, n_embd], until the next, or
-        as long as `keeps_rows` says. Waits for the device."""
+        """The hidden rows of the last batch, after the output norm: shape [n_tokens, n_embd]. Valid until the
+        next decode, or as long as `keeps_rows` says. Waits for the device."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
         if not self._hidden_found:
             inside.require([inside.hidden_rows(self)])
@@ -264,18 +268,19 @@ class Context:
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
     def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:
-        """Whether such rows of the last batch on the host, those from `place` on, are still there when
-        another with so many tokens and rows of logits was computed: it puts its own where the first were
+        """Whether the last batch's hidden rows on the host, from `place` on, survive another batch of
+        `n_tokens` tokens and `n_rows` rows of logits, which writes its own over the first ones
         (`output_reserve` in llama-context.cpp)."""
         return n_tokens <= place and max(n_rows, self._n_seq) == self._n_reserved
 
     def open_ring(self, which: Sequence[int], ring: layers.Ring) -> None:
-        """Have what goes into these layers stay on the device, if this llama.cpp and its memory allow it."""
+        """Keep the inputs of these layers on the device, if this llama.cpp and the device's memory allow
+        it."""
         if layers.HAS_RING and ring.open(self._handle, which):
             self.ring = ring
 
     def keep_layers(self, which: Sequence[int], keep: bool = True) -> None:
-        """The same for what goes into layers, counted from 0. The next decode builds its graph anew."""
+        """`keep_hidden` for the inputs of layers, counted from 0. The next decode builds its graph again."""
         if self.ring is None:
             for layer in which:
                 layers.set_embeddings_layer_inp(self._handle, layer, keep)
@@ -286,10 +291,10 @@ class Context:
     def layer_inputs(
         self, which: Sequence[int], batch_indices: Sequence[int]
     ) -> npt.NDArray[np.float32] | npt.NDArray[np.int32]:
-        """A copy of what went into layers at `batch_indices` of the last batch, which must have been kept, in
-        order: shape [n, len(which) * n_embd], side by side. Waits for the device, and is there as long as
-        `keeps_rows` says. With a ring, the places there: shape [n, 1], at once and until the next.
-        """
+        """A copy of the layers' inputs at `batch_indices` of the last batch, in order, side by side: shape
+        [n, len(which) * n_embd]. The layers must have been kept. Waits for the device; available as long as
+        `keeps_rows` says. With a ring it returns places in the ring, shape [n, 1], without waiting, valid
+        until the next decode."""
         if self.ring is not None:
             return self._ring_rows[list(batch_indices), None]
         self.wait()
@@ -303,7 +308,7 @@ class Context:
         return found
 
     def best(self, sequences: Sequence[int], indices: Sequence[int]) -> list[int]:
-        """The best token of each output, for drafts; arguments as for `rows`."""
+        """Each output's best token, for drafts; arguments as for `rows`."""
         rows = self.rows(sequences, indices)
         return [
             rows.best(row) if kind is DeviceSampler.GUESS else int(rows.unchecked(row).argmax())
@@ -311,15 +316,15 @@ class Context:
         ]
 
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
-        """Give a sequence id another device sampler. The next decode has to plan its graphs anew: slow."""
+        """Change a sequence id's device sampler. Slow: the next decode plans its graphs again."""
         self.samplers.attach(self._handle, sequence, kind)
 
     def set_samplers(self, kind: DeviceSampler | None) -> None:
-        """The same for all of them at once; None gives every row back whole."""
+        """Change the device samplers of all ids; with None every row is returned whole."""
         self.samplers.attach_all(self._handle, kind)
 
     def logits(self, rows: int) -> npt.NDArray[np.float32]:
-        """Logits of the last batch's outputs, in their order: shape [rows, n_vocab], valid until the next.
+        """Logits of the last batch's outputs, in order: shape [rows, n_vocab], valid until the next decode.
 
         Waits for the device. The view is writable; nothing reads it after the caller.
         """
@@ -327,14 +332,14 @@ class Context:
         return matrix(ctypes.addressof(pointer.contents), rows, self._n_vocab)
 
     def copy(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
-        """Make positions [start, end) of `source` (-1: open) a part of `target`, its recurrent state too.
+        """Add positions [start, end) of `source` (-1: open) to `target`, with its recurrent state.
 
-        Nothing is copied on the device: cells are shared, and whoever writes next gets cells of its own. Only
-        one that has just gone back to a snapshot gets its state copied first.
+        Nothing is copied on the device: the sequences share cells, and the next to write gets cells of its
+        own. Only a sequence that has just been rolled back to a snapshot gets its state copied first.
         """
         for sequence in self._snapshots.pending & {source, target}:
             self._materialize(sequence)
-        for sequence in (source, target):  # they share a state now: neither goes back in it
+        for sequence in (source, target):  # they share a state now, so neither can roll back in it
             self._snapshots.gone(sequence)
         if not self.unified:
             self._uncopied.add(target)
@@ -342,11 +347,13 @@ class Context:
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
-        """Forget a sequence, or positions [start, end) of it: cells that no other shares are free again.
+        """Remove a sequence, or positions [start, end) of it; cells that no other sequence shares become
+        free.
 
-        False, with nothing changed, where a recurrent state would have to go back in time. With snapshots, a
-        sequence that was alone in the last call, in one pass, can: by at most `n_snapshots` tokens, and not
-        to before that call. Raises LlamaError where llama.cpp would go back to a state that is not there.
+        Returns False, with nothing changed, if a recurrent state would have to be rolled back. With
+        snapshots, a sequence that was alone in the last call, in one pass, can be rolled back by at most
+        `n_snapshots` tokens, and not past the start of that call. Raises LlamaError if llama.cpp would use a
+        state that does not exist.
         """
         if start > 0 and self.n_snapshots:
             surplus = int(C.llama_memory_seq_pos_max(self._memory, sequence)) + 1 - start
@@ -357,25 +364,25 @@ class Context:
         return bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))
 
     def stash(self, sequence: int) -> None:
-        """Copy a sequence's recurrent state to a buffer on the device, where llama.cpp keeps one for each id.
+        """Copy a sequence's recurrent state to a device buffer, of which llama.cpp keeps one for each id.
 
         Waits for the device, and for the copy.
         """
         self._stashes[sequence] = self._save(sequence, ON_DEVICE)
 
     def unstash(self, sequence: int) -> None:
-        """Make that the sequence's state again; `remove` then drops the cells of what came after it."""
+        """Restore the stashed state; `remove` then drops the cells of later tokens."""
         self._load(sequence, self._stashes[sequence], ON_DEVICE)
 
     def _materialize(self, sequence: int) -> None:
-        """Make the state that a sequence went back to its newest."""
+        """Make the state that a sequence was rolled back to its newest state."""
         self.stash(sequence)
         self.unstash(sequence)
 
     def save(self, sequence: int) -> npt.NDArray[np.uint8]:
         """A sequence's keys, values and recurrent state, copied to host memory. Waits for the device.
 
-        Raises LlamaError where that is not possible, as for an id that has just been copied to.
+        Raises LlamaError if that is not possible, as for an id that was just a copy's target.
         """
         self._require_copied(sequence)
         return self._save(sequence, 0)
@@ -390,7 +397,7 @@ class Context:
         return saved
 
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
-        """Put a saved sequence into an id; what that held is forgotten. Raises LlamaError without room."""
+        """Restore a saved sequence to an id, whose content is lost. Raises LlamaError if there is no room."""
         self._require_copied(sequence)
         if sequence in self._copied_from:  # what is put there at once would be copied instead
             raise LlamaError(f"sequence {sequence} is copied from in the next decode")
@@ -407,7 +414,7 @@ class Context:
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self, *, data: bool = False) -> None:
-        """Forget all sequences; with `data` nothing is left in their cells, either."""
+        """Remove all sequences; with `data` the contents of their cells are cleared, too."""
         self._snapshots.clear()
         C.llama_memory_clear(self._memory, data)
 

@@ -1,18 +1,17 @@
-"""What comes back from the device for a row of logits: the best token, a few candidates, or the row itself.
+"""Device samplers decide what a row of logits returns: its best token, a few candidates, or the whole row.
 
 llama.cpp lets a sampler add nodes to the graph for a sequence's rows (`llama_set_sampler`). Its own samplers
-work row by row. The sampler here is written against the same interface (`llama_sampler_i` in llama.h), but
-sees that all rows lie in one tensor and takes them together: one argmax, or one top-k, for up to 64 rows at
-once. Its callbacks run while a graph is built, not while it is reused.
+work row by row. The samplers here use the same interface (`llama_sampler_i` in llama.h), but process all rows
+together, since they are in one tensor: one argmax, or one top-k, for up to 64 rows. The callbacks run while a
+graph is built, not while it is reused.
 
-CUDA gives each row of an argmax or a sum to one block of threads, so that one of a GPU's many processors
-would read all 248,320 logits of a row. Therefore a row is cut into up to 128 blocks of equal size, each of
-which is reduced to a figure or two. What is left to do, over 128 numbers, is the host's (rows.py): a copy of
-2 KB takes no longer than one of 12 bytes.
+CUDA assigns each row of an argmax or a sum to one thread block, so only one of a GPU's many processors would
+read all 248,320 logits of a row. Therefore a row is cut into up to 128 equal blocks, each of which is reduced
+to one or two figures. The host reduces the remaining 128 numbers (rows.py): copying 2 KB takes no longer than
+copying 12 bytes.
 
-What is to come back is decided for a sequence id, not for a request: another kind of device sampler means
-building llama.cpp's worst-case graphs again. The draw among candidates is the host's, so a device sampler
-keeps no state.
+A device sampler belongs to a sequence id, not to a request, because changing it makes llama.cpp build its
+worst-case graphs again. The host draws among candidates, so a device sampler keeps no state.
 """
 
 from __future__ import annotations
@@ -36,69 +35,71 @@ if TYPE_CHECKING:
     from .model import Model
 
 N_CANDIDATES = 64
-"""How many of the best tokens TOP_K gives."""
+"""Number of candidates that TOP_K returns."""
 
 SLAB = 64
-"""Rows that are taken together: bounds the memory for a copy of them without the banned tokens."""
+"""Most rows processed together, which bounds the memory for their copy without banned tokens."""
 
 N_BLOCKS = 128
-"""The most that a row is cut into: about as many as a GPU has processors."""
+"""Most blocks of a row: about as many as a GPU has processors."""
 
 NARROWEST = 16
-"""The least numbers in a block, so that a row's figures take less room than the row itself."""
+"""Least numbers in a block, so that a row's figures are smaller than the row."""
 
 
 def n_blocks(n_vocab: int) -> int:
-    """How many equal blocks a row of logits is cut into; 1 where its length has no divisor that would do."""
+    """Number of equal blocks of a row of logits; 1 if its length has no suitable divisor."""
     most = max(1, min(N_BLOCKS, n_vocab // NARROWEST))
     return next(n for n in range(most, 0, -1) if n_vocab % n == 0)
 
 
 class DeviceSampler(IntEnum):
-    """What the host gets for a row. Banned are tokens that only pad the vocabulary."""
+    """What the host gets for a row. Banned tokens are those that only pad the vocabulary."""
 
     BEST = 1
-    """The best token that is not banned, and the best that is no end of a generation either."""
+    """The best token that is not banned, and the best one that also does not end a generation."""
     TOP_K = 2
     """The N_CANDIDATES best tokens that are not banned, and their logits, in no order."""
     LOGPROBS = 3
-    """The same, and what makes log-probabilities of logits: the logarithm of the sum of the exponentials of
-    all of them, those of padding too."""
+    """Like TOP_K, with the normalizer of log-probabilities: the logarithm of the sum of all logits'
+    exponentials, padding included."""
     GUESS = 4
     """The best token and its probability; nothing is banned."""
     ROW = 5
     """The logits, untouched."""
 
     def serves(self, need: DeviceSampler) -> bool:
-        """Whether a sequence id with this device sampler can run a request that needs `need`."""
+        """Whether a sequence id with this device sampler can serve a request that needs `need`."""
         return self is need or self is DeviceSampler.ROW or need < self <= DeviceSampler.LOGPROBS
 
 
 class _Constants(NamedTuple):
-    """Tensors that stay on the device; 0 where there is nothing to ban, or no end."""
+    """Constant tensors on the device; 0 if nothing is banned, or there are no end tokens."""
 
     ids: int
-    """All tokens in order: I32 [n_vocab]."""
+    """All token ids in order: I32 [n_vocab]."""
     starts: int
     """The first token of each block; far below 0 if all of them are banned: F32 [blocks]."""
     no_padding: int = 0
-    """To add to logits: -inf for what pads the vocabulary. F32 [n_vocab]."""
+    """Added to logits: -inf for tokens that pad the vocabulary. F32 [n_vocab]."""
     no_end: int = 0
-    """The same, and for ends of a generation."""
+    """The same, with -inf also for end tokens."""
     ends: int = 0
-    """The tokens that are ends, for each row of a slab: F32 [n_ends, SLAB]."""
+    """The end tokens, repeated for each row of a slab: F32 [n_ends, SLAB]."""
 
 
 class _Outputs(NamedTuple):
-    """What is computed for a slab of rows; rows.py reads it. Tokens are below 2^24, exact as F32."""
+    """The outputs for a slab of rows, read by rows.py. Token ids are below 2^24, exact as F32."""
 
     figures: int
-    """F32 [width, n]. BEST: the ends, then each block's best token that is neither banned nor an end; their
-    logits; each block's sum of logits, which are finite if all logits are. GUESS and LOGPROBS: the place of
-    each block's best token in it, their logits, their probabilities within their blocks. TOP_K: the sums."""
+    """F32 [width, n]. BEST: the end tokens, then each block's best token that is neither banned nor an end;
+    their logits; each block's sum of logits, which is finite if all logits are. GUESS and LOGPROBS: the place
+    of each block's best token in the block, their logits, their probabilities within their blocks. TOP_K: the
+    sums."""
     width: int
     candidates: int = 0
-    """I32 [k, n]. For TOP_K and LOGPROBS, as all else: one copy to the host for each row is dear enough."""
+    """I32 [k, n], for TOP_K and LOGPROBS. Each extra copy to the host is costly for each row, so the rest is
+    in `figures`."""
     values: int = 0
     """F32 [k, n]."""
     k: int = 0
@@ -108,7 +109,7 @@ class _Whole(NamedTuple):
     """All rows of the graph being built."""
 
     padded: int
-    """What the rows that llama.cpp hands out are views of."""
+    """The tensor of which the rows that llama.cpp hands out are views."""
     logits: int
     n_rows: int
     n_vocab: int
@@ -116,19 +117,19 @@ class _Whole(NamedTuple):
 
 
 class DeviceSamplers:
-    """A sampler for each of a context's sequence ids 0 to `n` - 1; all of one `kind` at first.
+    """Samplers for a context's sequence ids 0 to `n` - 1, all of one `kind` at first.
 
-    `configs` goes into the parameters of the context to be made, which must be freed before `close`.
+    `configs` is a parameter of the context to be created, which must be freed before `close`.
     """
 
     def __init__(self, model: Model, n: int, kind: DeviceSampler) -> None:
         self.kinds = [kind] * n
         self.active = n > 0
-        """Whether rows are sampled on the device at all."""
+        """Whether any rows are sampled on the device."""
         self.refused = ""
-        """Why the device can not do it; nothing is sampled there then."""
+        """Why the device cannot sample; then the host samples all rows."""
         self.error: BaseException | None = None
-        """What went wrong in a callback, where it can not be raised: C can not carry it."""
+        """An exception from a callback, kept because it cannot pass through C."""
         self.n_real = model.n_real
         self._n_vocab = model.n_vocab
         self._ends = sorted(model.eog_ids)
@@ -139,13 +140,13 @@ class DeviceSamplers:
         self._memory = self._buffer = 0
         self._whole: _Whole | None = None
         self._slabs: dict[DeviceSampler, dict[int, _Outputs]] = {kind: {} for kind in DeviceSampler}
-        """What all rows of a slab have in common in the graph being built."""
+        """The slabs' shared outputs in the graph being built."""
         callbacks = {
             "name": ggml.Name(lambda _: b"device sampler"),
             "apply": ggml.Apply(lambda _sampler, _candidates: None),
             "backend_init": ggml.BackendInit(self._prepare),
         }
-        # called for every sampler before any of them builds: once is enough, and sequence 0 is always there
+        # called for every sampler before any builds: one reset is enough, and sequence 0 always exists
         reset = ggml.BackendReset(self._reset)
         build = {kind: ggml.BackendApply(self._builder(kind)) for kind in DeviceSampler}
         self._interfaces = [
@@ -162,15 +163,15 @@ class DeviceSamplers:
             self.configs[sequence].sampler = chain
 
     def attach(self, context: int, sequence: int, kind: DeviceSampler) -> None:
-        """Give a sequence id another device sampler. The next decode builds llama.cpp's worst-case graphs
-        anew."""
+        """Change a sequence id's device sampler. The next decode builds llama.cpp's worst-case graphs
+        again."""
         old, self.kinds[sequence] = self._chains[sequence], kind
         self._chains[sequence] = self._chain(sequence)
         ggml.set_sampler(context, sequence, self._chains[sequence])
         ggml.sampler_free(old)
 
     def attach_all(self, context: int, kind: DeviceSampler | None) -> None:
-        """The same for every sequence id. None: sample nothing on the device, give every row back whole."""
+        """Change the device samplers of all ids; with None every row is returned whole."""
         for sequence in range(len(self.kinds)):
             if kind is None:
                 ggml.set_sampler(context, sequence, None)
@@ -180,11 +181,11 @@ class DeviceSamplers:
         self.active = bool(self.kinds) and kind is not None
 
     def fetch(self, row: int, n_rows: int) -> npt.NDArray[np.float32] | None:
-        """The whole logits [n_vocab] of a row of the last call's `n_rows`, the last of which belongs to its
-        last token; None where they are gone.
+        """The whole logits [n_vocab] of one of the last call's `n_rows` rows, the last of which is its last
+        token's; None if they are gone.
 
-        llama.cpp keeps the rows of a call's last pass on the device until the next: they are outputs of its
-        graph (`llm_graph_result::set_outputs`), which nothing is written over.
+        llama.cpp keeps the rows of a call's last pass on the device until the next call: they are outputs of
+        its graph (`llm_graph_result::set_outputs`), whose memory is not reused.
         """
         whole = self._whole
         if whole is None or not whole.padded or (index := row - (n_rows - whole.n_rows)) < 0:
@@ -194,7 +195,7 @@ class DeviceSamplers:
         return logits
 
     def close(self) -> None:
-        """Free the samplers and what they keep on the device. Idempotent."""
+        """Free the samplers and their device memory. Idempotent."""
         for chain in self._chains:
             ggml.sampler_free(chain)
         self._chains = []
@@ -215,13 +216,14 @@ class DeviceSamplers:
     # --- callbacks -----------------------------------------------------------------------------------------
 
     def _prepare(self, _sampler: int, buffer_type: int, _rows: int) -> bool:
-        """Put the constants where the logits will be, once; whether the device has all that is needed."""
+        """Place the constants on the device of the logits, once; returns whether the device supports all
+        operations."""
         try:
             if not self._memory:
                 if 3 * n_blocks(self._n_vocab) + 2 * self._n_ends > self._n_vocab:
                     self.refused = f"a row has no room for {self._n_ends} ends of generation"
                 self._constants = self._place(buffer_type)
-                if device := ggml.device_of(buffer_type):  # plain host memory has none, and can do everything
+                if device := ggml.device_of(buffer_type):  # none for plain host memory, which supports all
                     self._refuse(device)
         except BaseException as error:
             self.error = error
@@ -240,7 +242,7 @@ class DeviceSamplers:
         ggml.free(memory)
 
     def _missing(self, device: int, tensor: int) -> str | None:
-        """An operation on the way to `tensor` that the device does not have."""
+        """An operation that computes `tensor` and that the device lacks."""
         seen, ahead = {tensor}, [tensor]  # a cast is a source of its own
         while ahead:
             address = ahead.pop()
@@ -252,7 +254,7 @@ class DeviceSamplers:
         return None
 
     def _place(self, buffer_type: int) -> _Constants:
-        """Fill the constants in memory of their own."""
+        """Allocate and fill the constants."""
         size = self._n_vocab
         blocks = n_blocks(size)
         no_padding, no_end = np.zeros(size, np.float32), np.zeros(size, np.float32)
@@ -288,11 +290,11 @@ class DeviceSamplers:
             slabs.clear()
 
     def _builder(self, kind: DeviceSampler) -> Callable[[int, int, int, int], None]:
-        """Adds one row's outputs to the graph: views of what is computed for its whole slab.
+        """Adds one row's outputs to the graph: views of its slab's results.
 
-        Called for each sequence id, with row 0 for those that have none: up to 160 times for a graph, so only
-        the first call takes its time. Idle ids get views of their own, although one would do for all: a graph
-        with as many nodes as the last one needs no new plan of its memory.
+        Called for each sequence id, with row 0 for ids without rows: up to 160 times for a graph, so only the
+        first call does the work. Idle ids get views of their own although one would do for all: a graph with
+        as many nodes as the last one needs no new memory plan.
         """
         slabs, view_1d = self._slabs[kind], ggml.view_1d
         data_at, view_at = ggml.SamplerData.from_address, ggml.View.from_address
@@ -328,8 +330,8 @@ class DeviceSamplers:
         return build
 
     def _look(self, row: int, source: int) -> _Whole:
-        """Find the rows that `row` is one of: itself alone in llama.cpp's probe of how many nodes are added,
-        where it is no view (`source`) and nothing of an earlier graph is of use."""
+        """Find all rows of the graph that `row` belongs to. In llama.cpp's probe for the number of added
+        nodes, the row is no view (`source`): then it is alone, and an earlier graph's rows are not reused."""
         self._reset(0)
         logits, size = source or row, ggml.Tensor.from_address(row).ne[0]
         if source and ggml.Tensor.from_address(source).op == ggml.PAD:
@@ -346,7 +348,7 @@ class DeviceSamplers:
         return self._outputs(memory, kind, logits, n)
 
     def _outputs(self, memory: int, kind: DeviceSampler, logits: int, n: int) -> _Outputs:
-        """The outputs for `logits` [n_vocab, n], which are a slab of all rows."""
+        """The outputs for a slab `logits` [n_vocab, n] of all rows."""
         size = int(ggml.Tensor.from_address(logits).ne[0])
         blocks = n_blocks(size)
         width, count = size // blocks, blocks * n
@@ -363,7 +365,7 @@ class DeviceSamplers:
         if kind is DeviceSampler.GUESS:
             return _Outputs(figures, n_figures)
         constants = self._constants
-        if constants is None or size != self._n_vocab:  # the probe again: what is in them does not matter
+        if constants is None or size != self._n_vocab:  # the probe again: contents do not matter
             ids = ggml.new_tensor(memory, ggml.I32, size, 1)
             constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
         if kind is not DeviceSampler.BEST:
@@ -373,8 +375,8 @@ class DeviceSamplers:
         going_on = ggml.add(memory, logits, constants.no_end) if constants.no_end else logits
         best = ggml.argmax(memory, ggml.reshape_3d(memory, going_on, width, count, 1))
         tokens = ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.F32), blocks, n, 1)
-        # argmax finds -1 or anything in a block without a token to choose: its start is so low that it comes
-        # to the lowest token that can be chosen, which says nothing new
+        # argmax returns -1 or anything in a block without an allowed token: its start is so low that the sum
+        # is clamped to the lowest allowed token, which changes nothing
         tokens = ggml.add(memory, tokens, constants.starts)
         tokens = ggml.clamp(memory, tokens, float(self._lowest), float(size - 1))
         if constants.ends:

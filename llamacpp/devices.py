@@ -1,4 +1,4 @@
-"""The processors that ggml knows, and the sizes of its types."""
+"""ggml's devices, and the sizes of its types."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CACHE_TYPES = {
     "iq4_nl": 20,
     "bf16": 30,
 }
-"""ggml's numbers (`enum ggml_type`) for the types a KV cache may have."""
+"""ggml's numbers (`enum ggml_type`) of the KV cache types."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A place that can hold tensors. `free` and `total` are bytes."""
+    """A device that can hold tensors. `free` and `total` are bytes."""
 
     name: str
     description: str
@@ -54,17 +54,17 @@ _type_name = ggml.declare("ggml_type_name", ctypes.c_char_p, ctypes.c_int)
 _is_quantized = ggml.declare("ggml_is_quantized", ctypes.c_bool, ctypes.c_int)
 
 HAS_F16_COPIES: Final = brings(F16_COPIES, "llama_model_keep_f16_copies")
-"""Whether this build can keep copies in FP16 of quantized weights."""
+"""Whether this build can keep FP16 copies of quantized weights."""
 
 
 def devices() -> list[Device]:
-    """Every GPU, then the CPU, as ggml sees them now."""
+    """Every GPU, then the CPU, with their current state in ggml."""
     set_up()
     found: list[Device] = []
     for index in range(_dev_count()):
         handle = _dev_get(index)
         kind = _dev_type(handle)
-        if kind > 2:  # accelerators (BLAS, AMX) work in the CPU's memory
+        if kind > 2:  # accelerators (BLAS, AMX) use the CPU's memory
             continue
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         _dev_memory(handle, ctypes.byref(free), ctypes.byref(total))
@@ -74,13 +74,13 @@ def devices() -> list[Device]:
 
 
 def buffer_type(name: str) -> int:
-    """ggml's handle for plain memory of the device of this name. Raises LlamaError if there is none."""
+    """ggml's handle for the plain memory of the named device. Raises LlamaError if there is none."""
     return int(_dev_buffer_type(_named(name)))
 
 
 def takes_rows(name: str, ggml_type: int, width: int) -> bool:
-    """Whether the device of this name can take rows of a matrix of such a type, each so many elements long.
-    Raises LlamaError if there is none."""
+    """Whether the named device can look up rows of `width` elements in a matrix of this type. Raises
+    LlamaError if there is no such device."""
     device = _named(name)
     memory = ggml.init(ggml.InitParams(4 * ggml.tensor_overhead(), None, True))
     matrix = ggml.new_tensor(memory, ggml_type, width, 2)
@@ -90,8 +90,8 @@ def takes_rows(name: str, ggml_type: int, width: int) -> bool:
 
 
 def keeps_f16_copies(name: str) -> bool:
-    """Whether products on the device of this name are faster with copies in FP16 of quantized weights, from
-    some number of columns on, and this build can keep them. Raises LlamaError if there is no such device."""
+    """Whether FP16 copies of quantized weights make products on the named device faster, above some number of
+    columns, and this build can keep them. Raises LlamaError if there is no such device."""
     if not HAS_F16_COPIES:
         return False
     keeps = ggml.declare("llama_dev_keeps_f16_copies", ctypes.c_bool, ctypes.c_void_p)
@@ -110,17 +110,17 @@ def supports_gpu() -> bool:
 
 
 def is_quantized(ggml_type: int) -> bool:
-    """Whether values of a type share scales; False for one that this ggml does not know."""
+    """Whether the type stores values with shared scales; False for a type unknown to this ggml."""
     return 0 <= ggml_type < C.GGML_TYPE_COUNT and bool(_is_quantized(ggml_type))
 
 
 def row_bytes(ggml_type: int, elements: int) -> int:
-    """Bytes of one row of `elements` values; 0 for a type that this ggml does not know, or no longer."""
-    if not 0 <= ggml_type < C.GGML_TYPE_COUNT or not _block_size(ggml_type):  # it divides by that
+    """Bytes of one row of `elements` values; 0 for a type that this ggml does not know, or no longer has."""
+    if not 0 <= ggml_type < C.GGML_TYPE_COUNT or not _block_size(ggml_type):  # ggml divides by the block size
         return 0
     return int(_row_size(ggml_type, elements))
 
 
 def type_name(ggml_type: int) -> str:
-    """`Q4_K`, of a type that this ggml knows."""
+    """The name of a type known to this ggml, such as `Q4_K`."""
     return str(_type_name(ggml_type).decode().upper())

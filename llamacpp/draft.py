@@ -1,4 +1,5 @@
-"""A block drafter's context (llama.cpp's `dflash`): a cache of what the trunk's layers made of the text."""
+"""A block drafter's context (llama.cpp's `dflash`), with a cache computed from inputs of the trunk's
+layers."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ if TYPE_CHECKING:
     from .model import Model
 
 POSITION_AXES = 4
-"""Numbers of a position where the target's have several axes (M-RoPE); the last is of no account."""
+"""Axes of a position if the target's positions have several (M-RoPE); the last is ignored."""
 
 
 class DraftContext(Context):
     """Injects the trunk's rows into its cache, and guesses a block of tokens in one pass.
 
-    Where the trunk's rows stay on the device, they are injected from there, and one call injects and guesses.
+    If the trunk's rows stay on the device, they are injected from there, and one call injects and guesses.
 
     A row of features, the inputs of some of the trunk's layers side by side, becomes the keys and values of
-    its position (`inject`). A block is the newest token and masks, at the positions that follow: filled and
-    decoded as every context, it looks at what was injected and at itself, in both directions, and `best`
-    reads the outputs, which all of its rows must be (src/models/dflash.cpp). Blocks leave entries too, to be
-    removed. Embeddings and head are the trunk's where the drafter has none. All tokens of a call must fit
+    its position (`inject`). A block is the newest token followed by masks at the next positions. It is filled
+    and decoded as in every context, and attends to the injected rows and to itself, in both directions. All
+    its rows must be outputs, which `best` reads (src/models/dflash.cpp). Blocks leave cache entries, which
+    the caller removes. A drafter without embeddings or head uses the trunk's. All tokens of a call must fit
     into one pass.
     """
 
@@ -48,7 +49,7 @@ class DraftContext(Context):
         self.injected: npt.NDArray[np.float32] | npt.NDArray[np.int32] = (
             np.zeros((n, n_features), np.float32) if self.source is None else np.zeros((n, 1), np.int32)
         )
-        """What `inject` puts at `positions` of `sequences`: features, or their places in the ring."""
+        """Input of `inject` for `positions` of `sequences`: features, or their places in the ring."""
         self._axes = np.zeros(POSITION_AXES * n, np.int32)
         self._nothing = np.zeros(n, np.int8)
         self._injection = C.llama_batch(
@@ -62,7 +63,7 @@ class DraftContext(Context):
         )
 
     def inject(self, n: int) -> None:
-        """Take in the first `n` rows of `injected`. Raises as `decode` does."""
+        """Inject the first `n` rows of `injected`. Raises as `decode` does."""
         if self.source is not None:
             self.inject_and_decode(n, 0)
             return
@@ -76,8 +77,8 @@ class DraftContext(Context):
             raise LlamaError(f"llama_decode returned {status} for {n} rows of the drafter's")
 
     def inject_and_decode(self, n: int, n_blocks: int) -> None:
-        """Take in the first `n` rows of `injected`, from a ring, and decode the `n_blocks` tokens of blocks
-        behind them. Raises as `decode` does."""
+        """Inject the first `n` rows of `injected` from a ring, and decode the `n_blocks` tokens of blocks
+        after them. Raises as `decode` does."""
         self.tokens[:n] = self.outputs[:n] = 0
         set_ring_rows(self._handle, np.ascontiguousarray(self.injected[:n, 0], np.int32))
         self.decode(n + n_blocks)

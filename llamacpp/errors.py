@@ -1,4 +1,4 @@
-"""What can go wrong in llama.cpp."""
+"""Errors of llama.cpp."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class LlamaError(Exception):
 
 
 class NoMemorySlot(LlamaError):
-    """The batch found no room in the cache. Nothing was computed, the cache is as it was."""
+    """The cache has no room for the batch. Nothing was computed, and the cache is unchanged."""
 
 
 class ModelLoadError(LlamaError):

@@ -1,5 +1,5 @@
-"""Contexts for converting and measuring: batches token by token, products that are observed, and interrupts
-that wait for a call's end."""
+"""Contexts for conversion and measurement: batches filled token by token, observed products, and interrupts
+that wait for the end of a call."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class EvalContext:
         self.context.close()
 
     def keep_hidden(self) -> None:
-        """From now on every decoded token leaves its hidden row, read by `hidden`."""
+        """Keep every decoded token's hidden row, for `hidden`."""
         self.context.keep_hidden()
 
     def decode(self, batch: Batch) -> None:
@@ -157,7 +157,7 @@ class EvalContext:
             LlamaError: one is NaN or infinite, which finite weights lead to where activations overflow.
         """
         logits = self.context.logits(self._n_outputs)
-        if logits.size and not np.isfinite(logits.max()):  # a NaN anywhere is the maximum
+        if logits.size and not np.isfinite(logits.max()):  # the maximum is NaN if any value is
             raise LlamaError(
                 f"{self.model.path}: the model's logits are not finite; is the checkpoint intact?"
             )

@@ -1,7 +1,7 @@
-"""The operations of ggml that build a device sampler, and the sampler interface that gets them into a graph.
+"""ggml operations for device samplers, and the sampler interface that adds them to a graph.
 
-All are calls of a microsecond, made while a graph is built: through `PyDLL`, they keep the GIL rather than
-give it up and queue for it again.
+Each call takes about a microsecond while a graph is built. Through `PyDLL` they keep the GIL, rather than
+release it and queue for it again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ _lib = ctypes.PyDLL(C._lib._name)
 
 
 def quick(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of llama.cpp or ggml that neither waits nor takes long."""
+    """Declares a function of llama.cpp or ggml that returns quickly, without waiting."""
     function = getattr(_lib, name)
     function.restype, function.argtypes = result, list(arguments)
     return function
 
 
 def declare(name: str, result: Any, *arguments: Any) -> Any:
-    """A function that may take long: it gives up the GIL."""
+    """Declares a function that may take long; it releases the GIL."""
     function = getattr(C._lib, name)
     function.restype, function.argtypes = result, list(arguments)
     return function
@@ -118,10 +118,11 @@ class SamplerInterface(ctypes.Structure):
     ]
 
 
-# These two are read for every row of every graph: plain arrays, as fields of a structure take twice as long.
+# These two are read for every row of every graph: plain arrays, because a structure's fields take twice as
+# long.
 
 SamplerData = ctypes.c_size_t * 4
-"""`struct llama_sampler_data`: tensors that a sampler finds and leaves, in the order below."""
+"""`struct llama_sampler_data`: a sampler's input and output tensors, in the order below."""
 LOGITS, PROBS, CANDIDATES = 0, 1, 3
 
 View = ctypes.c_size_t * 2

@@ -1,8 +1,8 @@
-"""What a GGUF file says of itself: metadata and tensors, read without loading it.
+"""Reads a GGUF file's metadata and tensor table without loading the file.
 
-gguf's own reader makes an array of every token and every merge, half a minute for the official vocabulary,
-and does not say what is wrong with a damaged file. Format: ggml-org/ggml, docs/gguf.md (version 3; version 2
-has the same layout).
+gguf's own reader creates an array for every token and every merge, which takes half a minute for the official
+vocabulary, and does not say what is wrong with a damaged file. Format: ggml-org/ggml, docs/gguf.md (version
+3; version 2 has the same layout).
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...] | None
-"""None stands for an array of strings, or of more than LONGEST_ARRAY numbers: a vocabulary is not for us."""
+"""None stands for an array of strings, or of more than LONGEST_ARRAY numbers, such as a vocabulary."""
 
 LONGEST_ARRAY = 2**16
 
 _SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
-"""Value types, as the `struct` module calls them."""
+"""Value type -> its code in the `struct` module."""
 _U32, _STRING, _ARRAY, _U64 = 4, 8, 9, 10
 
 MAX_DIMENSIONS = 4
 """`GGML_MAX_DIMS`."""
 
 SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS = "split.count", "split.no", "split.tensors.count"
-"""Keys of a part of a model: parts, which this one is (from 0), and tensors in all of them."""
+"""Keys of a split model's part: number of parts, number of this one (from 0), and tensors in all of them."""
 
 ALIGNMENT = 32
-"""Of tensors' data in bytes, where `general.alignment` does not say another."""
+"""Alignment of tensor data in bytes, unless `general.alignment` sets another."""
 
 I64 = 27
-"""`GGML_TYPE_I64`: of tensors that are tables of ids."""
+"""`GGML_TYPE_I64`, the type of tensors that are tables of ids."""
 
 MAX_INTEGER = 2**31 - 1
-"""Of a size: llama.cpp keeps many in 32 bits with a sign."""
+"""Largest size: llama.cpp stores many in signed 32 bits."""
 
 _KEY = 8 + 1 + 4 + 1
 """Least bytes of a key and its value: a name's length, a name, a type, a value."""
@@ -60,13 +60,14 @@ _TENSOR = 8 + 1 + 4 + 8 + 4 + 8
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One row of the table. `shape` is in ggml's order, the row's length first; `type` is ggml's number."""
+    """An entry of the tensor table. `shape` is in ggml's order, the row's length first; `type` is ggml's
+    number."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int = field(default=0, compare=False, repr=False)
-    """Where its data begin in the file, in bytes; it does not tell tensors apart."""
+    """Offset of its data in the file, in bytes; ignored in comparisons."""
 
     @property
     def n_elements(self) -> int:
@@ -78,31 +79,31 @@ class TensorInfo:
 
     @property
     def type_name(self) -> str:
-        """As the recipes and gguf-py spell it: Q4_K."""
+        """The type's name in recipes and gguf-py: Q4_K."""
         return type_name(self.type)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself; tensors in its order."""
+    """A file's metadata and tensors, in the file's order."""
 
     path: Path
     status: os.stat_result
-    """Of the file that was read."""
+    """Status of the file when it was read."""
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
     setting: str = ""
-    """Which setting names the file, for messages."""
+    """The setting that names the file, for messages."""
     lengths: Mapping[str, int] = field(default_factory=dict)
-    """Of the arrays in the metadata."""
+    """Lengths of the metadata's arrays."""
     tables: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     """The I64 tensors, whole and flat."""
     keys_end: int = 0
-    """Where the metadata ends in the file and the table of tensors begins, in bytes."""
+    """Offset in bytes at which the metadata ends and the tensor table begins."""
 
     @property
     def name(self) -> str:
-        """The file as messages name it."""
+        """The file's name in messages."""
         return _named(self.path, self.setting)
 
 
@@ -113,14 +114,14 @@ class Metadata:
         self._header, self._prefix = header, prefix
 
     def get(self, key: str) -> Value:
-        """What is there, unchecked."""
+        """The value, unchecked."""
         return self._header.metadata.get(f"{self._prefix}.{key}")
 
     def integer(
         self, key: str, default: int | None = None, *, least: int = 0, most: int = MAX_INTEGER
     ) -> int:
-        """Raises ModelLoadError where it is missing without a default, or no integer from `least` to
-        `most`."""
+        """An integer. Raises ModelLoadError if it is missing without a default, or not an integer from
+        `least` to `most`."""
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or not least <= value <= most:
@@ -128,7 +129,7 @@ class Metadata:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """One or more of at least 0. Raises ModelLoadError."""
+        """One or more integers of at least 0. Raises ModelLoadError."""
         value = self.get(key)
         values = value if isinstance(value, tuple) else () if value is None else (value,)
         found = tuple(int(v) for v in values if isinstance(v, int) and 0 <= v <= MAX_INTEGER)
@@ -137,12 +138,12 @@ class Metadata:
         return found
 
     def relate(self, key: str, ok: bool, wanted: str) -> None:
-        """Raises ModelLoadError, which says what is `wanted` of a key, where that is not `ok`."""
+        """Raises ModelLoadError, saying what is `wanted` of a key, unless `ok`."""
         if not ok:
             raise self.unusable(key, wanted)
 
     def unusable(self, key: str, wanted: str) -> ModelLoadError:
-        """The error that says so, and what would be right."""
+        """An error that says what would be right for a key."""
         value = self.get(key)
         given = "it is missing" if value is None else f"it is {value!r:.60}"
         return ModelLoadError(
@@ -152,9 +153,9 @@ class Metadata:
 
 
 def read_header(path: Path, setting: str = "") -> Header:
-    """Read the header of a GGUF file, which a setting of that name may give.
+    """Read the header of a GGUF file, which the setting `setting` may name.
 
-    Raises ModelLoadError when it is missing, damaged or cut short.
+    Raises ModelLoadError if it is missing, damaged or cut short.
     """
     name = _named(path, setting)
     try:
@@ -174,10 +175,10 @@ def read_header(path: Path, setting: str = "") -> Header:
 
 
 def read_model(path: Path, setting: str = "") -> Header:
-    """`read_header` of a model, with the tensors of all parts where `path` is the first of several
-    (`NAME-00001-of-00003.gguf`), which llama.cpp finds by their names; offsets are those in the parts.
+    """`read_header` of a model. If `path` is the first of several parts (`NAME-00001-of-00003.gguf`), which
+    llama.cpp finds by their names, it has the tensors of all parts; offsets are those in the parts.
 
-    Raises ModelLoadError, also where `path` is another part, or one is missing or is of another model.
+    Raises ModelLoadError also if `path` is a later part, or a part is missing or belongs to another model.
     """
     header = read_header(path, setting)
     count, number = header.metadata.get(SPLIT_COUNT, 0), header.metadata.get(SPLIT_NUMBER, 0)
@@ -204,9 +205,9 @@ def _named(path: Path, setting: str) -> str:
 
 
 class _Reader:
-    """Reads on from `_at`; every count is held against the bytes that are left.
+    """Reads on from `_at`; every count is checked against the bytes left.
 
-    ValueError tells what is wrong, and where.
+    ValueError says what is wrong, and where.
     """
 
     def __init__(self, data: mmap.mmap, file: str) -> None:
@@ -251,7 +252,7 @@ class _Reader:
         return Header(path, status, metadata, tensors, setting, lengths, tables, keys_end)
 
     def _tensor(self, name: str) -> TensorInfo:
-        """Its offset is from where the data begin."""
+        """A tensor's entry; its offset is relative to the start of the data."""
         at, n_dims = self._at, self._integer(_U32)
         if not 1 <= n_dims <= MAX_DIMENSIONS:
             raise ValueError(f"at byte {at:,}: tensor {name} has {n_dims:,} dimensions; 1 to 4 are possible")
@@ -266,7 +267,7 @@ class _Reader:
         return TensorInfo(name, shape, ggml_type, offset)
 
     def _value(self) -> tuple[Value, int | None]:
-        """A value, and of an array its length."""
+        """A value and, for an array, its length."""
         at, kind = self._at, self._integer(_U32)
         if kind == _STRING:
             return self._string(), None
@@ -298,7 +299,7 @@ class _Reader:
         self._skip(at - self._at, "an array")
 
     def _name(self, known: Mapping[str, object], what: str) -> str:
-        """One that is not empty nor known: bytes that are no header hardly pass for names."""
+        """A name that is neither empty nor known: bytes that are not a header rarely look like names."""
         at, name = self._at, self._string()
         if not name or name in known:
             raise ValueError(
@@ -315,7 +316,7 @@ class _Reader:
             raise ValueError(f"at byte {at:,}: a string that is not UTF-8") from None
 
     def _count(self, width: int, what: str) -> int:
-        """How many things follow, each of which takes at least `width` bytes."""
+        """A count of things that each take at least `width` bytes."""
         at, count = self._at, self._integer(_U64)
         if count * width > len(self._data) - self._at:
             raise ValueError(f"at byte {at:,}: {count:,} {what}, in a file of {len(self._data):,} bytes")
@@ -331,7 +332,7 @@ class _Reader:
         return value  # type: ignore[no-any-return]
 
     def _skip(self, n_bytes: int, what: str) -> int:
-        """Go on behind what has so many bytes; returns where it begins."""
+        """Skips `n_bytes`; returns where they begin."""
         start, size = self._at, len(self._data)
         if start + n_bytes > size:
             raise ValueError(f"at byte {start:,}: {what} of {n_bytes:,} bytes, in a file of {size:,}")

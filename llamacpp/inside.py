@@ -1,10 +1,9 @@
-"""What the server leans on in llama.cpp that no public interface promises, and whether it is so.
+"""Checks what the server relies on in llama.cpp beyond its public interface.
 
-Each is a `Check` that fails by its name: those of the library when llama.cpp is started, that of hidden rows
-when they are first read, all of them with a model (inside_model.py) in the tests and when the pin moves
-(patches/bump.py). What is read in llama.cpp's log fails where it is read: sizes of buffers (engine/planning)
-and planned types (convert). What the device samples is compared with the host's at each start
-(engine/warmup.py).
+Each `Check` fails under its own name: those of the library when llama.cpp starts, that of hidden rows when
+they are first read, all of them with a model (inside_model.py) in the tests and when the pin moves
+(patches/bump.py). Code that parses llama.cpp's log fails where it parses: sizes of buffers (engine/planning)
+and planned types (convert). Each start compares device samplers with the host (engine/warmup.py).
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Check:
-    """`found` says what is different, or nothing."""
+    """`found` says what differs, or is empty."""
 
     name: str
     relied_on: str
-    """By what, and for what."""
+    """The code that relies on it, and its purpose."""
     found: Callable[[], str]
 
 
@@ -49,13 +48,14 @@ PARAMETERS = {
     "llama_perf_context_data": "n_reused",
     "llama_model_quantize_params": "nthread ftype dry_run imatrix kv_overrides tt_overrides",
 }
-"""Fields of structures of llama.h that are set or read: ctypes takes an assignment to any other name, too."""
+"""Fields of llama.h's structures that are set or read. ctypes silently accepts an assignment to any other
+name."""
 
 VISION_PARAMETERS = {
     "mtmd_context_params": "use_gpu print_timings n_threads flash_attn_type warmup image_min_tokens "
     "image_max_tokens",
 }
-"""Those of mtmd.h, looked up when a vision tower is loaded."""
+"""Those of mtmd.h, checked when a vision tower is loaded."""
 
 DEFAULTS = {
     "llama_model_default_params": {"split_mode": 1, "use_extra_bufts": True, "vocab_only": False},
@@ -70,21 +70,22 @@ DEFAULTS = {
         "n_samplers": 0,
     },
 }
-"""What is found where the bindings' structures are the library's: a field more or less moves the rest."""
+"""Values that show that the bindings' structures match the library's: an added or removed field shifts the
+rest."""
 
 TYPES = {0: b"f32", 1: b"f16", 2: b"q4_0", 3: b"q4_1", 6: b"q5_0", 7: b"q5_1", 8: b"q8_0", 20: b"iq4_nl"}
 TYPES |= {ggml.I32: b"i32", 30: b"bf16"}
-"""`enum ggml_type`, as far as its numbers are used."""
+"""The numbers of `enum ggml_type` that are used."""
 
 OBJECT_HEADER = 32
 """Bytes of `struct ggml_object`."""
 
 GREEDY = (1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1)
-"""Which functions of `llama_sampler_i` llama.cpp's greedy sampler has (src/llama-sampler.cpp)."""
+"""Which functions of `llama_sampler_i` llama.cpp's greedy sampler implements (src/llama-sampler.cpp)."""
 
 
 def tensor_layout() -> str:
-    """Size and fields of `struct ggml_tensor`, by a tensor and a view of it."""
+    """Checks the size and fields of `struct ggml_tensor` on a tensor and a view of it."""
     size = ggml.tensor_overhead() - OBJECT_HEADER
     if size != ctypes.sizeof(ggml.Tensor):
         return f"it has {size} bytes, not {ctypes.sizeof(ggml.Tensor)}"
@@ -120,7 +121,7 @@ def fields() -> str:
 
 
 def missing_fields(bindings: ModuleType, parameters: dict[str, str]) -> str:
-    """Of the structures of one of llama-cpp-python's modules."""
+    """Missing fields in the structures of one of llama-cpp-python's modules."""
     lacking = [
         f"{struct}.{field}"
         for struct, names in parameters.items()
@@ -131,7 +132,7 @@ def missing_fields(bindings: ModuleType, parameters: dict[str, str]) -> str:
 
 
 def defaults() -> str:
-    """Defaults that are not where the bindings have them."""
+    """Defaults that are not where the bindings expect them."""
     found = [
         f"{field} of {function} is {getattr(made, field)}, not {want}"
         for function, fields_ in DEFAULTS.items()
@@ -143,7 +144,7 @@ def defaults() -> str:
 
 
 def sampler_interface() -> str:
-    """`struct llama_sampler_i`, by the functions of a sampler of llama.cpp's own."""
+    """Checks `struct llama_sampler_i` on a sampler of llama.cpp."""
     sampler = ggml.quick("llama_sampler_init_greedy", ctypes.c_void_p)()
     try:
         address = ctypes.cast(sampler, ctypes.POINTER(ctypes.c_void_p))[0]
@@ -159,21 +160,21 @@ def sampler_interface() -> str:
 
 
 def extensions() -> str:
-    """Functions of src/llama-ext.h, which have C++ names."""
+    """Checks for the functions of src/llama-ext.h, which have C++ names."""
     names = ("llama_set_embeddings_nextn", "llama_get_embeddings_nextn")
     lacking = [name for name in names if not hasattr(llama_cpp_ext, name)]
     return f"llama_cpp_ext has no {', '.join(lacking)}" if lacking else ""
 
 
 def state_flags() -> str:
-    """Flags of `llama_state_seq_get_data_ext`."""
+    """Checks the flags of `llama_state_seq_get_data_ext`."""
     names = ("LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY", "LLAMA_STATE_SEQ_FLAGS_ON_DEVICE")
     values = [getattr(C, name, None) for name in names]
     return "" if values == [1, 2] else f"{' and '.join(names)} are {values}, not [1, 2]"
 
 
 def system_info() -> str:
-    """The text of `llama_print_system_info`, in which AMX is looked for."""
+    """Checks the text of `llama_print_system_info`, which is searched for AMX."""
     said = C.llama_print_system_info()
     return "" if b" = 1 | " in said else f"{said!r} has no word like 'AVX2 = 1 | '"
 
@@ -195,7 +196,7 @@ LIBRARY = (
 
 
 def require(checks: Iterable[Check]) -> None:
-    """Raises LlamaError with the name of the first that fails."""
+    """Raises LlamaError with the name of the first check that fails."""
     for check in checks:
         if different := check.found():
             raise LlamaError(
@@ -209,8 +210,8 @@ def require(checks: Iterable[Check]) -> None:
 
 
 def hidden_rows(context: Context) -> Check:
-    """Where the hidden rows of the last batch are: behind room for `n_reserved` rows of logits, so that they
-    stay where another batch has as much (src/llama-context.cpp)."""
+    """Checks where the last batch's hidden rows are: after room for `n_reserved` rows of logits, so that they
+    stay if the next batch reserves as much (src/llama-context.cpp)."""
 
     def found() -> str:
         logits = ctypes.addressof(C.llama_get_logits(context._handle).contents)

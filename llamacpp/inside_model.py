@@ -1,8 +1,8 @@
-"""The checks of inside.py that need a model: what a small context does with a batch.
+"""The checks of inside.py that need a model: how a small context processes a batch.
 
     python -m qwen_serve.llamacpp.inside_model [MODEL.gguf]
 
-says of each check whether it is as expected; 1 if one is not.
+prints for each check whether it holds; the exit status is 1 if one does not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 EMBEDDED = b"model.input_embed"
-"""A pass's tokens, looked up: the tensor's name in llama.cpp's graphs."""
+"""The embedded tokens of a pass: the tensor's name in llama.cpp's graphs."""
 
 LENGTHS, N_UBATCH = (1, 5, 3), 6
-"""Tokens of three sequences, and the most of a pass."""
+"""Tokens of three sequences, and the most tokens of a pass."""
 
 PASSES = [[100, 200, 300], [201, 202, 301, 302], [203, 204]]
-"""In which order they are computed, token by token: as many of each sequence as the shortest has left."""
+"""The expected passes, token by token: each takes as many of each sequence as the shortest has left."""
 
 OPTIONS = ContextOptions(
     n_ctx=64,
@@ -50,7 +50,7 @@ OPTIONS = ContextOptions(
 
 
 def with_model(path: Path) -> list[Check]:
-    """Checks by a context of this GGUF on the CPU, which has to be a Qwen3.5 with the MTP head."""
+    """Checks with a context of this GGUF on the CPU; it must be a Qwen3.5 with the MTP head."""
     return [
         Check(
             "split_equal", "the order in which prompts are written into a batch", lambda: split_equal(path)
@@ -60,13 +60,13 @@ def with_model(path: Path) -> list[Check]:
 
 
 def split_equal(path: Path) -> str:
-    """The passes over a ragged batch (src/llama-batch.cpp)."""
+    """Checks the passes over a ragged batch (src/llama-batch.cpp)."""
     found = passes(path)
     return "" if found == PASSES else f"tokens are computed as {found}, not {PASSES}"
 
 
 def output_reserve(path: Path) -> str:
-    """Where hidden rows are, of one output and of more than there are sequences."""
+    """Checks where hidden rows are, for one output and for more outputs than sequences."""
     model = Model(path, n_gpu_layers=0, load_mtp=True)
     context = Context(model, OPTIONS)
     try:
@@ -85,7 +85,7 @@ def output_reserve(path: Path) -> str:
 def passes(path: Path) -> list[list[int]]:
     """The tokens of each pass over a batch of `LENGTHS`, sequence by sequence, in the order of computation.
 
-    A token is known by its embedding: a first batch, of one sequence, tells those of all tokens.
+    A token is recognized by its embedding; a first batch, of one sequence, gives those of all tokens.
     """
     seen: list[npt.NDArray[np.float32]] = []
 
@@ -117,7 +117,7 @@ def passes(path: Path) -> list[list[int]]:
 def _decode(
     context: Context, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int]
 ) -> None:
-    """With an output of each token."""
+    """Decodes the tokens, each with an output."""
     n = len(tokens)
     context.tokens[:n], context.positions[:n], context.sequences[:n] = tokens, positions, sequences
     context.outputs[:n] = 1
@@ -126,7 +126,7 @@ def _decode(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """One line for each check; 1 if any fails."""
+    """Prints one line for each check; returns 1 if any fails."""
     failed = 0
     for check in [*LIBRARY, *(each for path in arguments for each in with_model(Path(path)))]:
         different = check.found()

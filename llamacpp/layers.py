@@ -1,8 +1,8 @@
-"""What goes into chosen layers of the trunk, row by row, for drafters.
+"""Inputs of chosen layers of the trunk, row by row, for drafters.
 
 `llama_set_embeddings_layer_inp` and `llama_get_embeddings_layer_inp` of llama.cpp's src/llama-ext.h, which
-exports them with C++ names, copy the rows to the host. With the patch layer-inputs-ring they can stay on the
-device: in a ring for each layer, of which the caller hands out the places.
+exports them with C++ names, copy the rows to the host. With the patch layer-inputs-ring the rows can stay on
+the device, in a ring for each layer, whose places the caller assigns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _bound(names: Sequence[str], arguments: list[Any], result: Any) -> Any:
-    """The function by its name in C, in GCC's and Clang's C++, or in MSVC's."""
+    """The function under its C name, GCC's and Clang's C++ name, or MSVC's."""
     for name in names:
         if (function := getattr(C._lib, name, None)) is not None:
             function.argtypes, function.restype = arguments, result
@@ -69,32 +69,32 @@ if HAS_RING:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The newest `length` rows of each of the sequence ids below `slots`, and one that nobody reads."""
+    """The newest `length` rows of each sequence id below `slots`, and one spare row that is never read."""
 
     slots: int
     length: int
     spare: int = 0
-    """Rows of each that are written over before any that a drafter may want."""
+    """Rows of each sequence that may be overwritten before any that a drafter may read."""
 
     @property
     def n_rows(self) -> int:
-        """Of each layer."""
+        """Rows of each layer."""
         return self.slots * self.length + 1
 
     def open(self, context: Any, which: Sequence[int]) -> bool:
-        """Have memory for what goes into these layers of a context; False where there is none."""
+        """Allocates the ring for these layers of a context; False if there is no memory."""
         layers = np.array(which, np.int32)
         return bool(_init_ring(context, layers.ctypes.data, len(layers), self.n_rows))
 
     def share(self, drafter: Any, trunk: Any) -> None:
-        """Let a drafter's context read from the trunk's, which must outlive it."""
+        """Lets a drafter's context read the ring of the trunk's context, which must outlive it."""
         _share_ring(drafter, trunk)
 
     def rows(
         self, sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Where the tokens of a batch are put: those that others of it would overwrite, and those of further
-        ids, where nobody reads."""
+        """The ring rows of a batch's tokens. Tokens that others of the batch would overwrite, and those of
+        ids beyond `slots`, go to the spare row."""
         newest = np.zeros(int(sequences.max()) + 1, np.int32)
         np.maximum.at(newest, sequences, positions)
         lost = (sequences >= self.slots) | (positions <= newest[sequences] - self.length)
@@ -104,5 +104,5 @@ class Ring:
 
 
 def set_ring_rows(context: Any, rows: npt.NDArray[np.int32]) -> None:
-    """The ring's row for each token of the next batch; none: nothing is put there from now on."""
+    """Sets the ring row of each token of the next batch; empty: stop filling the ring."""
     _set_rows(context, rows.ctypes.data, len(rows))

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("llama.cpp")
 
 _LEVELS = {1: 5, 2: logging.DEBUG, 3: logging.WARNING, 4: logging.ERROR}
-"""ggml's levels (debug, info, warning, error). Its info is our debug: it tells a developer's story."""
+"""ggml's levels (debug, info, warning, error). Its info maps to debug, since it is meant for llama.cpp's
+developers."""
 
 SKIPPED = "non-consecutive token position"
-"""What the recurrent states' memory warns of, and what is so behind every picture."""
+"""A warning of the recurrent memory, normal after every picture."""
 
 _tap: list[str] | None = None
 _listener: Callable[[str], None] | None = None
@@ -31,13 +32,13 @@ _log_level = logging.DEBUG
 @C.llama_log_callback  # type: ignore[untyped-decorator]
 def _route_log(level: int, text: bytes, _user_data: object) -> None:
     global _log_level
-    if level != 5:  # 5 continues the line before
+    if level != 5:  # 5 continues the previous line
         _log_level = _LEVELS.get(level, logging.DEBUG)
     words = text.decode("utf-8", "replace")
     if _listener is not None:
         _listener(words)
     line = words.strip()
-    if not line or not line.strip("."):  # loading draws its progress in dots
+    if not line or not line.strip("."):  # loading prints dots as its progress
         return
     if _tap is not None:
         _tap.append(line)
@@ -48,7 +49,8 @@ def _route_log(level: int, text: bytes, _user_data: object) -> None:
 
 @cache
 def set_up() -> None:
-    """Start llama.cpp's backends and take over its log, once. Raises LlamaError where inside.py says so."""
+    """Start llama.cpp's backends and redirect its log, once. Raises LlamaError if a check of inside.py
+    fails."""
     inside.require(inside.LIBRARY)
     C.llama_log_set(_route_log, ctypes.c_void_p(0))
     C.llama_backend_init()
@@ -70,6 +72,6 @@ def tapped_log(listener: Callable[[str], None] | None = None) -> Iterator[list[s
 
 
 def reason(lines: Sequence[str]) -> str:
-    """The lines of a tapped log that tell why something failed: those that say so, else the last."""
+    """The lines of a tapped log that explain a failure, else the last one."""
     telling = [line for line in lines if any(word in line for word in ("error", "fail", "unable", "cannot"))]
     return "; ".join(telling[:3] or lines[-1:]) or "llama.cpp gave no reason"

@@ -1,4 +1,4 @@
-"""What quantization does with tensors that no override names."""
+"""The types of tensors that no override names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mixture:
-    """With `pure` all matrices get the file type's own type. `output` and `embedding` (enum ggml_type) are
-    those of the head and of the embedding, which then no override changes."""
+    """With `pure` all matrices get the file type's own type. `output` and `embedding` (enum ggml_type) set
+    the head's and the embedding's type, which overrides then cannot change."""
 
     pure: bool = False
     output: int | None = None

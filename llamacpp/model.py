@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EMBEDDING = rb"^token_embd\.weight$"
-"""The tensor that tokens are looked up in, as a pattern for llama.cpp."""
+"""Pattern for the name of the token embedding, for llama.cpp."""
 
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
 
 
 class _BufferTypeOverride(ctypes.Structure):
-    """`struct llama_model_tensor_buft_override` of llama.h: where tensors go whose names match."""
+    """`struct llama_model_tensor_buft_override` of llama.h: the buffer type of tensors with matching
+    names."""
 
     _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
@@ -33,15 +34,14 @@ class _BufferTypeOverride(ctypes.Structure):
 class Model:
     """Weights and vocabulary of one GGUF file; a context manager, to be closed after its contexts.
 
-    With `rehearse`, nothing is allocated for the weights and the KV cache of any context made from it; such
-    a model serves only to learn what llama.cpp would allocate. `shares` splits the layers among all GPUs in
-    these proportions, None by their free memory; without them `main_gpu` holds what is on a GPU. The token
-    embedding is on the device `embedding_on`, by ggml's name, or else on the host; where it is the output
-    head, too, and that is on the same device, they are one tensor there. With `f16_copies`, quantized
-    matrices have copies in FP16 beside them on devices that are faster with them (`keeps_f16_copies`) and
-    have room for all. `load_mtp` loads the multi-token-prediction block too, where the file has one.
-    `writable` weights are in memory of their own, as they stand in the file, for `weights.Weights`. Raises
-    ModelLoadError.
+    With `rehearse`, nothing is allocated for the weights and the KV cache of its contexts; such a model only
+    reports what llama.cpp would allocate. `shares` splits the layers among all GPUs in these proportions
+    (None: by free memory); without it, `main_gpu` holds all GPU layers. The token embedding is on the device
+    `embedding_on`, by ggml's name, or else on the host. If it is also the output head, and the head is on the
+    same device, they are one tensor there. With `f16_copies`, quantized matrices also have FP16 copies on
+    devices that are faster with them (`keeps_f16_copies`) and have room for all. `load_mtp` also loads the
+    multi-token-prediction block, if the file has one. `writable` weights are in memory of their own, as in
+    the file, for `weights.Weights`. Raises ModelLoadError.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Model:
         params = C.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.split_mode = C.LLAMA_SPLIT_MODE_NONE if shares == () else C.LLAMA_SPLIT_MODE_LAYER
-        split = (ctypes.c_float * C.llama_max_devices())(*shares or ())  # llama.cpp copies it while it loads
+        split = (ctypes.c_float * C.llama_max_devices())(*shares or ())  # llama.cpp copies it during loading
         params.tensor_split = split if shares else None
         params.main_gpu = main_gpu if n_gpu_layers else -1  # -1: no device but the CPU, not even for buffers
-        overrides = (_BufferTypeOverride * 2)()  # the second, of zeros, ends the list
+        overrides = (_BufferTypeOverride * 2)()  # the second, all zeros, ends the list
         if embedding_on is not None:
             overrides[0] = _BufferTypeOverride(EMBEDDING, buffer_type(embedding_on))
             params.tensor_buft_overrides = ctypes.addressof(overrides)
@@ -83,12 +83,12 @@ class Model:
         if not self._handle:
             raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
         self.f16_copies = _keep_f16_copies(self._handle) if f16_copies else 0
-        """Bytes of such copies."""
+        """Bytes of the FP16 copies."""
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.n_embd = int(C.llama_model_n_embd(self._handle))
         self.n_layer = int(C.llama_model_n_layer(self._handle))
-        """Of the trunk; the MTP block, where there is one, is block number `n_layer`."""
+        """Layers of the trunk; the MTP block, if there is one, is block number `n_layer`."""
         self.n_nextn = int(C.llama_model_n_layer_nextn(self._handle))
         self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
         self.n_params = int(C.llama_model_n_params(self._handle))
@@ -116,17 +116,17 @@ class Model:
         self.close()
 
     def tokenize(self, text: str | bytes, *, special: bool = True, ends: bool = False) -> list[int]:
-        """Ids of `text`, as bytes valid UTF-8; with `special`, the texts of control tokens become those
-        tokens; with `ends`, BOS and EOS are added where the vocabulary says so."""
+        """Ids of `text`; bytes must be valid UTF-8. With `special`, the texts of control tokens become those
+        tokens; with `ends`, BOS and EOS are added if the vocabulary says so."""
         text = text.encode() if isinstance(text, str) else text
-        buffer = (C.llama_token * (len(text) + 2))()  # a token stands for at least one byte
+        buffer = (C.llama_token * (len(text) + 2))()  # a token has at least one byte
         count = C.llama_tokenize(self._vocab, text, len(text), buffer, len(buffer), ends, special)
         if count < 0:
             raise LlamaError(f"llama_tokenize returned {count} for {len(text)} bytes")
         return buffer[:count]  # type: ignore[no-any-return]
 
     def piece(self, token: int, *, special: bool) -> bytes:
-        """The bytes a token stands for: for a control token none, or with `special` its own text."""
+        """A token's bytes: none for a control token, or with `special` its text."""
         buffer = ctypes.create_string_buffer(64)
         count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         if count < 0:
@@ -139,20 +139,20 @@ class Model:
         return b"".join(self.piece(token, special=True) for token in tokens)
 
     def token_texts(self) -> list[bytes]:
-        """Every token as the vocabulary spells it (byte-level for regular tokens), by id."""
+        """Every token's text in the vocabulary (byte-level for regular tokens), by id."""
         return [C.llama_vocab_get_text(self._vocab, token) for token in range(self.n_vocab)]
 
     def unused_tokens(self) -> list[int]:
-        """Ids that pad the vocabulary and stand for nothing; a model may score them all the same."""
+        """Ids that only pad the vocabulary; a model may still score them."""
         attributes = (C.llama_vocab_get_attr(self._vocab, token) for token in range(self.n_vocab))
         return [token for token, attribute in enumerate(attributes) if attribute & _ATTR_UNUSED]
 
     def is_added(self, token: int) -> bool:
-        """Whether llama.cpp looks for the token's text before it splits text (CONTROL, USER_DEFINED)."""
+        """Whether llama.cpp matches the token's text before it splits text (CONTROL, USER_DEFINED)."""
         return bool(C.llama_vocab_get_attr(self._vocab, token) & (_ATTR_CONTROL | _ATTR_USER_DEFINED))
 
     def is_control(self, token: int) -> bool:
-        """Whether the token's text counts as the token only where `tokenize` is told `special`."""
+        """Whether the token's text becomes the token only if `tokenize` gets `special`."""
         return bool(C.llama_vocab_get_attr(self._vocab, token) & _ATTR_CONTROL)
 
     @cached_property
@@ -161,14 +161,14 @@ class Model:
 
     @cached_property
     def n_real(self) -> int:
-        """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
+        """Ids from here on pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         n = self.n_vocab
         while n > 0 and C.llama_vocab_get_attr(self._vocab, n - 1) & _ATTR_UNUSED:
             n -= 1
         return n
 
     def close(self) -> None:
-        """Free the weights. Every context of this model must be closed before. Idempotent."""
+        """Free the weights. All contexts of this model must be closed before. Idempotent."""
         if self._handle:
             C.llama_model_free(self._handle)
             self._handle = None

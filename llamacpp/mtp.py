@@ -1,4 +1,5 @@
-"""The checkpoint's multi-token-prediction head: a context of its own that reads the trunk's hidden rows."""
+"""The checkpoint's multi-token-prediction head, in a context of its own that reads the trunk's hidden
+rows."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class MtpContext(Context):
-    """Decodes drafts: a token beside the hidden row of the token before it gives the token after it.
+    """Decodes drafts: a token and the hidden row of the token before it give the token after it.
 
     The head's input at position p is token p and the trunk's hidden row of token p - 1 (after the output
-    norm); its logits are for token p + 1. Its own hidden row stands in for the trunk's to draft one token
-    further (DeepSeek-V3 report, section 2.2; `graph_mtp` in llama.cpp's qwen35.cpp). Its layer is full
-    attention with a KV cache of its own, so a tail can be removed. The model must be loaded with `load_mtp`.
+    norm); its logits are for token p + 1. To draft one token further, its own hidden row replaces the trunk's
+    (DeepSeek-V3 report, section 2.2; `graph_mtp` in llama.cpp's qwen35.cpp). Its layer is full attention with
+    a KV cache of its own, so a tail can be removed. The model must be loaded with `load_mtp`.
 
     Filled and decoded as every context, with rows of `beside` too; then `best` reads the outputs and
     `hidden(n)` gives the head's own hidden rows of the `n` outputs.

@@ -1,4 +1,4 @@
-"""What the loaded libllama was patched with (patches/README.md)."""
+"""The patches in the loaded libllama (patches/README.md)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from .errors import LlamaError
 
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
 F16_COPIES, BATCH_INVARIANT = "f16-copies", "batch-invariant"
-"""Patches without which the server does something else."""
+"""Patches that change what the server does."""
 
 NUMBER = re.compile(r"^\d+-")
-"""What a patch's file name begins with."""
+"""The number that begins a patch's file name."""
 
 HIDE = "LLAMA_PATCHES_HIDE"
-"""Environment variable that names some of these, separated by commas: the server does without them."""
+"""Environment variable with patches, separated by commas, that the server does not use."""
 
 
 def patches() -> tuple[str, ...]:
-    """The names of the patches in their order, such as `kv-window`, without the numbers of their files, which
-    change when the queue does; empty for stock llama.cpp.
+    """The names of the patches in order, such as `kv-window`, without the file numbers, which change with the
+    queue; empty for stock llama.cpp.
 
-    Without those that LLAMA_PATCHES_HIDE names. Source: `llama_patches()`, which patches/apply.cmake adds to
+    Patches in LLAMA_PATCHES_HIDE are left out. Source: `llama_patches()`, which patches/apply.cmake adds to
     libllama.
     """
     try:
@@ -41,12 +41,12 @@ def patches() -> tuple[str, ...]:
 
 
 def brings(patch: str, function: str) -> bool:
-    """Whether libllama exports a function, which a patch adds, and the patch is not hidden."""
+    """Whether libllama exports a function that a patch adds, and the patch is not hidden."""
     return patch not in _hidden() and hasattr(C._lib, function)
 
 
 def _hidden() -> set[str]:
-    """Raises LlamaError for a name that changes nothing here."""
+    """The hidden patches. Raises LlamaError for a name that has no effect here."""
     names = {name for name in os.environ.get(HIDE, "").split(",") if name}
     known = {AMX, RING, SHARED_SNAPSHOTS, F16_COPIES, BATCH_INVARIANT}
     if unknown := names - known:
@@ -57,14 +57,14 @@ def _hidden() -> set[str]:
 LLAMA_VERSION: Final[str] = version("llama-cpp-python")
 
 READS_OWN_CELLS: Final = {"attention-own-cells", "kq-mask-in-place"} <= set(patches())
-"""Whether a step on an NVIDIA GPU, with F16 keys and values, reads the cells of its own sequences alone, and
-the host does not write a mask over those of others for it."""
+"""Whether a step on an NVIDIA GPU with F16 keys and values reads only the cells of its own sequences, so that
+the host writes no mask for those of others."""
 
 
 def amx_is_right() -> bool:
-    """Whether weights may be packed for AMX, and other instructions, when they are loaded.
+    """Whether weights may be repacked for AMX and other instructions when they are loaded.
 
-    Stock llama.cpp computes qwen35 wrongly with AMX, or crashes (patches/README.md). Other packing goes with
-    it.
+    Stock llama.cpp computes qwen35 wrongly with AMX, or crashes (patches/README.md). Disabling AMX disables
+    other repacking, too.
     """
     return AMX in patches() or b"AMX_INT8 = 1" not in C.llama_print_system_info()

@@ -9,5 +9,5 @@ _write.argtypes, _write.restype = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_
 
 
 def wake(descriptor: int) -> None:
-    """Write a byte to a non-blocking pipe; nothing happens where it is full."""
+    """Write a byte to a non-blocking pipe; does nothing if it is full."""
     _write(descriptor, b"\0", 1)

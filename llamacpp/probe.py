@@ -1,4 +1,4 @@
-"""What goes into the matrix products of a graph, as importance matrices need it."""
+"""Inputs of a graph's matrix products, for importance matrices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Routing:
-    """Which of `experts` matrices read which row.
+    """Which of the `experts` matrices reads which row.
 
     Row `token * slots + i % slots` goes to matrix `ids[token, i]`; `ids` is [tokens, used]. A token has one
     row for all of its experts (`slots` is 1), or one for each (`slots` is `used`).
@@ -34,22 +34,22 @@ Observer = Callable[[str, Floats, Routing | None], None]
 
 
 class EvalCallback(Protocol):
-    """What sees a graph as it is computed. An exception must not cross into C: it is kept, and `reraise`
-    brings it back when the graph was stopped."""
+    """Observes a graph as it is computed. An exception must not pass through C: it is kept, and `reraise`
+    raises it after the graph has stopped."""
 
     function: Any
     """The `ggml_backend_sched_eval_callback`."""
     interrupts: Sequence[int]
-    """Signals that wait for the graph to stop."""
+    """Signals held until the graph stops."""
 
     def reraise(self) -> None: ...
 
 
 class Probe:
-    """The eval callback: hands the F32 inputs of wanted matmuls to an observer (as `llama-imatrix` does).
+    """The eval callback: passes the F32 inputs of selected matmuls to an observer (as `llama-imatrix` does).
 
-    Matmuls in a row that read the same tensor (q, k and v, say) are handed the same array, read once, and
-    those with the same routing (experts' gate and up projection) the same `Routing`.
+    Adjacent matmuls that read the same tensor (such as q, k and v) get the same array, read once, and those
+    with the same routing (experts' gate and up projection) the same `Routing`.
     """
 
     def __init__(self, observe: Observer, observes: Callable[[str], bool] = lambda name: True) -> None:
@@ -68,7 +68,7 @@ class Probe:
 
     def _on_eval(self, pointer: int, ask: bool, _: Any) -> bool:
         if self.interrupts:
-            return ask  # to be called again, and then not to go on
+            return ask  # true asks for the second call, false stops
         try:
             tensor = Tensor.from_address(pointer)
             if tensor.op not in (MUL_MAT, MUL_MAT_ID):
@@ -88,7 +88,7 @@ class Probe:
         return True
 
     def _route(self, product: Tensor, weight: Tensor, rows: Tensor) -> Routing | None:
-        """None for a product with one matrix."""
+        """A product's routing; None if it has one matrix."""
         if product.op != MUL_MAT_ID:
             return None
         if (product.src[1], product.src[2]) != self._routed:
@@ -99,7 +99,8 @@ class Probe:
 
 
 def _weight_name(name: bytes) -> str:
-    """`CUDA0#blk.0.attn_k.weight#0` -> `blk.0.attn_k.weight`: the scheduler decorates copies of weights."""
+    """`CUDA0#blk.0.attn_k.weight#0` -> `blk.0.attn_k.weight`: the scheduler adds to the names of weights'
+    copies."""
     parts = name.decode().split("#")
     return parts[1] if len(parts) > 1 else parts[0]
 

@@ -71,7 +71,7 @@ def quantize_file(
 _PLANNED = re.compile(
     r"\[ *\d+/ *(\d+)\] (\S+) .*type = +(\w+), size = [^\n]*?MiB(?: -> .*MiB \((\w+)\))?$", re.MULTILINE
 )
-"""What a dry run prints of a tensor: how many there are, name, type, and the new type if it is another."""
+"""A dry run's line for a tensor: number of tensors, name, type, and the new type if it differs."""
 
 
 def quantized_types(
@@ -82,16 +82,15 @@ def quantized_types(
     mixture: Mixture = STOCK,
     weighted: bool = True,
 ) -> dict[str, GGMLQuantizationType]:
-    """The type of each tensor in what `quantize_file` would make of `source`, `weighted` by an importance
-    matrix or not.
+    """The type of each tensor after `quantize_file` of `source`, `weighted` by an importance matrix or not.
 
-    No weights are read: `source` may be a header in front of nothing (a sparse file).
+    Reads no weights: `source` may be a header without data (a sparse file).
 
     Raises:
-        LlamaError: llama.cpp gave up, or its log is another than this reads.
+        LlamaError: llama.cpp failed, or its log has an unknown form.
     """
     lines: list[str] = []
-    # with any importance matrix llama.cpp takes other types for some tensors than without
+    # an importance matrix changes the types of some tensors
     columns = {"any": np.ones(1, np.float32)} if weighted else {}
     params = _params(file_type, overrides, mixture, columns)
     params.dry_run = True

@@ -23,28 +23,30 @@ _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float3
 """`struct llama_token_data`."""
 
 _FEW = 1024
-"""So few candidates are sampled in microseconds: not worth letting go of the GIL."""
+"""Below this number of candidates, sampling takes microseconds and keeps the GIL."""
 
 _apply_quickly = ggml.quick("llama_sampler_apply", None, ctypes.c_void_p, ctypes.c_void_p)
 _accept = ggml.quick("llama_sampler_accept", None, ctypes.c_void_p, ctypes.c_int32)
 
 _LOGARITHMS = ("typical", "mirostat")
-"""Samplers that take the logarithm of every candidate's probability, and go astray where one is 0."""
+"""Samplers that take the logarithm of every candidate's probability, and fail if one is 0."""
 
 _RANGE = 80.0
-"""So far below the highest logit a probability is still above 0 in F32; it makes no difference to a draw."""
+"""Within this distance of the highest logit a probability is above 0 in F32; candidates below it do not
+affect a draw."""
 
 
 class SamplerChain:
-    """Samplers of llama.cpp, one after the other; the last draws."""
+    """Samplers of llama.cpp in order; the last draws."""
 
     def __init__(self, samplers: Iterable[tuple[Any, ...]]) -> None:
-        """Each is the name of a `llama_sampler_init_...` and its arguments."""
+        """Each item is the name of a `llama_sampler_init_...` and its arguments."""
         params = C.llama_sampler_chain_default_params()
         params.no_perf = True
         self._handle = C.llama_sampler_chain_init(params)
         self._range: float | None = None
-        """How far below the highest logit candidates are worth anything, where others do harm."""
+        """Distance below the highest logit at which candidates are dropped, for samplers that fail on
+        them."""
         scale = 1.0
         for name, *arguments in samplers:
             C.llama_sampler_chain_add(self._handle, getattr(C, f"llama_sampler_init_{name}")(*arguments))
@@ -61,7 +63,7 @@ class SamplerChain:
         self._ids, self._logits = self._columns(0)
 
     def draw(self, ids: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]) -> int:
-        """One of `ids`, whose logits are given; any order. Neither is changed."""
+        """Draws one of `ids` by their logits, in any order. Neither array is changed."""
         if self._range is not None:
             worth = logits > logits.max() - self._range
             ids, logits = ids[worth], logits[worth]
@@ -74,10 +76,10 @@ class SamplerChain:
             _apply_quickly(self._address, self._array_address)
         else:
             C.llama_sampler_apply(self._handle, ctypes.byref(array))
-        return int(array.data[array.selected].id)  # XTC moves where they begin
+        return int(array.data[array.selected].id)  # XTC moves the array's start
 
     def _columns(self, n: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Room for the ids and the logits of `n` candidates, at whose beginning llama.cpp looks."""
+        """Buffers for the ids and logits of `n` candidates, which llama.cpp reads from their start."""
         if n > len(self._data):
             self._data = np.zeros(n, _TOKEN_DATA)
             self._begin = self._data.ctypes.data_as(C.llama_token_data_p)
@@ -91,17 +93,17 @@ class SamplerChain:
 
 
 class DrySampler:
-    """llama.cpp's DRY: it lowers what would go on with a repetition, the more the longer that is.
+    """llama.cpp's DRY: lowers tokens that would extend a repetition, the more the longer it is.
 
-    It remembers the last so many tokens that it was made for.
+    It remembers the last `last_n` tokens.
     """
 
     def __init__(self, handle: Any) -> None:
-        """`made` and `copy` have the handles."""
+        """Use `made` or `copy`, which have the handles."""
         self._handle = handle
         self._address = ctypes.cast(handle, ctypes.c_void_p).value
         self._free = weakref.finalize(self, C.llama_sampler_free, handle)
-        self._free.atexit = False  # llama.cpp may be gone by then
+        self._free.atexit = False  # llama.cpp may be unloaded by then
 
     @classmethod
     def made(
@@ -113,24 +115,24 @@ class DrySampler:
         last_n: int,
         breakers: Sequence[str],
     ) -> DrySampler:
-        """Looks for each of the `breakers`, where a repetition ends, in every token: 25 ms for 248,320 of
-        them, without the GIL."""
+        """Creates a sampler. Each of the `breakers`, which end a repetition, is searched in every token: 25
+        ms for 248,320 of them, without the GIL."""
         texts = (ctypes.c_char_p * len(breakers))(*(text.encode("utf-8", "replace") for text in breakers))
         sizes = allowed_length, last_n
         return cls(C.llama_sampler_init_dry(model._vocab, multiplier, base, *sizes, texts, len(texts)))
 
     def copy(self) -> DrySampler:
-        """Another, which has seen what this one has; in less than a millisecond."""
+        """A copy with the same history; in less than a millisecond."""
         return DrySampler(C.llama_sampler_clone(self._handle))
 
     def accept(self, token: int) -> None:
-        """The text goes on with `token`."""
+        """Appends `token` to the history."""
         _accept(self._address, token)
 
     def applied(
         self, ids: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float32]:
-        """What becomes of the logits of some tokens."""
+        """The logits of `ids` after the penalty."""
         data = np.empty(len(ids), _TOKEN_DATA)
         data["id"], data["logit"] = ids, logits
         array = C.llama_token_data_array(

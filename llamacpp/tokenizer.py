@@ -1,4 +1,4 @@
-"""The vocabulary as llguidance wants it."""
+"""The vocabulary for llguidance."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from .model import Model
 
 SPECIAL = b"\xff"
-"""Marks a token that no text of a grammar stands for: it is named by its own (`<tool_call>`)."""
+"""Marks a special token, which grammars name (`<tool_call>`) and no text matches."""
 
 
 def llguidance_tokenizer(model: Model) -> Any:
-    """An `llguidance.LLTokenizer`, which calls into the model's vocabulary: it must not outlive the model.
+    """An `llguidance.LLTokenizer` that calls into the model's vocabulary: it must not outlive the model.
 
-    As `llguidance.llamacpp.lltokenizer_from_vocab` makes it, but without the tokens that only pad the
-    vocabulary, and without 248,320 warnings about a deprecated function. Takes about a second.
+    Like `llguidance.llamacpp.lltokenizer_from_vocab`, but without the tokens that only pad the vocabulary,
+    and without 248,320 warnings about a deprecated function. Takes about a second.
     """
     from llguidance import LLTokenizer
 

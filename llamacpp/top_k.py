@@ -1,8 +1,9 @@
-"""The k best of long rows, all rows at once, by small sorts.
+"""The k best of long rows, for all rows at once, by small sorts.
 
-CUDA sorts a row of 248,320 numbers as a whole to find a few. But the k best lie in the k blocks with the
-highest maxima: an element outside of them would have k elements above it. So find each block's maximum, sort
-those, and look on only in the k best blocks, until what is left is short enough for one block of threads.
+CUDA sorts a whole row of 248,320 numbers to find a few. But the k best are in the k blocks with the highest
+maxima: an element outside of them would have k elements above it. So the graph finds each block's maximum,
+sorts the maxima, and continues in the k best blocks only, until the rest is short enough for one thread
+block.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from . import ggml
 
 SORTABLE = 1024
-"""Numbers that one block of threads sorts (`argsort.cu`)."""
+"""Numbers that one thread block sorts (`argsort.cu`)."""
 
 
 def top_k(memory: int, rows: int, ids: int, k: int) -> tuple[int, int]:
-    """Ids [k, n] and values [1, k, n] of the `k` highest of each row, in no order; `rows` is [size, n].
+    """Ids [k, n] and values [1, k, n] of the `k` highest numbers of each row, in no order; `rows` is [size,
+    n].
 
     `ids` names the columns of all rows: [size]. The size must be at least `k`.
     """
@@ -56,15 +58,16 @@ def _maxima(memory: int, rows: int, width: int, blocks: int, n: int) -> int:
 
 
 def best_places(memory: int, rows: int, width: int, n: int) -> tuple[int, int]:
-    """Where in each of the `n` blocks of `width` numbers the highest is: F32 [n], and I32 for `at_places`."""
+    """Positions of the highest number in each of the `n` blocks of `width` numbers: F32 [n], and I32 for
+    `at_places`."""
     best = ggml.argmax(memory, ggml.reshape_3d(memory, rows, width, n, 1))
-    # argmax finds -1 where all are -inf or no numbers
+    # argmax returns -1 if all are -inf or NaN
     best = ggml.clamp(memory, ggml.cast(memory, best, ggml.F32), 0.0, float(width - 1))
     return best, ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.I32), 1, n, 1)
 
 
 def at_places(memory: int, rows: int, width: int, n: int, places: int) -> int:
-    """The number at its place in each block: shape [1, 1, n]."""
+    """The number at each block's position: shape [1, 1, n]."""
     return int(ggml.get_rows(memory, ggml.reshape_3d(memory, rows, 1, width, n), places))
 
 

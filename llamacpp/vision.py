@@ -1,4 +1,5 @@
-"""Pictures to rows that a text model reads in place of tokens: an mmproj, by llama.cpp's libmtmd."""
+"""Encodes pictures to rows that a text model reads in place of tokens, with an mmproj and llama.cpp's
+libmtmd."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 @cache
 def _library() -> Any:
-    """llama_cpp.mtmd_cpp, which loads libmtmd. Raises LlamaError where llama.cpp was built without it."""
-    if folder := os.environ.get("LLAMA_CPP_LIB_PATH"):  # it reads another name: of two builds, it would crash
+    """llama_cpp.mtmd_cpp, which loads libmtmd. Raises LlamaError if llama.cpp was built without it."""
+    if folder := os.environ.get("LLAMA_CPP_LIB_PATH"):  # mtmd_cpp reads another name; two builds would crash
         os.environ.setdefault("MTMD_CPP_LIB", folder)
     try:
         from llama_cpp import mtmd_cpp
@@ -54,24 +55,23 @@ def has_vision() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ImageRows:
-    """A picture that is ready to be encoded: resized and normalized, or its size alone."""
+    """A picture ready to be encoded (resized and normalized), or only measured."""
 
     n_rows: int
-    """Rows that it becomes: its tokens."""
+    """Rows of its encoding: its tokens."""
     n_pos: int
-    """Positions that it takes: what follows it stands that much later than its first row."""
+    """Positions that it takes: following tokens are this much after its first row."""
     positions: npt.NDArray[np.int32]
-    """[PLANES, n_rows], as though it were at position 0. What stands before it is added to all but the last
-    plane."""
+    """[PLANES, n_rows], for a picture at position 0. Its real position is added to all but the last plane."""
     _chunk: Any
 
 
 class VisionTower:
-    """An mmproj's weights, beside the text model that they were made for; a context manager.
+    """An mmproj's weights, for one text model; a context manager.
 
     `prepare` may be called from any thread, `encode` from one at a time. A picture has `min_tokens` to
     `max_tokens` rows: smaller and larger ones are resized; 0 is llama.cpp's own bound. `use_gpu` False keeps
-    the weights on the host. Raises ModelLoadError, and LlamaError where libmtmd is missing.
+    the weights on the host. Raises ModelLoadError, and LlamaError if libmtmd is missing.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class VisionTower:
         return self._prepare(width, height, np.ascontiguousarray(rgb))
 
     def measure(self, width: int, height: int) -> ImageRows:
-        """What a picture of that size would become; it cannot be encoded. Raises LlamaError."""
+        """The rows of a picture of that size, without encoding it. Raises LlamaError."""
         return self._prepare(width, height, None)
 
     def _prepare(self, width: int, height: int, rgb: npt.NDArray[np.uint8] | None) -> ImageRows:
         mtmd = self._mtmd
         data = rgb.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)) if rgb is not None else None
-        bitmap = mtmd.mtmd_bitmap_init(width, height, data)  # copies them
+        bitmap = mtmd.mtmd_bitmap_init(width, height, data)  # copies the pixels
         chunks = mtmd.mtmd_input_chunks_init()
         try:
             part = mtmd.mtmd_input_part(text=None, bitmap=bitmap)
@@ -162,7 +162,7 @@ class VisionTower:
         return rows
 
     def encode(self, rows: ImageRows) -> npt.NDArray[np.float32]:
-        """The rows that the text model reads, of shape [n_rows, n_embd], and no one else's memory.
+        """The rows that the text model reads, shape [n_rows, n_embd], in memory of their own.
 
         Raises: LlamaError: the picture was only measured, or llama.cpp failed and has logged why.
         """
@@ -172,7 +172,7 @@ class VisionTower:
         return np.ctypeslib.as_array(output, (rows.n_rows, self.n_embd)).copy()
 
     def close(self) -> None:
-        """Free the weights, before the text model's. Idempotent."""
+        """Free the weights; call before freeing the text model's. Idempotent."""
         if self._handle:
             self._mtmd.mtmd_free(self._handle)
             self._handle = None

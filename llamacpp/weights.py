@@ -1,4 +1,4 @@
-"""The weights of a loaded model, changed in place: what quantizing a tensor does, without a file."""
+"""Changes the weights of a loaded model in place, as quantizing a tensor would, without a file."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def quantize_rows(
 
 
 def dequantize_rows(data: Bytes, kind: GGMLQuantizationType, threads: int = 1) -> Floats:
-    """[..., width] the values that `data` [..., bytes of a row] of type `kind` stands for."""
+    """The values [..., width] of `data` [..., bytes of a row] of type `kind`."""
     block, n_bytes = GGML_QUANT_SIZES[kind]
     if kind == GGMLQuantizationType.F32:
         return data.view(np.float32)
@@ -133,7 +133,7 @@ def dequantize_rows(data: Bytes, kind: GGMLQuantizationType, threads: int = 1) -
 
 
 class Finder:
-    """An eval callback that notes where weights lie."""
+    """An eval callback that records the addresses of weights."""
 
     def __init__(self) -> None:
         self.found: dict[str, set[int]] = defaultdict(set)
@@ -150,7 +150,7 @@ class Finder:
         try:
             if ask:
                 for source in filter(None, Tensor.from_address(pointer).src):
-                    # the scheduler's copies, `CUDA0#blk.0.attn_k.weight#0`, do not end so
+                    # names of the scheduler's copies, `CUDA0#blk.0.attn_k.weight#0`, end otherwise
                     if (name := Tensor.from_address(source).name.decode()).endswith(".weight"):
                         self.found[name].add(source)
         except BaseException as error:
@@ -179,7 +179,7 @@ class Weights:
                 batch.add(0, 1, output=True, hidden=hidden[0])
                 context.decode(batch)
         self._tensors = {
-            # one that is embedding and head has a copy on the card beside the one in the CPU's memory
+            # a tensor that is embedding and head has a copy on the GPU beside the one in host memory
             name: [Tensor.from_address(address) for address in sorted(addresses)]
             for name, addresses in finder.found.items()
         }
@@ -189,16 +189,16 @@ class Weights:
         return name in self._tensors
 
     def values(self, name: str) -> Floats:
-        """[matrices, rows, width] as the file has them, whatever stands there now."""
+        """The file's values [matrices, rows, width], whatever the model has now."""
         tensor = self._tensors[name][0]
         kind = GGMLQuantizationType(tensor.type)
         data = self._originals[name] if name in self._originals else self._read(tensor)
         return dequantize_rows(data.reshape(tensor.ne[2], tensor.ne[1], -1), kind, self._threads)
 
     def set(self, name: str, values: Floats, *, for_good: bool = False) -> None:
-        """Puts `values` [matrices, rows, width] in the model's own type in place of what stands there.
+        """Replaces a tensor by `values` [matrices, rows, width] in the model's own type.
 
-        `for_good`: what the file has is not kept, which takes as much memory as the matrices.
+        `for_good`: the file's values are not kept, which would take as much memory as the matrices.
         """
         tensors = self._tensors[name]
         if not for_good and name not in self._originals:
@@ -206,16 +206,16 @@ class Weights:
         self._put(tensors, quantize_rows(values, GGMLQuantizationType(tensors[0].type), None, self._threads))
 
     def restore(self, name: str) -> None:
-        """Puts back what the file has."""
+        """Restores the file's values."""
         if (data := self._originals.pop(name, None)) is not None:
             self._put(self._tensors[name], data)
 
     def changed(self) -> Iterator[str]:
-        """Names of those that differ from the file."""
+        """Names of the tensors that differ from the file."""
         return iter(tuple(self._originals))
 
     def _context(self, model: Model, kind: ContextKind, finder: Finder) -> EvalContext:
-        # with op_offload, weights in the CPU's memory would be seen as copies
+        # op_offload would show copies of weights that are in host memory
         return EvalContext(
             model, n_ctx=64, n_batch=2, kind=kind, callback=finder, op_offload=False, threads=self._threads
         )
