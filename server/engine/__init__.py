@@ -1,8 +1,8 @@
-"""Tokens in, tokens out: one model on one llama.cpp context, shared by many requests at once.
+"""Tokens in, tokens out: one model on one llama.cpp context, shared by many concurrent requests.
 
-A request's way: `Engine.submit` queues it for the engine's thread and gives its caller a `Generation` to
-iterate. There the `Scheduler` chooses the tokens of each step, the `Speculator` adds drafts, the `Runner`
-decodes, and what is sampled goes to the `Generation`. Nothing here knows of HTTP, text templates or JSON.
+`Engine.submit` queues a request for the engine's thread and returns a `Generation` to iterate. On that thread
+the `Scheduler` chooses the tokens of each step, the `Speculator` adds drafts, the `Runner` decodes, and the
+sampled tokens go to the `Generation`. This package does not use HTTP, text templates or JSON.
 """
 
 from qwen_serve.llamacpp.errors import ModelLoadError

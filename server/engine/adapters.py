@@ -1,7 +1,7 @@
-"""LoRA adapters of sequences: what parts their prefixes from others', and whose turn it is in a step.
+"""LoRA adapters of sequences: the salt that separates their prefixes, and their turns in steps.
 
-llama.cpp applies the same adapters, at the same scales, to all tokens of a batch. So a step is of sequences
-that have the same ones, and those with others take turns.
+llama.cpp applies the same adapters, at the same scales, to all tokens of a batch. So all sequences of a step
+have the same adapters, and different sets of adapters take turns.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from .sequence import Adapters, Sequence
 
 MOST = 4
-"""Adapters of one request: llama.cpp's graphs have room for the products of so many in every matrix."""
+"""Maximum adapters of one request: llama.cpp's graphs have room for this many products in every matrix."""
 
 TURN = 8
-"""Steps of a turn while others wait: to change adapters costs a planning of graphs."""
+"""Steps of a turn while other adapters wait: a change of adapters plans all graphs anew."""
 
 
 def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> str:
-    """The salt of prefixes that were read with adapters, by what is in their files. Raises IndexError for one
-    that there is not."""
+    """The salt of prefixes that were read with adapters, which depends on their files' contents. Raises
+    IndexError for an unknown adapter."""
     if not adapters:
         return salt
     made_by = [(known[index].fingerprint, scale) for index, scale in adapters]
@@ -34,18 +34,18 @@ def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> st
 
 
 class Turns:
-    """Which adapters a step has, where running sequences have several: TURN steps each, and then whoever has
-    waited longest."""
+    """Chooses the adapters of a step if running sequences have different ones: TURN steps each, then the ones
+    that have waited longest."""
 
     def __init__(self) -> None:
         self._now: Adapters = ()
         self._left = self._steps = 0
-        """Steps of this turn, and all so far."""
+        """Steps left of this turn, and all steps so far."""
         self._last: dict[Adapters, int] = {}
-        """The last step of each, or the one at which it came."""
+        """The last step of each, or the step at which it came."""
 
     def order(self, running: Iterable[Sequence]) -> list[Adapters]:
-        """Whose turn it is, and who is next if they have nothing that fits; the adapters of all that run."""
+        """The adapters of all running sequences: those whose turn it is, then the next ones in order."""
         self._last = {
             adapters: self._last.get(adapters, self._steps)
             for adapters in dict.fromkeys(sequence.adapters for sequence in running)
@@ -56,7 +56,7 @@ class Turns:
         return sorted(self._last, key=lambda adapters: (adapters != mine, self._last[adapters]))
 
     def took(self, adapters: Adapters) -> None:
-        """A step is theirs."""
+        """Count a step with these adapters."""
         if adapters != self._now or self._left <= 0:
             self._now, self._left = adapters, TURN
         self._steps += 1

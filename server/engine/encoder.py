@@ -1,4 +1,4 @@
-"""Pixels to pictures in prompts: a vision tower, one picture at a time, and those that it has encoded."""
+"""Encodes pixels to pictures in prompts: a vision tower, and a cache of encoded pictures."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class PictureEncoder:
-    """Encodes one picture at a time; any thread may call, and waits while another picture is encoded. The
-    engine's steps do not wait, nor does a request whose picture is known."""
+    """Encodes one picture at a time. Any thread may call, and waits while another picture is encoded. The
+    engine's steps and requests with a cached picture do not wait."""
 
     def __init__(
         self,
@@ -39,31 +39,30 @@ class PictureEncoder:
         cache_bytes: int,
         most_bytes: int,
     ) -> None:
-        """`side`: pixels along either side of a token, of which a picture has `max_tokens` at most.
-        `identity`: of the tower and of how it is used, which a picture's rows depend on. Rows of at most
-        `cache_bytes` are kept for when a picture comes again; with those that requests hold, `most_bytes`,
-        but for those of one picture."""
+        """`side`: pixels along either side of a token; a picture has at most `max_tokens`. `identity`: the
+        tower and its settings, which a picture's rows depend on. Rows of at most `cache_bytes` are cached;
+        together with those that requests hold they take at most `most_bytes`, plus one picture's."""
         self.side = side
         self.max_pixels = max_tokens * side * side
-        """Of a picture: larger ones are made smaller."""
+        """Maximum pixels of a picture: larger ones are made smaller."""
         self._tower, self._identity = tower, identity.encode()
         self._cache: LRUCache[tuple[str, bytes], Picture]
         self._cache = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
         self._encoding = Lock()
-        """Of whoever encodes: a tower does it for one at a time."""
+        """Held while encoding: a tower encodes one picture at a time."""
         self._lock = Lock()
-        """Of what is here, and of towers that measure: held for a moment, also by whoever has the other."""
+        """Guards the fields and the tower's measuring. Held briefly, also by holders of `_encoding`."""
         self._closed = False
         self._most = most_bytes
         self._held = 0
-        """Bytes of rows that somebody has, a request or the cache; those in `_released` not any more."""
+        """Bytes of rows that requests or the cache hold, including those in `_released`."""
         self._released: deque[int] = deque()
-        """Written on any thread, in the middle of anything."""
+        """Bytes of released rows; finalizers append on any thread at any time."""
         self.encoded = self.cached = 0
-        """Pictures, and those that had been encoded before."""
+        """Pictures encoded, and pictures found in the cache."""
 
     def measure(self, rgb: npt.NDArray[np.uint8]) -> int:
-        """Tokens that a picture of shape [height, width, 3] will have. Raises as `encode` does."""
+        """Tokens of a picture of shape [height, width, 3]. Raises GenerationError and EngineDead."""
         height, width, _ = rgb.shape
         with self._lock:
             self._check_open()
@@ -78,12 +77,12 @@ class PictureEncoder:
         salt: str = "",
         interrupt: Callable[[], None] = lambda: None,
     ) -> Picture:
-        """A picture of shape [height, width, 3]. One that is known is not encoded again, but with another
-        `salt`, as its requests share nothing. `interrupt` is called once its turn has come: what it raises
-        ends the work.
+        """Encode a picture of shape [height, width, 3]. A cached one is not encoded again, except with
+        another `salt`, since such requests share nothing. `interrupt` is called before the encoding starts;
+        an exception from it ends the work.
 
-        Raises GenerationError where llama.cpp fails, QueueFull while requests hold the rows of as many as may
-        be, and EngineDead once it is closed.
+        Raises GenerationError if llama.cpp fails, QueueFull while requests hold the maximum of rows, and
+        EngineDead once it is closed.
         """
         size = b"%d x %d " % rgb.shape[:2]
         digest = hashlib.sha256(self._identity + size)
@@ -93,7 +92,7 @@ class PictureEncoder:
         if (known := self._known(place)) is not None:
             return known
         with self._encoding:
-            if (known := self._known(place)) is not None:  # by now
+            if (known := self._known(place)) is not None:  # encoded while this call waited
                 return known
             interrupt()
             with self._lock:
@@ -120,7 +119,7 @@ class PictureEncoder:
             return picture
 
     def stats(self) -> ImageStats:
-        """Safe from any thread."""
+        """Counters; safe from any thread."""
         with self._lock:
             self._count_released()
             return ImageStats(self.encoded, self.cached, self._held)
@@ -140,7 +139,7 @@ class PictureEncoder:
             raise EngineDead("the engine was closed")
 
     def close(self) -> None:
-        """Waits for the picture that is being encoded, and frees the tower. Idempotent."""
+        """Wait for a picture that is being encoded, then free the tower. Idempotent."""
         with self._encoding, self._lock:
             self._closed = True
             self._tower.close()

@@ -1,4 +1,4 @@
-"""What can go wrong in the engine, by who has to act on it."""
+"""The engine's errors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from qwen_serve.llamacpp.errors import ModelLoadError
 
 
 class EngineError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of this module's errors, except DoesNotFit."""
 
 
 class DoesNotFit(ModelLoadError):
-    """The model or its context is larger than the memory it would have to live in."""
+    """The model or its context is larger than the available memory."""
 
 
 class InvalidPrompt(EngineError):
@@ -21,7 +21,7 @@ class PromptTooLong(EngineError):
     """The prompt leaves no room for even one generated token."""
 
     def __init__(self, prompt_tokens: int, context_size: int, *, exactly: bool = False) -> None:
-        """Not `exactly`: counting ended there."""
+        """Without `exactly`, counting stopped at `prompt_tokens`."""
         count = f"{prompt_tokens}" if exactly else f"at least {prompt_tokens}"
         super().__init__(
             f"the prompt has {count} tokens, but one sequence holds at most {context_size}, prompt and "
@@ -32,11 +32,11 @@ class PromptTooLong(EngineError):
 
 
 class InvalidGrammar(EngineError):
-    """What an answer is to be kept to is no grammar, has no text that fits it, or is too large."""
+    """The grammar for an answer is invalid, matches no text, or is too large."""
 
 
 class QueueFull(EngineError):
-    """As many requests wait as may; try again later, probably with success after `retry_after` seconds."""
+    """The queue is full; a retry will probably succeed after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -44,27 +44,27 @@ class QueueFull(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine failed or was closed; it will serve nothing any more."""
+    """The engine failed or was closed; it serves no more requests."""
 
 
 class GenerationError(EngineError):
-    """This generation ended before it was complete; if it is no RequestFault, not by its caller's doing."""
+    """This generation ended before it was complete; except in a RequestFault, not because of its request."""
 
 
 class RequestFault(GenerationError):
-    """It could not be completed because of what its request asked for in its field `param`."""
+    """It could not be completed because of the request's field `param`."""
 
     param = ""
 
 
 class NoTokenLeft(RequestFault):
-    """What its request says about tokens leaves none that could come next."""
+    """The request's rules about tokens allow none that could come next."""
 
     param = "allowed_token_ids"
 
 
 class FormatTooComplex(RequestFault):
-    """What its request says about the format cannot be followed to the end within the limits there are."""
+    """The request's format cannot be followed to the end within the limits."""
 
     def __init__(self, param: str, why: str) -> None:
         super().__init__(param, why)

@@ -1,4 +1,4 @@
-"""From settings to what the engine runs on: a model, its contexts, and everything that works on them."""
+"""Builds the engine's components from settings: a model, its contexts, and everything that uses them."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFILL_CPU = 128
-"""Most prompt tokens in a step beside running answers, without a GPU, when nobody says how many."""
+"""Default maximum prompt tokens in a step beside running answers, without a GPU."""
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
 
 TOKENIZER_CACHE = 2**20
-"""Tokens of long texts whose ids are kept for when they come again: some 10 MiB."""
+"""Tokens of long texts whose ids are cached: some 10 MiB."""
 
 STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "snapshots")
-"""What the layout of a saved state depends on."""
+"""Settings that determine the layout of a saved state."""
 
 MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
-"""Seconds for which the warm-up times verifications and drafts."""
+"""Seconds in which the warm-up times verifications and drafts."""
 
 
 def resolve_settings(settings: EngineSettings) -> EngineSettings:
-    """Make the choices that do not depend on the model, and warn about a GPU that would lie idle."""
+    """Resolve the settings that do not depend on the model, and warn about a GPU that would be idle."""
     on_gpu = supports_gpu() and settings.n_gpu_layers != 0
     if not supports_gpu() and settings.n_gpu_layers != 0 and (cards := nvidia_cards()):
         log.warning(
@@ -87,7 +87,7 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
             "or set n_gpu_layers to 0 if the CPU is meant.",
             cards[0],
         )
-    # ggml's threads spin at barriers: one without a core of its own stalls the others; leave clients a core.
+    # ggml's threads spin at barriers: one without its own core stalls the others. Leave a core to clients.
     threads = settings.threads or max(1, physical_cores() - 1)
     speculation = settings.speculation
     draft_model = settings.draft_model
@@ -101,7 +101,7 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
         speculation = "both" if on_gpu else "ngram"
     flash_attn = settings.flash_attn
     if settings.deterministic and flash_attn == "auto" and not on_gpu:
-        flash_attn = "off"  # on the CPU it parts the cells of a lone sequence among threads
+        flash_attn = "off"  # on the CPU it splits the cells of a lone sequence among threads
     return settings.replace(
         threads=threads,
         threads_batch=settings.threads_batch or threads,
@@ -116,7 +116,7 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
 
 @dataclass
 class Components:
-    """What the engine is made of; `build_engine` makes it, `close` frees what llama.cpp holds."""
+    """The engine's components. `build_engine` makes them; `close` frees llama.cpp's memory."""
 
     plan: MemoryPlan
     stages: StartProfile
@@ -133,13 +133,13 @@ class Components:
     runner: Runner
     scheduler: Scheduler
     clock: Callable[[], float]
-    """What steps are compared by."""
+    """Measures the time of steps."""
     device_runs_alone: bool
-    """llama_decode returns before what it started is computed."""
+    """Whether llama_decode returns before its batch is computed."""
     _file: RecordFile[Measured] | None = None
 
     def warm_up(self) -> None:
-        """Touch every shape that the first requests need, and measure what is chosen by measurement."""
+        """Run every shape that the first requests need, and measure what the engine's choices depend on."""
         settings, context, on_gpu = self.plan.settings, self.context, self.plan.on_gpu
         self._file = self._measured_file() if settings.remember else None
         known = self._file.read() if self._file else None
@@ -176,7 +176,7 @@ class Components:
         self.remember()
 
     def remember(self) -> None:
-        """Keep for the next start what is known of this machine by now."""
+        """Store the measurements so far for the next start."""
         if self._file is not None:
             each = self.scheduler.prefill_budget.each
             self._file.write(Measured(token_seconds=each, step_times=self.speculator.step_times()))
@@ -193,7 +193,7 @@ class Components:
         )
 
     def read_prefixes(self) -> None:
-        """Take in what a server before left in `prefix_file`; what can not be used is said and left out."""
+        """Load the states that an earlier server left in `prefix_file`; log a file that cannot be used."""
         path = self.plan.settings.prefix_file
         if path is None or not path.exists():
             return
@@ -206,7 +206,7 @@ class Components:
         log.info("prefix cache: %d states from %s in %.1f s", taken, path, perf_counter() - started)
 
     def write_prefixes(self) -> None:
-        """Leave what the prefix cache holds for the next server; a failure costs the file alone."""
+        """Write the prefix cache's states to `prefix_file` for the next server; a failure is logged."""
         settings, started = self.plan.settings, perf_counter()
         path = settings.prefix_file
         if path is None:
@@ -229,7 +229,7 @@ class Components:
         log.info("prefix cache: %d states, %.0f MiB, to %s in %.1f s", count, size / 1024**2, path, seconds)
 
     def prefix_file(self, path: Path) -> PrefixFile:
-        """A file for states of this model, made as they are made here."""
+        """A file for states of this model, with this build, device and settings."""
         settings = self.plan.settings
         made_by = {
             "model": self.plan.spec.file.fingerprint(),
@@ -242,7 +242,7 @@ class Components:
         return PrefixFile(path, made_by)
 
     def _check_rows(self, counts: ListLike[int]) -> None:
-        """See in which passes a row has the same bits; the others are not used."""
+        """Find in which passes a row has the same bits; only these are used."""
         settings = self.plan.settings
         check = partial(reproduced, self.context, settings, counts, on_gpu=self.plan.on_gpu)
         each = (check() for _ in self.runner.each_adapter())
@@ -252,7 +252,8 @@ class Components:
         log.info("deterministic: %s", found.told(drafts=drafts, experts=experts))
 
     def _rehearse(self, n: int, rows: int) -> float:
-        """Verify `rows` - 1 made-up draft tokens for each of `n` sequences, and forget it all; in seconds."""
+        """Seconds to verify `rows` - 1 made-up draft tokens for each of `n` sequences, which are then
+        freed."""
         sampler = Sampler(SamplingParams(), self.vocab, [])
         batch = Batch()
         for slot in range(n):
@@ -284,11 +285,11 @@ class Components:
 
 
 def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -> Components:
-    """Put the components together as planned. Raises ModelLoadError when the file is no good, DoesNotFit
-    without memory."""
+    """Build the components as planned. Raises ModelLoadError if the file cannot be loaded, DoesNotFit if
+    memory is too small."""
     settings, spec = plan.settings, plan.spec
     log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
-    with ExitStack() as unfinished:  # what has been made is freed where the next cannot be
+    with ExitStack() as unfinished:  # if a part cannot be made, the earlier ones are freed
         model = load_model(settings, spec, plan.embedding_on)
         unfinished.callback(model.close)
         if model.f16_copies < plan.copies:
@@ -309,7 +310,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         encoder = _encoder(plan, model) if spec.vision else None
         unfinished.pop_all()
     stages.done("contexts")
-    # without a GPU this thread's own time: programs beside it hold up long steps more often than short ones
+    # without a GPU, this thread's CPU time: other programs delay long steps more often than short ones
     clock = perf_counter if plan.on_gpu else thread_time
     ids = SequenceIds.of(settings)
     vocab = Vocab(model, cached=TOKENIZER_CACHE)
@@ -366,14 +367,14 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
 
 
 def _longest_draft(plan: MemoryPlan) -> int:
-    """Tokens of the longest draft that is not the text's own; 0 where there is none."""
+    """Tokens of the longest draft by the MTP head or a draft model; 0 if there is neither."""
     settings, spec = plan.settings, plan.spec
     by_head = settings.mtp_depth if uses_mtp(settings, spec) else 0
     return max(by_head, spec.draft.block - 1 if spec.draft else 0)
 
 
 def _draft(plan: MemoryPlan, trunk: Context) -> tuple[Model, DraftContext]:
-    """The draft model and its context. Raises ModelLoadError, and DoesNotFit where there is no context."""
+    """The draft model and its context. Raises ModelLoadError, and DoesNotFit if the context fails."""
     spec = plan.spec.draft
     assert spec is not None
     model = load_draft(plan.settings, spec)

@@ -1,7 +1,7 @@
-"""What a model file is recognized by: all its bytes, read once for each state that the file is in.
+"""Fingerprints of model files: a digest of all their bytes, computed once for each state of a file.
 
-Whatever outlives a process (states of the prefix cache, measured times, sizes of buffers) is kept under this
-fingerprint. It is of the file that was loaded: another one that takes its name later changes nothing.
+Data that outlive a process (states of the prefix cache, measured times, sizes of buffers) are stored under
+the fingerprint. It is that of the loaded file: a file that takes its name later changes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from qwen_serve.server.about import cache_folder
 log = logging.getLogger(__name__)
 
 BLOCK = 2**23
-"""Bytes that are hashed in one go; hashes of blocks are computed on several threads."""
+"""Bytes of a block; blocks are hashed on several threads."""
 
 SETTLED_NS = 2 * 10**9
-"""A file that was written less long ago may be written again without another time stamp."""
+"""Within this time after a write, another write may leave the same time stamp."""
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A file in one of its states, told apart by `os.stat`; times are in ns."""
+    """A file in one state, identified by `os.stat`; times are in ns."""
 
     path: Path
     inode: int
@@ -46,12 +46,12 @@ class ModelFile:
         return cls(path, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def fingerprint(self) -> str:
-        """A digest of everything in it. Raises ModelLoadError where the file is not in this state any more
-        and was not asked before."""
+        """A digest of the whole file. Raises ModelLoadError if the file is no longer in this state and its
+        digest is not cached."""
         return _fingerprint(self)
 
     def confirm(self) -> None:
-        """To be called when it was loaded by its name. Raises ModelLoadError where that may have been another
+        """Call this after loading the file by name. Raises ModelLoadError if it may have been another
         file."""
         mine, now = self.fingerprint(), _now(self.path)
         if now != self and (now is None or now.fingerprint() != mine):
@@ -59,7 +59,7 @@ class ModelFile:
 
     @property
     def overwritten(self) -> bool:
-        """Whether its bytes were changed in place. With `use_mmap` the model computes with them then."""
+        """Whether its bytes were changed in place. With `use_mmap` the model then uses the changed bytes."""
         now = _now(self.path)
         if now is None or now.inode != self.inode:
             return False
@@ -67,7 +67,7 @@ class ModelFile:
 
 
 class Known(BaseModel):
-    """What is kept of a fingerprint in the cache folder."""
+    """A fingerprint's record in the cache folder."""
 
     state: tuple[Path, int, int, int, int]
     fingerprint: str

@@ -1,4 +1,4 @@
-"""The way of tokens from the engine's thread to whoever asked for them, on their event loop."""
+"""Delivers tokens from the engine's thread to requests' listeners on their event loops."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """`async for tokens in generation` yields what was generated since the last time it was asked.
+    """`async for tokens in generation` yields the tokens generated since the last iteration.
 
-    The lists hold neither the end-of-generation token nor anything after it, and are never empty, but where
-    `progress` is wanted: an empty one says that more of the prompt has been read. A caller
-    that stops listening must `cancel`. Raises GenerationError from the iterator when the engine, or this
-    sequence in it, fails. One listener, on the event loop that submitted the request.
+    The lists contain neither the end-of-generation token nor anything after it. They are never empty, except
+    with `progress`: then an empty list means that more of the prompt has been read. A caller that stops
+    listening must `cancel`. The iterator raises GenerationError if the engine or this sequence fails. There
+    is one listener, on the event loop that submitted the request.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class Generation:
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.image_tokens = image_tokens
-        """Those of them that are rows of pictures."""
+        """Prompt tokens that are rows of pictures."""
         self.drafts = DraftCounts()
-        """What became of draft tokens."""
+        """Drafted and accepted tokens."""
         self.cached_tokens = 0
-        """Prompt tokens that did not have to be computed."""
+        """Prompt tokens from the prefix cache."""
         self.missed: CacheMiss | None = None
-        """Why the others had to be; None where none had, or that is not known yet."""
+        """Why the others were computed; None if there are none or it is not known yet."""
         self.timings = timings
         self.scheduling, self.progress = scheduling, progress
         self.logprobs = logprobs
-        """What was asked for of the tokens beside them: at least that of those that have arrived."""
+        """Log-probabilities, if wanted: at least those of the tokens that have arrived."""
         self.thinking = thinking
-        """Of an answer that begins in a think block: at least the thoughts that have arrived."""
+        """Watch of an answer's think block, if any: it has counted at least the tokens that arrived."""
         self.stream = stream
-        """Tokens are delivered as they come, rather than all at the end."""
+        """Whether tokens are delivered as they come, rather than all at the end."""
         self.finish_reason: FinishReason | None = None
         """Known once the iterator is exhausted."""
         self._cancel = cancel
@@ -68,7 +68,7 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
 
     def cancel(self) -> None:
-        """End the generation: its place is free within one step. Idempotent; harmless after the end."""
+        """End the generation: its slot is free within one step. Idempotent; does nothing after the end."""
         if self._done is None:
             self._cancel(self)
 
@@ -93,7 +93,7 @@ class Generation:
         return tokens
 
     def receive(self, tokens: list[int], done: FinishReason | Exception | None) -> None:
-        """Take what a step produced. Called by the output queue, on the event loop."""
+        """Receive a step's tokens. Called by the output queue, on the event loop."""
         self._arrived += tokens
         self._progressed = not tokens and done is None
         if done is not None and self._done is None:
@@ -103,11 +103,11 @@ class Generation:
 
 
 class OutputQueue:
-    """For one event loop, on whose thread it has to be made. `put` and `flush` are for the engine's thread.
+    """Delivers results to one event loop. Construct it there; the engine's thread calls `put` and `flush`.
 
-    `loop.call_soon_threadsafe` writes to a socket, which releases the GIL; the loop's thread, just woken,
-    takes it, and the engine waits while that thread writes to all its streams. Here the loop is woken through
-    a pipe with the GIL held, and runs as soon as the engine calls into llama.cpp.
+    `loop.call_soon_threadsafe` writes to a socket, which releases the GIL. The loop's thread, just woken,
+    takes it, and the engine waits while that thread writes to all its streams. Instead, this class wakes the
+    loop through a pipe with the GIL held, and the loop runs once the engine calls into llama.cpp.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -120,37 +120,37 @@ class OutputQueue:
         loop.add_reader(self._reader, self._deliver)
 
     def put(self, generation: Generation, tokens: list[int], done: FinishReason | Exception | None) -> None:
-        """Add a result; it leaves with the next `flush`."""
+        """Add a result; the next `flush` delivers it."""
         self._pending.append((generation, tokens, done))
 
     def flush(self) -> bool:
-        """Deliver what was put so far; False when the loop is closed and nobody can listen any more."""
+        """Deliver all results put so far; return False if the loop is closed."""
         if self._loop.is_closed() or self._writer < 0:
             return False
         if self._pending:
             pending, self._pending = self._pending, []
             self._flushed.append(pending)
-            wake(self._writer)  # a full pipe wakes the loop all the same
+            wake(self._writer)  # a full pipe wakes the loop too
         return True
 
     def _deliver(self) -> None:
         try:
             os.read(self._reader, 4096)
-        except OSError:  # nobody wrote, or it was closed
+        except OSError:  # empty or closed
             return
         while self._flushed:
             for generation, tokens, done in self._flushed.popleft():
                 generation.receive(tokens, done)
 
     def close(self) -> None:
-        """What was flushed still arrives, if the loop is open; nothing after. Idempotent."""
+        """Close the queue. Flushed results still arrive if the loop is open. Idempotent."""
         if self._writer < 0:
             return
         os.close(self._writer)
         self._writer = -1
         try:
             self._loop.call_soon_threadsafe(self._close_reader)
-        except RuntimeError:  # closed, its reader gone with it
+        except RuntimeError:  # the loop is closed and has dropped its reader
             os.close(self._reader)
 
     def _close_reader(self) -> None:

@@ -1,12 +1,13 @@
-"""Pictures in a prompt: rows that stand for tokens, and the positions that they take.
+"""Pictures in a prompt: rows in place of tokens, and their positions.
 
-A row has an id like a token, a negative one: 31 bits of a hash of the picture. So whatever compares tokens
-(the prefix cache, its file, drafts copied from the text) tells pictures apart, and knows one again. An id is
-of one row alone, but a picture has at least eight rows, and prefixes are compared row by row.
+A row has a negative id in place of a token id: 31 bits of a hash of the picture. So code that compares tokens
+(the prefix cache, its file, drafts copied from the text) distinguishes pictures and recognizes repeated ones.
+An id identifies only one row, but a picture has at least eight rows, and prefixes are compared row by row.
 
-Qwen3.5 counts positions in three planes (M-RoPE). A picture's rows stand at one time, in the rows and columns
-of a grid, and what follows comes after the grid's longer side. So from a picture on, positions are smaller
-than indices of tokens. Everything in the engine counts tokens; only llama.cpp is told positions.
+Qwen3.5 counts positions in three planes (M-RoPE). A picture's rows have the same time, and the rows and
+columns of a grid; the next token's position comes after the grid's longer side. So from a picture on,
+positions are smaller than token indices. The engine counts tokens everywhere and uses positions only for
+llama.cpp.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Picture:
-    """A picture as the model reads it; nobody writes to it, and several prompts may share one."""
+    """A picture as the model reads it. It is never changed, and several prompts may share one."""
 
     ids: list[int]
     """One for each row, as `row_ids` gives them."""
     rows: npt.NDArray[np.float32]
     """[n_rows, n_embd]"""
     positions: npt.NDArray[np.int32]
-    """[4, n_rows], from 0 on: by time, row and column, and a plane that stays at 0."""
+    """[4, n_rows], from 0 on: time, row and column, and a plane that stays at 0."""
     n_pos: int
-    """Positions that it takes."""
+    """Number of positions that it takes."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 def row_ids(key: bytes, n_rows: int) -> list[int]:
-    """Ids for the rows of the picture that `key` stands for, all negative."""
+    """Ids for the rows of the picture with the hash `key`, all negative."""
     bits = np.frombuffer(hashlib.shake_256(key).digest(4 * n_rows), "<i4")
     ids: list[int] = (bits | np.int32(-(2**31))).tolist()
     return ids
@@ -55,7 +56,7 @@ class Place:
     start: int
     """Index of its first row among the prompt's tokens."""
     position: int
-    """That of its first row."""
+    """Position of its first row."""
     picture: Picture
 
     @property
@@ -64,7 +65,7 @@ class Place:
 
 
 class Layout:
-    """Which tokens of a sequence are rows of pictures, and where each token stands."""
+    """Which tokens of a sequence are rows of pictures, and the position of each token."""
 
     __slots__ = ("_starts", "places")
 
@@ -83,25 +84,25 @@ class Layout:
 
     @property
     def n_rows(self) -> int:
-        """Tokens that are rows of pictures."""
+        """Number of tokens that are rows of pictures."""
         return sum(len(place.picture) for place in self.places)
 
     def position(self, index: int) -> int:
-        """Where the token of text at `index` stands, or the first row of a picture that begins there."""
+        """Position of the text token at `index`, or of the first row of the picture there."""
         if not self.places or not (n := bisect_right(self._starts, index)):
             return index
         place = self.places[n - 1]
         return place.position if index < place.end else _behind(place, index)
 
     def at(self, index: int) -> Place | None:
-        """The picture that has a row there; None for text."""
+        """The picture with a row at `index`; None for text."""
         if not self.places or not (n := bisect_right(self._starts, index)):
             return None
         place = self.places[n - 1]
         return place if index < place.end else None
 
     def run(self, index: int) -> int | None:
-        """Index up to which tokens are like the one there, of text or of one picture; None: to the end."""
+        """End of the run of text, or of the picture, that contains `index`; None: the end of the sequence."""
         if not self.places:
             return None
         if (place := self.at(index)) is not None:

@@ -1,4 +1,4 @@
-"""How many requests each tenant may have open, and when one that was refused should come again."""
+"""Limits how many requests each tenant may have open, and estimates when a refused one should retry."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from time import perf_counter
 from .errors import QueueFull
 
 REMEMBERED = 32
-"""Ends of requests by which their rate is measured."""
+"""Last ends of requests, from which their rate is measured."""
 LONGEST_RETRY_S = 60
 
 
 class Places:
-    """Requests that run or wait: `parallel` and `max_queue`, all tenants together.
+    """Places for running and waiting requests: `parallel` plus `max_queue` for all tenants together.
 
-    Where all places are taken, who has more than an even part of them is refused, and nobody else, up to
-    twice as many. Not thread-safe.
+    If all places are taken, only tenants with at least an even part of them are refused; others may use up to
+    twice as many places in all. Not thread-safe.
     """
 
     def __init__(self, parallel: int, max_queue: int) -> None:
@@ -29,14 +29,13 @@ class Places:
         self._all_ends: deque[float] = deque(maxlen=REMEMBERED)
 
     def take(self, tenant: str) -> None:
-        """One more of this tenant. Raises QueueFull as `check` does."""
+        """Take a place for this tenant. Raises QueueFull as `check` does."""
         self.check(tenant)
         self._open[tenant] += 1
         self._total += 1
 
     def check(self, tenant: str) -> None:
-        """Raises QueueFull where there is no place for one more of this tenant; it says when there probably
-        will be."""
+        """Raises QueueFull, with an estimate of when to retry, if there is no place for this tenant."""
         own = self._open[tenant]
         part = max(1, self._most // (len(+self._open) + (not own)))
         if self._total >= self._most and (own >= part or self._total >= 2 * self._most):
@@ -45,7 +44,7 @@ class Places:
             raise QueueFull(f"{self._full}{whose}; try again later", self._seconds(tenant, too_many))
 
     def leave(self, tenant: str) -> None:
-        """One of this tenant's has ended."""
+        """A request of this tenant has ended."""
         now = perf_counter()
         self._ends[tenant].append(now)
         self._all_ends.append(now)
@@ -55,7 +54,8 @@ class Places:
             del self._open[tenant], self._ends[tenant]
 
     def _seconds(self, tenant: str, count: int) -> int:
-        """Until so many of the tenant's have ended, by how long its last ones took; 1 where nobody knows."""
+        """Estimated seconds until `count` of the tenant's requests have ended, from the rate of its last
+        ones; 1 if unknown."""
         ends = self._ends.get(tenant) or self._all_ends
         if len(ends) < 2:
             return 1

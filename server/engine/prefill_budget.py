@@ -1,31 +1,31 @@
-"""How many prompt tokens a step reads beside running answers, so that it takes about as long as it may."""
+"""Chooses how many prompt tokens a step reads beside running answers, to take about the allowed time."""
 
 from __future__ import annotations
 
 MIN_PREFILL = 16
-"""Prompt tokens that a step reads in any case."""
+"""Minimum prompt tokens of a step."""
 
 
 class PrefillBudget:
-    """As many prompt tokens as take about `seconds`, at most `most`; or `fixed`, where somebody says.
+    """As many prompt tokens as take about `seconds`, at most `most`; or `fixed`, if that is set.
 
-    What counts is the least time a token so far, by what the start measured and by every full step since. So
-    a card that was busy with something else at start lowers it until the first step that is not held up, and
-    one that is busy now does not.
+    The budget uses the minimum time a token so far, from the measurement at start and every full step since.
+    So a card with other work at start lowers it only until the first step without delay, and a card with
+    other work now does not lower it.
     """
 
     def __init__(self, seconds: float, ubatch: int, most: int, *, fixed: int = 0) -> None:
         self._seconds, self._ubatch, self._most, self._fixed = seconds, ubatch, most, fixed
         self.each = 0.0
-        """Seconds of a prompt token, the least so far; 0 where the start measured none."""
+        """Minimum seconds of a prompt token so far; 0 if the start measured none."""
         self._reading, self._since = 0, 0.0
-        """Prompt tokens of steps that nobody has waited for, and when the first of these was launched."""
+        """Prompt tokens of steps that were not waited for, and the time when the first was launched."""
 
     @property
     def tokens(self) -> int:
-        """Most prompt tokens in a step while somebody decodes.
+        """Maximum prompt tokens of a step while any sequence decodes.
 
-        More than a ubatch is rounded to whole ones: a part of one takes as many launches.
+        More than a ubatch is rounded to whole ubatches, since a partial one takes as many kernel launches.
         """
         if self._fixed or not self.each:
             return self._fixed or self._most
@@ -35,15 +35,15 @@ class PrefillBudget:
         return min(max(int(tokens), MIN_PREFILL), self._most)
 
     def start(self, each: float) -> None:
-        """A token took so many seconds by the start's measurement, or in the server before."""
+        """A token took `each` seconds, as measured at start or by an earlier server."""
         self.each = each
 
     def add(self, tokens: int, launched: float, done: float | None) -> None:
-        """A step with so many prompt tokens was launched and done at these times, in seconds.
+        """A step with `tokens` prompt tokens was launched and done at these times, in seconds.
 
-        `done` is None where nobody waited for it, as for most of a prompt. Its tokens are counted with those
-        of the next step that somebody waits for, which may decode: so no token takes longer than is found. A
-        ubatch counts, or a full step: with fewer tokens the device is used less well.
+        `done` is None if the step was not waited for, as for most of a prompt. Its tokens then count with
+        those of the next step that is waited for, which may be a decode, so the time is an upper bound. Only
+        a ubatch or a full step counts, since fewer tokens use the device less well.
         """
         if not self._reading:
             self._since = launched

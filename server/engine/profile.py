@@ -1,4 +1,4 @@
-"""Where the time goes: of a start, and since then of steps, by phase and by the number of rows."""
+"""Measures time: of the stages of a start, and of steps by phase and number of rows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 def kind_of(batch: Batch) -> Kind:
-    """What to book a step under."""
+    """The kind of a step."""
     if batch.prompt_tokens:
         return "prefill"
     return "decode" if batch.is_decode else "verify"
 
 
 class StartProfile:
-    """How long each stage of a start took, in the order that they were done."""
+    """Seconds of each stage of a start, in order."""
 
     def __init__(self) -> None:
         self._last = perf_counter()
         self.seconds: dict[str, float] = {}
 
     def done(self, stage: str) -> None:
-        """The time since the one before was spent on this one."""
+        """`stage` took the time since the previous one."""
         now = perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
@@ -50,25 +50,25 @@ Phase = Literal[
     "verify",
     "commit",
 ]
-"""In the order of a step: take in requests; choose its tokens; draft; write llama.cpp's batch; llama_decode;
-count cells; send off the tokens of the step before; wait for the device; sample; take wrong drafts back;
-account and end what is complete. Reserve and flush cost a device that runs alone no time."""
+"""In the order of a step: receive requests; choose its tokens; draft; write llama.cpp's batch; llama_decode;
+count cells; deliver the previous step's tokens; wait for the device; sample; roll wrong drafts back; record
+results and end complete sequences. Reserve and flush take no time if the device runs asynchronously."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Kind = Literal["decode", "verify", "prefill"]
-"""A token of each sequence; drafts among them; prompt tokens among them."""
+"""In order: a token of each sequence; with drafts; with prompt tokens."""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """All steps of a kind whose rows, rounded up to a power of two, are `rows`."""
+    """Totals of all steps of a kind whose rows, rounded up to a power of two, are `rows`."""
 
     kind: Kind
     rows: int
     steps: int
     tokens: int
-    """In the batches, drafts included."""
+    """Tokens in the batches, drafts included."""
     seconds: tuple[float, ...]
     """One for each of PHASES."""
 
@@ -78,24 +78,24 @@ class StepProfile:
 
     def __init__(self) -> None:
         self._totals: Mapping[tuple[Kind, int], StepTotals] = {}
-        """Replaced whole: other threads go through it."""
+        """Replaced as a whole, since other threads iterate over it."""
         self._laps = [0.0] * len(PHASES)
         self._index = {phase: index for index, phase in enumerate(PHASES)}
         self._last = perf_counter()
 
     def start(self) -> None:
-        """Begin to measure a step: what went before does not count."""
+        """Begin to measure a step; earlier time does not count."""
         self._laps = [0.0] * len(PHASES)
         self._last = perf_counter()
 
     def lap(self, phase: Phase) -> None:
-        """The time since the last lap went into `phase`."""
+        """Add the time since the last lap to `phase`."""
         now = perf_counter()
         self._laps[self._index[phase]] += now - self._last
         self._last = now
 
     def finish(self, kind: Kind, rows: int, tokens: int) -> None:
-        """Book the laps since `start`."""
+        """Add the laps since `start` to the totals."""
         key = kind, 1 << max(0, rows - 1).bit_length()
         before = self._totals.get(key) or StepTotals(*key, 0, 0, (0.0,) * len(PHASES))
         seconds = tuple(map(add, before.seconds, self._laps))

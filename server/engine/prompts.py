@@ -1,4 +1,4 @@
-"""Checks what is to be a prompt."""
+"""Checks prompts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from .pictures import Picture
 
 PIECE = 8192
-"""Tokens of a prompt that are checked in one go, with the GIL held."""
+"""Tokens of a prompt that are checked at once, with the GIL held."""
 
 
 def checked_ids(ids: ListLike[int], n_vocab: int) -> list[int]:
-    """Token ids, each one of the vocabulary's. Raises InvalidPrompt."""
+    """The token ids as a list, if all are in the vocabulary. Raises InvalidPrompt."""
     checked: list[int] = []
     for start in range(0, len(ids), PIECE):
         part = ids[start : start + PIECE]
         try:
             piece = np.asarray(part)
-        except ValueError:  # lists in it, of different lengths
+        except ValueError:  # nested lists of different lengths
             raise InvalidPrompt("the prompt must be a list of token ids (integers)") from None
         if piece.dtype.kind not in "iu" and set(map(type, part)) == {int}:
             piece = np.clip(np.asarray(part, object), -1, n_vocab).astype(np.int64)
@@ -43,9 +43,9 @@ def checked_ids(ids: ListLike[int], n_vocab: int) -> list[int]:
 
 
 def with_pictures(ids: list[int], pictures: ListLike[tuple[int, Picture]]) -> Prompt:
-    """A prompt of checked ids and pictures, each before the token at an index of `ids`.
+    """A prompt of checked ids and pictures, each before the token at its index into `ids`.
 
-    Raises InvalidPrompt where they are not in order, or no token is behind the last.
+    Raises InvalidPrompt if the pictures are not in order or no token follows the last.
     """
     if not pictures:
         return Prompt(ids, NO_PICTURES)

@@ -1,4 +1,4 @@
-"""What `deterministic` needs to know: in which passes a token has the same bits, found by computing it."""
+"""Finds, for `deterministic`, in which passes a token has the same bits, by computing rows and comparing."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from .settings import EngineSettings
 
 CHUNK_GPU, CHUNK_CPU = 512, 128
-"""Tokens at whose multiples prompts are cut where they may not be cut anywhere."""
+"""Prompts are cut at multiples of this many tokens, if they cannot be cut anywhere."""
 
 LONG = 700
 """Tokens of a sequence whose rows are compared: kernels change at 512 cells."""
 
 SHORT = 100
-"""Tokens of the text behind which verifications are compared."""
+"""Tokens of the text after which verifications are compared."""
 
 SINGLE = 17
-"""Tokens behind it that are computed one by one."""
+"""Tokens after it that are computed one by one."""
 
 COMPARED = 4
 """Rows at either end of a decode that are compared."""
@@ -41,27 +41,27 @@ COMPARED = 4
 
 @dataclass(frozen=True, slots=True)
 class Reproducible:
-    """What makes a sequence's logits the same, bit for bit, whatever else is computed.
+    """Rules under which a sequence's logits are the same, bit for bit, whatever else is computed.
 
-    Each sequence needs KV cells of its own, too, as attention adds up in the order of cells.
+    Each sequence also needs KV cells of its own, since attention sums in the order of cells.
     """
 
     chunk: int
-    """Prompts are cut at multiples of it; 1: anywhere, as a token has the same bits in all passes of less
-    than `together`."""
+    """Prompts are cut at multiples of it; 1: anywhere, since a token has the same bits in all passes of fewer
+    tokens than `together`."""
     together: int = 1
-    """Most tokens of a step that decodes, where there are fewer slots: of more the bits may be others."""
+    """Maximum tokens of a decode step, if there are fewer slots: with more tokens the bits may differ."""
     abreast: int = 1
-    """Whole chunks of so many prompts have the same bits in one pass as each alone."""
+    """Whole chunks of this many prompts have the same bits in one pass as each alone."""
     alone: bool = False
-    """Rows of several sequences are not computed together: the device computes them otherwise then."""
+    """Rows of several sequences are not computed together, since their bits would differ."""
 
     def group(self, first: Sequence, pieces: Mapping[Sequence, int], budget: int) -> list[Sequence]:
-        """Of the next `pieces` of prompts, in tokens, which cuts end, those that are computed with that of
-        `first`.
+        """The prompts whose next pieces share a pass with that of `first`. `pieces` are their tokens up to
+        the next cut.
 
-        Short ones share a small pass with others, whole chunks do up to a budget, where their bits are the
-        same; any other piece is a pass of its own.
+        Short pieces share a small pass. Whole chunks share one, within the budget, if their bits stay the
+        same. Any other piece is a pass of its own.
         """
         count, taken = pieces[first], [first]
         if count < self.together and not self.alone:
@@ -76,7 +76,7 @@ class Reproducible:
         return taken
 
     def told(self, *, drafts: bool, experts: bool) -> str:
-        """What holds, in words."""
+        """The rules as text, for the log."""
         if self.alone:
             who = "rows of a model with experts" if experts else "rows"
             rest = " and nothing is drafted" if drafts else ""
@@ -92,7 +92,7 @@ class Reproducible:
 
 
 def chunk_of(settings: EngineSettings, *, on_gpu: bool) -> int:
-    """Tokens at whose multiples prompts are cut, where they may not be cut anywhere."""
+    """Prompts are cut at multiples of this many tokens, if they cannot be cut anywhere."""
     wanted = settings.prefill_budget or (CHUNK_GPU if on_gpu else CHUNK_CPU)
     return min(wanted, settings.ubatch_size, settings.batch_size)
 
@@ -100,9 +100,9 @@ def chunk_of(settings: EngineSettings, *, on_gpu: bool) -> int:
 def reproduced(
     context: Context, settings: EngineSettings, counts: ListLike[int], *, on_gpu: bool
 ) -> Reproducible:
-    """Compute the same rows in passes of several sizes, and see where their bits are the same.
+    """Compute the same rows in passes of several sizes, and find which have the same bits.
 
-    On the CPU prompts are cut anywhere then. A GPU would read them in eight times as many passes.
+    If that holds on the CPU, prompts are cut anywhere. On a GPU that would take eight times as many passes.
     """
     chunk, together = chunk_of(settings, on_gpu=on_gpu), BATCH_INVARIANT_TOKENS
     sizes = sorted(n for n in {2, 4, *counts} if 1 < n <= settings.parallel)
@@ -122,16 +122,16 @@ def reproduced(
 
 
 def verified_lengths(*, on_gpu: bool) -> tuple[int, ...]:
-    """Tokens of one sequence in passes that are compared: kernels for few, some and many."""
+    """Tokens of one sequence in the compared passes: kernels for few, some and many."""
     return (2, 4, 9, 17, 33, 63) if on_gpu else (2, 9, 17, 63)
 
 
 def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike[int] = ()) -> bool:
-    """Whether sequences' logits have the same bits in a decode of one and of each of `counts` sequences, and
+    """Whether logits have the same bits in a decode of one sequence and of each of `counts` sequences, and
     token by token as in a decode of each of `lengths` tokens.
 
-    For a long sequence beside short ones, as kernels choose by that, too. Each decode has other tokens, and
-    several of its rows are compared: two ways to add up agree on many rows where matrices are small.
+    It tests a long sequence beside short ones, since kernels also depend on that. Each decode has different
+    tokens, and several rows are compared: with small matrices two orders of summation agree on many rows.
     """
     sampled = context.samplers.active
     context.set_samplers(None)
@@ -150,7 +150,7 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
         logits: npt.NDArray[np.float32] = context.logits(n).copy()
         return logits
 
-    alone = rows([0], [0], 0)[0]  # the long sequence; its prompt is what takes time
+    alone = rows([0], [0], 0)[0]  # the long sequence; its prompt takes most of the time
 
     def same(n: int, long: int) -> bool:
         tokens = [0 if id_ == long else (31 * n + 7 * id_ + long) % 256 for id_ in range(n)]
@@ -162,7 +162,7 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
         )
 
     def verified(lengths: ListLike[int]) -> npt.NDArray[np.float32]:
-        """Rows after each of so many tokens behind a text, in decodes of these lengths."""
+        """Rows after each token that follows a text, in decodes of these lengths."""
         context.clear()
         _read(context, 0, SHORT)
         place, found = SHORT, []
@@ -187,8 +187,9 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
 
 
 def chunks_are_the_same(context: Context, chunk: int, counts: ListLike[int]) -> bool:
-    """Whether the first `chunk` tokens of a prompt have the same bits alone and beside as many of others, of
-    each of `counts` prompts in all: in the row at their end, and in the one after the next token."""
+    """Whether the first `chunk` tokens of a prompt have the same bits alone and in one pass with as many
+    tokens of other prompts, for each of `counts` prompts in all. It compares the row at their end and the row
+    after the next token."""
     sampled = context.samplers.active
     context.set_samplers(None)
 

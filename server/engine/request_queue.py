@@ -1,4 +1,4 @@
-"""The queue of requests without a slot, by tenant; `scheduling_policy.py` says whose turn it is."""
+"""The queue of requests without a slot, by tenant; `scheduling_policy.py` decides which one is next."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 LOOK_AGAIN = 8
-"""Steps after which one to preempt is looked for again: tenants have had something by then."""
+"""Steps after which a preemption is considered again, since tenants' counters have changed by then."""
 MOST_HEADS = 16
-"""Tenants for which one that makes room is looked for at once: with thousands that would take long."""
+"""Maximum tenants for which a preemption is considered at once: with thousands it would take long."""
 
 
 class RequestQueue:
     """Sequences that wait for a slot, in the order in which `policy` admits them.
 
-    `running`, those that have one in order of admission, is the scheduler's own list, which is only read.
+    `running` is the scheduler's own list of sequences with a slot, in order of admission; it is only read.
     """
 
     def __init__(self, policy: SchedulingPolicy, running: ListLike[Sequence]) -> None:
         self.policy = Policy(policy, running)
         self._backlogged: dict[str, Tenant] = {}
-        """Those of which somebody waits."""
+        """Tenants with waiting requests."""
         self._arrivals = self._admissions = 0
         self.steps = 0
-        """That were computed so far; the scheduler counts them."""
+        """Steps computed so far; the scheduler counts them."""
         self._changed, self._due = False, 0
-        """Whether somebody has come or gone since the last look for one to preempt, and the step at which the
-        next is due all the same."""
+        """Whether a request came or left since a preemption was last considered, and the step at which it is
+        considered next in any case."""
 
     def __bool__(self) -> bool:
         return bool(self._backlogged)
@@ -50,16 +50,16 @@ class RequestQueue:
         return (entry[2] for tenant in list(self._backlogged.values()) for entry in list(tenant.waiting))
 
     def tiers(self) -> dict[str, tuple[int, float]]:
-        """By service tier how many wait, and what requests have cost, in prompt tokens; from any thread."""
+        """By service tier: waiting requests, and the cost of all requests in prompt tokens; any thread."""
         waiting = Counter(sequence.scheduling.service_tier for sequence in self)
         return {tier: (waiting[tier], cost) for tier, cost in self.policy.served.items()}
 
     def crowded(self, sequence: Sequence) -> bool:
-        """Whether a new request comes behind others of its tenant, which is not everybody's."""
+        """Whether a new request waits behind others of its tenant, if tenants are distinguished."""
         return self.policy.apart and self.policy.name(sequence) in self._backlogged
 
     def add(self, sequence: Sequence) -> None:
-        """Queue one that is new, or that was preempted, which keeps its place by arrival."""
+        """Queue a new sequence, or a preempted one, which keeps its place by arrival."""
         if sequence.arrival:
             self.policy.charge(sequence)
         else:
@@ -72,13 +72,13 @@ class RequestQueue:
         self._changed = True
 
     def peek(self) -> Sequence:
-        """Who is next to get a free slot."""
+        """The next sequence to get a free slot."""
         self.policy.settle()
         tiers = (self._admissions + 1) % AGEING != 0
         return min(self._backlogged.values(), key=partial(Tenant.turn, tiers=tiers)).first()
 
     def pop(self, sequence: Sequence, slot: int) -> None:
-        """It is admitted."""
+        """Remove a sequence that is admitted to `slot`."""
         tenant, rank = self._take(sequence), self.policy.rank(sequence)
         sequence.slot = slot
         sequence.aged = bool(tenant.waiting) and tenant.waiting[0][0] < rank
@@ -88,8 +88,8 @@ class RequestQueue:
         self.policy.charge(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """It is over, wherever it was."""
-        if not sequence.arrival:  # it never came
+        """A sequence is over, waiting or running."""
+        if not sequence.arrival:  # it was never queued
             return
         if sequence.slot is None:
             self._take(sequence)
@@ -99,13 +99,14 @@ class RequestQueue:
 
     @property
     def contended(self) -> bool:
-        """Whether there may be somebody to preempt."""
+        """Whether there may be a sequence to preempt."""
         return self.policy.ranked and (self._changed or self.steps >= self._due)
 
     def preemption(
         self, can_go: Callable[[Sequence], bool], head: Sequence | None = None
     ) -> tuple[Sequence, Sequence] | None:
-        """Who waits, or `head`, and who runs and has to make room for it, of those that `can_go`."""
+        """A waiting sequence (`head` if given), and a running one that passes `can_go` and is preempted for
+        it; None if there are none."""
         if not self.contended:
             return None
         self._changed, self._due = False, self.steps + LOOK_AGAIN

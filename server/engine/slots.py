@@ -1,4 +1,4 @@
-"""What the slots do, as llama-server tells of its own; what is kept of prompts, in files."""
+"""The state of slots, as llama-server reports it, and files with the states of prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def run(future: Future[Result], work: Callable[[], Result]) -> None:
-    """Gives `future` what `work` returns or raises."""
+    """Set `future` to what `work` returns or raises."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(work())
@@ -32,28 +32,28 @@ def run(future: Future[Result], work: Callable[[], Result]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """A slot, and the request that runs in it, if one does: never its text, which is its client's."""
+    """A slot and the request that runs in it, if any; without its text, which is private to the client."""
 
     id: int
     """llama.cpp's sequence id."""
     params: SamplingParams | None = None
-    """Of the request; None where the slot is idle."""
+    """The request's parameters; None if the slot is idle."""
     prompt_tokens: int = 0
     processed: int = 0
     """Prompt tokens that were computed."""
     cached: int = 0
-    """Those that the prefix cache had."""
+    """Prompt tokens from the prefix cache."""
     decoded: int = 0
     remain: int = 0
     """Tokens that may still be generated."""
 
 
 def slot_states(engine: Engine) -> list[SlotState]:
-    """Of all slots, as of now, which may be in the middle of a step. From any thread."""
+    """The current state of all slots, perhaps in the middle of a step. From any thread."""
     states = [SlotState(slot) for slot in range(engine.settings.parallel)]
     for sequence in tuple(engine.components.scheduler.running):
         if (slot := sequence.slot) is None:
-            continue  # it has just lost it
+            continue  # it has just lost its slot
         read, cached = min(sequence.computed, sequence.prompt_length), sequence.reused or 0
         states[slot] = SlotState(
             slot,
@@ -69,16 +69,16 @@ def slot_states(engine: Engine) -> list[SlotState]:
 
 @dataclass
 class Counted:
-    """Entries that went by, of one salt."""
+    """Counts the entries of one salt."""
 
     salt: str
     longest: int = 0
     """Tokens of the longest prefix."""
     size: int = 0
-    """Bytes of all."""
+    """Bytes of all of them."""
 
     def of(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Those of the salt."""
+        """Yield the entries of the salt, and count them."""
         for entry in entries:
             if entry.salt == self.salt:
                 self.longest = max(self.longest, len(entry.tokens))
@@ -87,8 +87,8 @@ class Counted:
 
 
 def save_prefixes(components: Components, path: Path, salt: str) -> Counted:
-    """Write what is kept for requests with this salt, as `--prefix-file` does. For the engine's thread.
-    Raises OSError, and GenerationError where the model's file was overwritten."""
+    """Write the states for requests with this salt, as `--prefix-file` does. Engine's thread only. Raises
+    OSError, and GenerationError if the model's file was overwritten."""
     if components.plan.spec.file.overwritten:
         raise GenerationError("the model's file was overwritten: states may be of either")
     counted = Counted(salt)
@@ -98,7 +98,7 @@ def save_prefixes(components: Components, path: Path, salt: str) -> Counted:
 
 
 def restore_prefixes(components: Components, path: Path, salt: str) -> Counted:
-    """Keep what a file has for requests with this salt, as far as it fits. For the engine's thread. Raises
+    """Load a file's states for requests with this salt, as far as they fit. Engine's thread only. Raises
     PrefixFileError."""
     counted = Counted(salt)
     components.cache.take_in(counted.of(components.prefix_file(path).read()))

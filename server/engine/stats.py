@@ -1,4 +1,4 @@
-"""Counters of the engine, for whoever watches it."""
+"""The engine's counters, for monitoring."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageStats:
-    """Of pictures in prompts."""
+    """Counters of pictures in prompts."""
 
     encoded: int = 0
     cached: int = 0
-    """Those that came again and were known."""
+    """Pictures found in the cache."""
     bytes: int = 0
-    """Of rows, those that requests hold and those that are kept for when they come again."""
+    """Bytes of rows, those that requests hold and cached ones."""
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot. Counts run from the start of the engine; the rest is as of now."""
+    """A snapshot. Counts run from the engine's start; the rest is the current state."""
 
     running: int
     waiting: int
     steps: int
     prompt_tokens: int
-    """Tokens of prompts computed, those that preemption made it compute again included."""
+    """Prompt tokens computed, including those computed again after a preemption."""
     generated_tokens: int
     preemptions: int
     kv_cells_used: int
-    """Those of checkpoints in the prefix cache included."""
+    """Including cells of the prefix cache's checkpoints."""
     kv_cells: int
     tiers: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    """By service tier: requests that wait, and what requests have cost, in prompt tokens' worth of time."""
+    """By service tier: waiting requests, and the cost of all requests in prompt tokens' worth of time."""
     prefix: PrefixStats = field(default_factory=PrefixStats)
     sampler_changes: int = 0
-    """How often a slot had to be given another way of sampling on the device, which holds a step up."""
+    """How often a slot got another device sampler, which delays a step."""
     step_totals: tuple[StepTotals, ...] = ()
-    """Where the time of steps went."""
+    """Time of steps by phase."""
     drafts: Mapping[str, DrafterStats] = field(default_factory=dict)
-    """What became of draft tokens, by drafter, and whether it drafts; none where speculation is off."""
+    """Draft counts and state by drafter; empty if speculation is off."""
     images: ImageStats = field(default_factory=ImageStats)
     finished: dict[str, int] = field(default_factory=dict)
-    """Requests by how they ended: stop, length, cancelled, error."""
+    """Requests by finish reason: stop, length, cancelled, error."""

@@ -1,4 +1,4 @@
-"""In which ubatches llama.cpp computes a batch whose sequences bring different numbers of tokens."""
+"""The ubatches of a batch whose sequences have different numbers of tokens, as llama.cpp splits it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[tuple[int, list[int]]]:
-    """For each ubatch, one pass over the weights: how many tokens of each sequence, and of which.
+    """For each ubatch, one pass over the weights: tokens of each sequence, and the sequences' indices.
 
     A batch that is written in this order has its outputs where llama.cpp leaves them. The recurrent layers
-    want as many tokens of each, so a pass ends where the shortest does (`split_equal`, llama-batch.cpp). With
-    a `tail` above 0, the last so many tokens of a sequence stay in one pass: a sequence that would be split
-    there waits for the next ubatch, with all behind it, so the shortest come first.
+    need the same count from each sequence, so a pass ends where the shortest one does (`split_equal`,
+    llama-batch.cpp). With a `tail` above 0, the last `tail` tokens of a sequence stay in one pass: a sequence
+    that would be split there waits for the next ubatch, with all after it. So the shortest come first.
     """
     left = dict(enumerate(lengths))
     if tail:

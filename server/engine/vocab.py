@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 PICTURE = b"<|image_pad|>"
 TURN_START = b"<|im_start|>"
-"""ChatML's, which every Qwen speaks."""
+"""ChatML's token, which all Qwen models use."""
 
 TOOL_RESULT = b"<tool_response>"
-"""Qwen's."""
+"""Qwen's token."""
 
 LONG = 512
-"""Characters from which on a text is cached: shorter ones would push long ones out for little."""
+"""Minimum characters of a cached text: shorter ones save little and would evict long ones."""
 
 BLOCK = 4096
-"""Characters after which llama.cpp is given a text anew: what it does to find control tokens grows with the
-square of their number, and it can not be interrupted."""
+"""llama.cpp gets a text in blocks of about this many characters: its search for control tokens takes time
+that grows with the square of their number, and it cannot be interrupted."""
 
 LONGEST_WORD = 2**18
-"""Characters that may follow each other without a place where the text can be cut; some 0.1 s of work."""
+"""Maximum characters without a place where the text can be cut; some 0.1 s of work."""
 
 _PRE_TOKENIZERS = ("qwen2", "qwen35")
-"""Those whose words part at every `_BETWEEN_WORDS` (their expressions: llama.cpp, src/llama-vocab.cpp)."""
+"""Pre-tokenizers that split words at every `_BETWEEN_WORDS` (expressions: llama.cpp, src/llama-vocab.cpp)."""
 
 _LETTER = "[A-Za-zÀ-ÖØ-öø-ɏА-яぁ-ゖァ-ヺ一-龥가-힣]"
 _BETWEEN_WORDS = rf"{_LETTER}(?=[\x00-@\[-`{{-\x7f、。，])|[0-9]|\n(?=[!-~一-龥])"
-"""The character before a place that no word of those pre-tokenizers lies across, whatever surrounds it: words
-of letters hold nothing but letters behind their first character, a digit is a word, and nothing but white
-space follows a line break. Cut there, both parts have the words that they have in the whole."""
+"""The character before a place that no word of those pre-tokenizers crosses in any context: words of letters
+have only letters after their first character, a digit is a word, and only white space follows a line break in
+a word. If the text is cut there, both parts have the same words as in the whole."""
 
 
 class TokenBudget:
-    """Told of a prompt's ids as they come; the `check` that `Vocab.tokenize` takes.
+    """Counts a prompt's ids while it is tokenized; a `check` for `Vocab.tokenize`.
 
-    Raises PromptTooLong, or what `error` makes, once there are `limit` of them, so that no work is done for
-    the rest, and whatever `interrupt`, called each time, raises.
+    Raises PromptTooLong, or what `error` makes, once there are `limit` ids, so that the rest is not
+    tokenized. Also raises whatever `interrupt` raises, which it calls each time.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TokenBudget:
         interrupt: Callable[[], None],
         error: Callable[[int, int], Exception] = PromptTooLong,
     ) -> None:
-        """`error` is told how many there are, and the limit."""
+        """`error` gets the number of ids and the limit."""
         self._limit, self._interrupt, self._error = limit, interrupt, error
         self.used = 0
 
@@ -70,29 +70,29 @@ class TokenBudget:
 
 
 def _unhindered(count: int) -> None:
-    """The default of `Vocab.tokenize`: any number of ids, and nobody to stop it."""
+    """The default `check` of `Vocab.tokenize`, which allows any number of ids."""
 
 
 class Vocab:
     """Read-only, and safe to use from any thread. Ids run from 0 to `size` - 1."""
 
     def __init__(self, model: Model, cached: int = 0) -> None:
-        """The ids of long texts are kept for when they come again, up to so many tokens."""
+        """The ids of long texts are cached, up to `cached` tokens in all."""
         self._model = model
         self.size = model.n_vocab
         self.eos_id = model.eos
         self.bos_id = model.bos
-        """What the GGUF wants every text to begin with; None for Qwen."""
+        """The token that the GGUF puts before every text; None for Qwen."""
         ids = range(self.size)
         self.eog_ids = model.eog_ids
         """Every id that ends a generation."""
         added = {token: model.piece(token, special=True) for token in ids if model.is_added(token)}
         self.added_tokens = tuple(piece.decode("utf-8", "replace") for piece in added.values())
-        """Texts of all CONTROL and USER_DEFINED tokens: what must not be matched inside a user's text."""
+        """Texts of all CONTROL and USER_DEFINED tokens, which must not be matched inside a user's text."""
         self.turn_ids = frozenset(token for token, piece in added.items() if piece == TURN_START)
-        """The control token with which a chat turn begins, if there is one."""
+        """The control token that begins a chat turn, if there is one."""
         self.tool_ids = frozenset(token for token, piece in added.items() if piece == TOOL_RESULT)
-        """The token before what a tool gave, if there is one."""
+        """The token before a tool's result, if there is one."""
         self.picture_id = next((token for token, piece in added.items() if piece == PICTURE), None)
         """The control token that a chat template writes for a picture, if there is one."""
         self.n_real = model.n_real
@@ -105,7 +105,7 @@ class Vocab:
         apart = parts and all(_stands_alone(piece, added.values()) for piece in added.values() if piece)
         always = [piece for token, piece in added.items() if not model.is_control(token)]
         self._places = {True: _places(added.values()), False: _places(always)} if apart else {}
-        """With and without `special`: what a text may be cut behind."""
+        """Patterns after which a text may be cut, with and without `special`."""
         self._longest = max(map(len, added.values()), default=0)
 
     def tokenize(self, text: str, *, special: bool, check: Callable[[int], None] = _unhindered) -> list[int]:
@@ -113,7 +113,7 @@ class Vocab:
 
         Without it llama.cpp still matches USER_DEFINED tokens (Qwen's `<think>`); see `added_tokens`. Lone
         surrogates, which have no UTF-8, become question marks. The time grows with the length of the text.
-        `check` is told of every few thousand ids how many they are, and ends the work by what it raises.
+        `check` is called every few thousand ids with their number; an exception from it ends the work.
         Raises InvalidPrompt for words longer than LONGEST_WORD.
         """
         if len(text) < LONG or not special:
@@ -139,7 +139,7 @@ class Vocab:
             check(len(known))
             return known.tolist()
         ids = self._parse(turn, True, check)
-        with self._cache_lock, suppress(ValueError):  # more than it may hold
+        with self._cache_lock, suppress(ValueError):  # larger than the whole cache
             self._cache[turn] = array("i", ids)
         return ids
 
@@ -152,7 +152,7 @@ class Vocab:
         return ids
 
     def _blocks(self, text: str, special: bool) -> Iterator[str]:
-        """The text in pieces of some BLOCK characters, whose ids are together those of the whole."""
+        """The text in pieces of about BLOCK characters, whose ids together are those of the whole."""
         start = 0
         while len(text) - start > BLOCK:
             cut = self._place(text, start, special)
@@ -168,12 +168,12 @@ class Vocab:
             yield text[start:]
 
     def _place(self, text: str, start: int, special: bool) -> int | None:
-        """The first place to cut at, BLOCK characters behind `start` or more; None where there is none."""
+        """The first place to cut at, at least BLOCK characters after `start`; None if there is none."""
         if not self._places:
             return None
         least = start + BLOCK
         for at in range(least, min(start + LONGEST_WORD, len(text)), BLOCK):
-            # with a margin, so that no added token is seen in part
+            # with a margin, so that no added token is cut off
             margin = self._longest
             for match in self._places[special].finditer(text, max(start, at - margin), at + BLOCK + margin):
                 if match.start() >= at + BLOCK:
@@ -183,7 +183,7 @@ class Vocab:
         return None
 
     def _turns(self, text: str) -> Iterator[str]:
-        """The text cut where chat turns begin: whatever follows a control token, it splits the text there."""
+        """The text, cut before each chat turn's control token, where the tokenizer splits it anyway."""
         start = 0
         while self._cut is not None and (next_ := text.find(self._cut, start + 1)) >= 0:
             yield text[start:next_]
@@ -191,7 +191,7 @@ class Vocab:
         yield text[start:]
 
     def token_bytes(self, token: int) -> bytes:
-        """What the token adds to a text: often part of a character only, nothing for a control token."""
+        """The bytes that a token adds to a text: often only part of a character; none for a control token."""
         piece = self._pieces.get(token)
         if piece is None:
             if not 0 <= token < self.size:
@@ -200,20 +200,20 @@ class Vocab:
         return piece
 
     def spelling(self, token: int) -> bytes:
-        """The token's own text, that of a control token too."""
+        """The token's own text, also that of a control token."""
         if not 0 <= token < self.size:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
         return self._model.piece(token, special=True)
 
 
 def _places(tokens: Iterable[bytes]) -> re.Pattern[str]:
-    """Finds the tokens' texts, and whatever else a text may be cut behind."""
+    """A pattern of the tokens' texts and of all other places after which a text may be cut."""
     texts = [re.escape(piece.decode("utf-8", "replace")) for piece in tokens if piece]
     return re.compile("|".join([*texts, _BETWEEN_WORDS]))
 
 
 def _stands_alone(piece: bytes, added: Iterable[bytes]) -> bool:
-    """Whether `piece` is an added token that no other one can lie across, or hold, nor another of its own."""
+    """Whether `piece` is an added token that no added token, itself included, overlaps in a text."""
     others = set(added)
     if piece not in others:
         return False

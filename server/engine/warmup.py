@@ -1,4 +1,4 @@
-"""The first decodes: the shapes that the first requests need, and a test of what the device samples."""
+"""The warm-up decodes: the shapes that the first requests need, and a test of sampling on the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHAPE_NOISE = 0.1
-"""What a logit may lack to the best one, in standard deviations of a row, for its token to count as the best:
-the same batch may be computed a little differently with a device sampler and without."""
+"""A token counts as the best if its logit is at most this far below the best, in standard deviations of a
+row: results differ slightly with and without a device sampler."""
 
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
-    """Touch the weights and the shapes that the first requests need, then forget it all.
+    """Run the shapes that the first requests need, which also loads the weights, then clear the context.
 
     These are prompts of `prefill` tokens, and decodes of each of `counts` sequences, the largest last. If
-    rows are sampled on the device, its answers are compared with the host's first; where they are wrong, the
+    rows are sampled on the device, its results are first compared with the host's; if they are wrong, the
     host samples.
     """
     decode(context, 1, prefill)
@@ -38,7 +38,7 @@ def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
 
 
 def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> float:
-    """Seconds that a prompt of `length` tokens takes: the least of a few, which load kernels and graphs."""
+    """Seconds of a prompt of `length` tokens: the minimum of a few runs, as the first loads kernels."""
     times = []
     for _ in range(3):
         started = clock()
@@ -49,7 +49,7 @@ def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> fl
 
 
 def _check(context: Context, n: int) -> None:
-    """Leaves the device samplers on if `n` rows are right."""
+    """Keep the device samplers on only if `n` rows are right."""
     best = decode(context, n).all_best()
     context.set_samplers(None)
     if wrong := _wrong(decode(context, n), best, context.samplers.n_real):
@@ -63,7 +63,7 @@ def _check(context: Context, n: int) -> None:
 
 
 def _wrong(rows: Rows, best: list[int] | None, n_real: int) -> int:
-    """How many of the tokens found on the device the logits on the host contradict."""
+    """How many tokens found on the device are not the best by the host's logits."""
     if best is None:
         return len(rows)
     wrong = 0
@@ -75,7 +75,7 @@ def _wrong(rows: Rows, best: list[int] | None, n_real: int) -> int:
 
 
 def decode(context: Context, n_sequences: int, length: int = 1) -> Rows:
-    """The first `length` tokens of so many sequences, all different; a row at the end of each."""
+    """Decode the first `length` tokens of `n_sequences` different sequences, each with a row at its end."""
     n = n_sequences * length
     context.clear()
     context.tokens[:n] = np.arange(n) % 256
