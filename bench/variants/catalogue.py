@@ -40,22 +40,24 @@ ELSEWHERE = {"threads", "threads_batch"}
 """Settings of the machine that a sweep ran on, which no score depends on."""
 TITLE = "Qwen3.5-4B by {what}: predicted on {card}, gates recorded on nano"
 PREDICTED = (
-    "Predicted: milliseconds of a request of the official categories (64, 2,048 and 8,192 tokens in; 128, "
-    "256 and 256 out), alone, its prompt read whole and nothing drafted, by `qwen-bench engine roofline`: "
-    "the sizes of the tensors and the datasheet's rates. No engine reaches them, and none of them was "
-    "measured."
+    "Predicted: milliseconds of one request alone, in the official categories (64, 2,048 and 8,192 tokens "
+    "in; 128, 256 and 256 out), without cached prefix and without drafts. `qwen-bench engine roofline` makes "
+    "them from the sizes of the tensors and the datasheet's rates. No engine reaches them, and none of them "
+    "was measured."
 )
 GATES = (
-    "Gates: share of nano's held-out items answered rightly, with the very weights and settings, and the "
-    "verdict; items of all gates that full precision alone got right (lost), and that it got wrong (gained), "
-    "McNemar's exact test; -: not measured. Nano is tiny, and suffers more from few bits than a large model."
+    "Gates: share of nano's held-out items answered correctly with exactly these weights and settings, and "
+    "the verdict. Lost: items of all gates that only full precision answered correctly; gained: items that "
+    "only the variant did; p: McNemar's exact test; -: not measured. Nano is tiny, and loses more quality "
+    "at few bits than a large model."
 )
 LEVELS = """\
 ## What `fast` was chosen from
 
-The least predicted latency of the levels that pass every gate, are not shown to be worse than full precision
-(more lost than gained, p < 0.05), and are of the types for which the patches have kernels of several rows
-(Q4_K, Q5_K, Q6_K): drafts are verified by these, which the prediction does not know.
+`fast` has the least predicted latency of the levels that meet three conditions. They pass every gate.
+They are not shown to be worse than full precision (more lost than gained, p < 0.05). They use the types
+for which the patches have multi-row kernels (Q4_K, Q5_K, Q6_K): these kernels verify drafts, and the
+prediction does not include drafts.
 """
 NO_GATES = "Gates: none was recorded with these weights and settings."
 
