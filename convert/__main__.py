@@ -5,7 +5,7 @@ import signal
 import sys
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # the imports take seconds, and there is nothing to clean up
+    # the imports take seconds, and nothing needs cleaning up yet
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import qwen_serve.llamacpp  # noqa: F401 - before numpy, see there

@@ -1,9 +1,9 @@
-"""LoRA adapters: a PEFT checkpoint to a GGUF that llama.cpp applies beside the model.
+"""LoRA adapters: converts a PEFT checkpoint to a GGUF that llama.cpp applies to the model.
 
-A product W x becomes W x + scale * B (A x). Where a tensor of the model is reordered on its way to the GGUF,
-so are the rows of B, or the columns of A. llama.cpp multiplies by alpha / rank, one alpha for the whole file:
-what a module has otherwise (rsLoRA, `alpha_pattern`) goes into its B. Names and keys are those of llama.cpp
-(src/llama-adapter.cpp; convert_lora_to_gguf.py), those of the checkpoint PEFT's.
+A product W x becomes W x + scale * B (A x). If the conversion reorders a tensor of the model, the rows of B
+or the columns of A are reordered the same way. llama.cpp multiplies by alpha / rank, with one alpha for the
+whole file, so a module's different factor (rsLoRA, `alpha_pattern`) is multiplied into its B. Names and keys
+in the GGUF are llama.cpp's (src/llama-adapter.cpp; convert_lora_to_gguf.py), those of the checkpoint PEFT's.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 VERSION = 1
-"""Part of every output's fingerprint: raise it whenever the same adapter comes out differently."""
+"""Part of every output's fingerprint: raise it whenever the same adapter would be converted differently."""
 
 NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.default)?(?:\.weight)?"
 )
 PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
-"""What is before `layers.` in a module's name: of the model that sees, or of the text model alone."""
+"""Prefix before `layers.` in a module's name, of the model with vision or the text model alone."""
 
 PLAIN = (None, True, False, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the model's own weights as they are."""
+"""Values of `init_lora_weights` that leave the model's weights unchanged."""
 REFUSED = {
     "use_dora": "DoRA also scales each row of the sum, which llama.cpp does not",
     "lora_bias": "llama.cpp adds no bias of an adapter",
@@ -65,12 +65,12 @@ REFUSED = {
     "layer_replication": "layers are not repeated; merge it into the checkpoint",
     "alora_invocation_tokens": "an activated LoRA, which begins in the middle of a prompt, is not served",
 }
-"""Keys of its configuration -> why an adapter that sets them is not converted."""
+"""Key of the adapter's configuration -> why an adapter that sets it is refused."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT checkpoint that was opened beside the configuration of its model; no weight is read yet."""
+    """An opened PEFT checkpoint with its model's configuration; no weight is read yet."""
 
     folder: Path
     base: ModelConfig
@@ -117,11 +117,11 @@ def is_adapter(path: Path) -> bool:
 def convert_adapter(
     source: Source, base: str | None, out: Path, name: str, outtype: FloatType, *, force: bool
 ) -> Path:
-    """Makes `<out>/<name>-<outtype>.gguf`, unless it is there. `base`: where the model's config.json is;
-    None: where the adapter's configuration says.
+    """Makes `<out>/<name>-<outtype>.gguf`, unless it exists. `base` is the location of the model's
+    config.json; None for the one that the adapter's configuration names.
 
     Raises:
-        ConvertError: the model's configuration is not to be had, or the adapter cannot be converted.
+        ConvertError: the model's configuration is unavailable, or the adapter cannot be converted.
     """
     named = base or read_json(source.path / CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
@@ -166,13 +166,13 @@ def _check(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _rules(base: ModelConfig) -> dict[str, tuple[str, Rule]]:
-    """The modules whose products llama.cpp adds an adapter to, as the text model names them -> the tensor's
-    name in the GGUF, and its rule."""
+    """Modules that llama.cpp can adapt, by their names in the text model -> the tensor's name in the GGUF,
+    and its rule."""
     found = {}
     for source, target, rule in expected_tensors(base, "", range(base.n_layers), has_mtp=False):
         if rule.compute is None and len(rule.shape(base)) == 2 and not rule.per_expert:
             found[source.removesuffix(".weight")] = target, rule
-    if base.tied_embeddings:  # one tensor there, of which the head would be adapted like the embedding
+    if base.tied_embeddings:  # one tensor in the GGUF: an adapter of the head would also change the embedding
         del found[EMBEDDING.source.removesuffix(".weight")]
     return found
 
@@ -196,7 +196,7 @@ def _unknown(module: str, base: ModelConfig) -> str:
 
 
 def _pairs(weights: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    """A and B of each module, in the order of the file."""
+    """Each module's A and B, in the file's order."""
     parts: dict[str, dict[str, StoredTensor]] = {}
     for tensor in read_header(weights):
         if (found := NAME.fullmatch(tensor.name)) is None:
@@ -213,7 +213,7 @@ def _pairs(weights: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
 
 
 def _factor(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """What a module's B is multiplied by, so that alpha / rank does the rest (`LoraLayer.update_layer` and
+    """The factor for a module's B, in addition to alpha / rank (`LoraLayer.update_layer` and
     `get_pattern_key` of PEFT)."""
     alpha = config["lora_alpha"]
     for pattern, own in (config.get("alpha_pattern") or {}).items():
@@ -235,10 +235,10 @@ def _planned(
     factor: float,
     outtype: FloatType,
 ) -> Iterator[PlannedTensor]:
-    """A and B as llama.cpp wants them. Raises CheckpointError where they do not fit the matrix."""
+    """A and B in llama.cpp's layout. Raises CheckpointError if they do not fit the matrix."""
     rows, columns = rule.shape(base)
     is_embedding = rule is EMBEDDING
-    # an embedding's A has a column for each token, its B makes rows of it
+    # an embedding's A has a column for each token, and its B turns them into rows
     wanted = (columns, rows) if is_embedding else (rows, columns)
     fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1] > 0
     if not fits or (b.shape[0], a.shape[1]) != wanted:

@@ -1,4 +1,5 @@
-"""A checkpoint folder of the official layout: its JSON files, parsed, and its tensors, not yet read."""
+"""A checkpoint folder of the official layout: its parsed JSON files, and its tensors, which are not read
+yet."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "README.md",
 )
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""How pictures are prepared; the second wins, where newer checkpoints have it nested."""
+"""Files that describe picture preprocessing; the second takes precedence, where newer checkpoints nest it."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class Checkpoint:
 
     @property
     def used_experts(self) -> int | None:
-        """Of a block, by a token; None for a dense model."""
+        """Experts of a block that a token uses; None for a dense model."""
         return self.config.experts.used if self.config.experts is not None else None
 
     def fingerprint(self) -> str:
-        """Changes with every file the GGUF is made from: by content, but large shards by size and time."""
+        """A digest that changes with every input file: by content, but by size and time for large shards."""
         texts = {
             name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
         }
@@ -64,14 +65,13 @@ class Checkpoint:
 
 
 def shard_stamps(tensors: Mapping[str, StoredTensor]) -> list[tuple[str, int, str | int]]:
-    """Name, size, and content or time, of every file that some tensors are in."""
+    """Name, size, and content or time, of every file that holds any of the tensors."""
     shards = sorted({tensor.path for tensor in tensors.values()})
     return [(path.name, path.stat().st_size, content_or_time(path)) for path in shards]
 
 
 def content_or_time(path: Path) -> str | int:
-    """What tells a file from another one of its size: its digest where that takes no time, else when it was
-    written."""
+    """Distinguishes files of one size: the digest of a small file, the modification time of a large one."""
     status = path.stat()
     return file_digest(path) if status.st_size <= SMALL_SHARD else status.st_mtime_ns
 
@@ -80,7 +80,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of all shards of a checkpoint folder, by name.
 
     Raises:
-        CheckpointError: a shard is missing or damaged, or a tensor twice there or not at all.
+        CheckpointError: a shard is missing or damaged, or a tensor is duplicated or missing.
     """
     tensors: dict[str, StoredTensor] = {}
     for shard in _shards(folder):

@@ -1,4 +1,4 @@
-"""Text cut into chunks of equal length, as llama.cpp's imatrix and perplexity tools cut it."""
+"""Cuts text into chunks of equal length, as llama.cpp's imatrix and perplexity tools do."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ CHUNK_SIZE = 512
 
 
 def read_chunks(model: Model, text: Path, size: int = CHUNK_SIZE) -> NDArray[np.int32]:
-    """[chunks, size] token ids of a text file; tokens that do not fill a last chunk are dropped.
+    """[chunks, size] token ids of a text file; an incomplete last chunk is dropped.
 
-    Every chunk begins with BOS in place of its own first token where the vocabulary wants one.
+    If the vocabulary requires BOS, it replaces every chunk's first token.
 
     Raises:
         ConvertError: the file is missing, not UTF-8, or shorter than one chunk.
@@ -47,7 +47,8 @@ def read_chunks(model: Model, text: Path, size: int = CHUNK_SIZE) -> NDArray[np.
 def decode_chunks(
     context: EvalContext, chunks: NDArray[np.int32], *, start: int = 0, output: bool = False
 ) -> None:
-    """Decodes chunk `i` as sequence `i`, positions from `start`; `output`: with the logits of every token."""
+    """Decodes chunk `i` as sequence `i`, positions from `start`; with `output`, keeps the logits of every
+    token."""
     batch = Batch(context)
     for sequence, tokens in enumerate(chunks.tolist()):
         for position, token in enumerate(tokens, start):
@@ -58,10 +59,10 @@ def decode_chunks(
 def decode_drafts(
     context: EvalContext, chunks: NDArray[np.int32], hidden: Floats, *, output: bool = False
 ) -> None:
-    """Runs the MTP context over chunks the trunk has just decoded, from their second token on.
+    """Runs the MTP context over chunks that the trunk has just decoded, from their second token on.
 
-    Token x[p] goes in beside the trunk's hidden row of x[p-1]; its logits are a draft of x[p+1]. A chunk's
-    first token has no such row (llama.cpp's server feeds zeros there) and is left out.
+    Input is token x[p] with the trunk's hidden row of x[p-1]; the logits draft x[p+1]. A chunk's first token
+    has no such row (llama.cpp's server uses zeros there) and is left out.
 
     Args:
         hidden: [chunks * size, n_embd], the trunk context's `hidden()`.

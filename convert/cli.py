@@ -1,4 +1,4 @@
-"""The command line of the converter: flags in, `Options` out, errors as one line."""
+"""The converter's command line: flags to `Options`, errors to one line."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ A second run makes only what is missing or out of date, so an interrupted one is
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the converter; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("llama.cpp").setLevel(logging.CRITICAL)  # what ends a run is in its error
+    logging.getLogger("llama.cpp").setLevel(logging.CRITICAL)  # the error itself reports why a run ended
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # __main__ has another for the imports
     try:
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest:
             parsing.error(unknown(rest))
         _convert(arguments)
-    except (ConvertError, LlamaError, OSError) as error:  # OSError: a full disk, say
+    except (ConvertError, LlamaError, OSError) as error:  # OSError: such as a full disk
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    # before anything is fetched or opened: a typing mistake should not cost a download
+    # before any download: a mistyped flag should not cost one
     search = select_target(arguments)
     quants = [name for name in arguments.quant or [DEFAULT_QUANT] if name != AUTO]
     float_types: tuple[FloatType, ...] = ()
@@ -166,7 +166,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _convert_adapter(source: Source, arguments: argparse.Namespace) -> None:
-    """Raises ConvertError, for flags that mean nothing for an adapter, too."""
+    """Converts an adapter. Raises ConvertError also for flags that do not apply to adapters."""
     untouched = parser().parse_args([])
     others = ["quant", "recipe", "target", "mmproj_outtype", "keep_vocab", "method", "calibration"]
     others += ["imatrix_file", "tensor_type", "output_tensor_type", "token_embedding_type", "pure"]
@@ -182,10 +182,10 @@ def _convert_adapter(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def select_target(arguments: argparse.Namespace) -> Target | None:
-    """What `--quant auto` is to search; None without it.
+    """The target of `--quant auto`; None without it.
 
     Raises:
-        ConvertError: targets without it, none with it, or some that do not go together.
+        ConvertError: targets without it, none with it, or some that cannot be combined.
     """
     target = Target(
         n_bytes=arguments.target_size,
@@ -208,7 +208,7 @@ def select_target(arguments: argparse.Namespace) -> Target | None:
 
 
 def search_command(target: Target | None, source: str, arguments: argparse.Namespace) -> str:
-    """How a searched recipe is made again, for its evidence."""
+    """The command that makes a searched recipe again, for its evidence."""
     if target is None:
         return ""
     flags = {
@@ -429,4 +429,4 @@ def _card(text: str) -> str:
 
 
 def _terminate(*_: Any) -> NoReturn:
-    raise SystemExit(TERMINATED)  # unwinds, so that temporary files go
+    raise SystemExit(TERMINATED)  # unwinds the stack, so that temporary files are removed

@@ -1,4 +1,4 @@
-"""llama-quantize's flags: those that are ours too, and for the others what is."""
+"""llama-quantize's flags: accepts those with the same meaning here, and names the equivalent of others."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OTHERS = {
     "--outfile": "--out DIR, and --name",
     "--model-name": "--name",
 }
-"""Flags of llama-quantize and convert_hf_to_gguf.py that are none of ours."""
+"""Flags of llama-quantize and convert_hf_to_gguf.py that this converter lacks."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the group of those that are ours, too."""
+    """Adds the group of llama-quantize's flags."""
     group = parser.add_argument_group("as llama-quantize has them; each comes before what a recipe says")
     group.add_argument(
         "--imatrix",
@@ -75,10 +75,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def with_flags(recipes: Mapping[str, Recipe], arguments: argparse.Namespace) -> dict[str, Recipe]:
-    """The recipes with what the flags say of types.
+    """The recipes with the types that the flags set.
 
     Raises:
-        ConvertError: flags, and no recipe that they could be for.
+        ConvertError: flags without a recipe that they could apply to.
     """
     changes = {
         "pure": arguments.pure,
@@ -105,7 +105,7 @@ def with_flags(recipes: Mapping[str, Recipe], arguments: argparse.Namespace) -> 
 
 
 def unknown(words: Sequence[str]) -> str:
-    """What to say of arguments that are none: where a flag is llama-quantize's, which of ours is meant."""
+    """The message for unknown arguments, with the equivalent of llama-quantize's flags."""
     for word in words:
         if instead := OTHERS.get(flag := word.partition("=")[0]):
             return f"{flag} is a flag of llama.cpp's tools; here: {instead}"

@@ -1,4 +1,4 @@
-"""The parts of a Qwen3.5 `config.json` that the conversion needs, checked."""
+"""Reads and checks the parts of a Qwen3.5 `config.json` that the conversion needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
 ARCHS = ("qwen35", "qwen35moe")
-"""llama.cpp's names for them, dense and with experts: `general.architecture`."""
+"""llama.cpp's names for the dense and the expert models: `general.architecture`."""
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # transformers' default: every 4th layer is full attention
 DEFAULT_MROPE_SECTION = (11, 11, 10)
@@ -23,7 +23,7 @@ DEFAULT_ROTARY = 0.25
 MAX_LAYERS, MAX_EXPERTS = 512, 1024  # llama-hparams.h
 MAX_INTEGER = 2**31 - 1
 TINY, HUGE = 1e-37, 1e38
-MOST_ATTENTION = 65504.0  # of a factor on queries and keys, which are kept in F16
+MOST_ATTENTION = 65504.0  # largest factor on queries and keys, which are kept in F16
 DELTA_NET_WIDTHS = (16, 32, 64, 128)
 CONV_KERNELS = (3, 4, 5, 9, 15)
 
@@ -46,7 +46,7 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int | None
-    """Width of the dense FFN; with experts it means nothing, and official configurations leave it out."""
+    """Width of the dense FFN; unused with experts, where official configurations leave it out."""
     experts: Experts | None
     n_heads: int
     n_kv_heads: int
@@ -160,7 +160,7 @@ class ModelConfig:
 
 
 class _Fields:
-    """Looks up numbers, naming the field in what it raises."""
+    """Looks up numbers, and names the field in errors."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
@@ -183,7 +183,8 @@ class _Fields:
 
 
 def checked_integer(name: str, value: Any) -> int:
-    """`value`, of the field `name`. Raises: CheckpointError: it is no integer from 1 to 2**31 - 1."""
+    """The integer `value` of the field `name`. Raises: CheckpointError: it is not an integer from 1 to 2**31
+    - 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise CheckpointError(f"config.json: {name} must be a positive integer, got {value!r}")
     if value > MAX_INTEGER:
@@ -192,7 +193,7 @@ def checked_integer(name: str, value: Any) -> int:
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
-    """Whether it is a number above 0 that float32, as llama.cpp keeps it, has, too."""
+    """Whether it is a number above 0, in float32 too, which llama.cpp uses."""
     return isinstance(value, int | float) and not isinstance(value, bool) and TINY < value < HUGE
 
 
@@ -206,7 +207,8 @@ def check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _check_linear(key_dim: int, value_dim: int, conv_kernel: int) -> None:
-    """What llama.cpp knows of gated delta nets (models/qwen35.cpp; ggml-cuda's gated_delta_net, ssm-conv)."""
+    """Raises CheckpointError for shapes of gated delta nets that llama.cpp lacks (models/qwen35.cpp;
+    ggml-cuda's gated_delta_net, ssm-conv)."""
     if value_dim != key_dim:
         raise CheckpointError(
             f"config.json: linear_value_head_dim ({value_dim}) must be linear_key_head_dim ({key_dim}): "
@@ -223,7 +225,8 @@ def _check_linear(key_dim: int, value_dim: int, conv_kernel: int) -> None:
 
 
 def _check_rotary(rope: Mapping[str, Any], head_dim: int) -> None:
-    """Raises: CheckpointError: llama.cpp would rotate other elements than transformers, or by no position."""
+    """Raises: CheckpointError: llama.cpp would rotate other elements than transformers, or without a
+    position."""
     factor = rope.get("partial_rotary_factor", DEFAULT_ROTARY)
     if not is_positive(factor) or factor > 1 or (n_rot := int(head_dim * factor)) < 2 or n_rot % 2:
         raise CheckpointError(
@@ -242,7 +245,7 @@ def _check_rotary(rope: Mapping[str, Any], head_dim: int) -> None:
         raise CheckpointError(
             f"config.json: rope_parameters.mrope_section must be three numbers of pairs, got {sections!r}"
         )
-    # pair i turns by axis i % 3 for as long as that axis has pairs, else by a position that text has not
+    # pair i uses axis i % 3 while that axis has pairs left, else a position that text does not have
     period = sum(sections)
     if any(i % period >= 3 * sections[i % period % 3] for i in range(n_rot // 2)):
         raise CheckpointError(
@@ -297,10 +300,10 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(text.get(name) or {}, Mapping):
             raise CheckpointError(f"config.json: {name} must be an object, got {text[name]!r}")
     rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
-    for key in ("rope_theta", "partial_rotary_factor"):  # older configs keep them one level up
+    for key in ("rope_theta", "partial_rotary_factor"):  # older configs have them one level up
         if key not in rope and key in text:
             rope[key] = text[key]
-    if "attn_factor" in rope:  # llama.cpp's converter takes this for the same
+    if "attn_factor" in rope:  # llama.cpp's converter treats it as the same
         rope.setdefault("attention_factor", rope.pop("attn_factor"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "yarn"):
@@ -333,9 +336,9 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_factor_ratio(rope: Mapping[str, Any]) -> float:
-    """YaRN's factor on cos and sin over the one that llama.cpp infers, 0.1 ln(factor) + 1; else 1.
+    """YaRN's factor on cos and sin divided by the one that llama.cpp infers, 0.1 ln(factor) + 1; else 1.
 
-    As transformers' `_compute_yarn_parameters` has it: what is said, else from mscale and mscale_all_dim.
+    As in transformers' `_compute_yarn_parameters`: the explicit factor, else from mscale and mscale_all_dim.
     """
     if rope["rope_type"] != "yarn":
         return 1.0
@@ -351,7 +354,7 @@ def attention_factor_ratio(rope: Mapping[str, Any]) -> float:
 
 def _special_token_ids(config: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
     ids: dict[str, int] = {}
-    for values in (config.get("text_config", {}), config):  # the outer level wins
+    for values in (config.get("text_config", {}), config):  # the outer level takes precedence
         for key, value in values.items():
             if (
                 key.endswith("_token_id")

@@ -1,8 +1,8 @@
-"""Which keys of a `config.json` the conversion reads, which must have one value, and which change nothing.
+"""The keys of a `config.json` that the conversion reads, that must have one value, and that have no effect.
 
-Whatever is in none of these lists and switches something on is refused: a model that computes otherwise than
-its authors meant is worse than none. Sources: transformers' configurations of qwen3_5 and qwen3_5_moe, and
-llama.cpp's src/models/qwen35.cpp and qwen35moe.cpp.
+Any other key that enables something is refused, since a model that computes differently from its authors'
+intent is worse than none. Sources: transformers' configurations of qwen3_5 and qwen3_5_moe, and llama.cpp's
+src/models/qwen35.cpp and qwen35moe.cpp.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ HARMLESS = frozenset(
         "vision_config",
     ]
 )
-"""Of training, of programming, of pictures."""
+"""Keys about training, programming and pictures."""
 
 ROPE_READ = frozenset(
     [
@@ -104,7 +104,7 @@ ROPE_READ = frozenset(
     ]
 )
 ROPE_HARMLESS = frozenset(["mrope_interleaved"])
-"""Text has one position a token: the order of sections is that of pictures."""
+"""Without effect: text has one position a token, and the order of sections matters only for pictures."""
 
 YARN_FIXED: dict[str, Any] = {
     "beta_fast": 32,
@@ -112,14 +112,14 @@ YARN_FIXED: dict[str, Any] = {
     "extrapolation_factor": 1,
     "truncate": True,
 }
-"""llama.cpp has keys for the first three, and does not read them for this architecture."""
+"""llama.cpp has keys for the first three, but does not read them for this architecture."""
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Of a parsed `config.json` and its `text_config`.
+    """Checks a parsed `config.json` and its `text_config`.
 
-    Raises: CheckpointError: a key that changes the model in a way which llama.cpp, or this converter, does
-        not know.
+    Raises: CheckpointError: a key that changes the model in a way that llama.cpp, or this converter, does not
+    support.
     """
     for values in (config, config.get("text_config", {})):
         for key, value in values.items():
@@ -130,7 +130,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def check_rope(rope: Mapping[str, Any]) -> None:
-    """Of `rope_parameters`. Raises: CheckpointError, as `check_config`."""
+    """Checks `rope_parameters`. Raises: CheckpointError, as `check_config`."""
     fixed = YARN_FIXED if rope["rope_type"] == "yarn" else {}
     for key, value in rope.items():
         name = f"rope_parameters.{key}"
@@ -148,7 +148,7 @@ def _check_fixed(name: str, value: Any, computed: Any) -> None:
 
 
 def _check_unknown(name: str, value: Any) -> None:
-    """What is off or empty changes nothing; names that begin so are notes of tools."""
+    """Raises for an unknown key, unless it is off, empty, or a tool's note by its prefix."""
     if value and not name.startswith(("_", "unsloth")):
         raise CheckpointError(
             f"config.json: {name} is {value!r}, which this converter does not know; "

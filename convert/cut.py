@@ -1,4 +1,4 @@
-"""What is left out of a model."""
+"""The parts that are cut from a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from qwen_serve.convert.prune_vocab import label as vocab_label
 
 @dataclass(frozen=True)
 class Cut:
-    """What a base leaves out: trunk layers, and all regular tokens but the first so many (None: keep all)."""
+    """Parts that a base leaves out: trunk layers, and regular tokens after the first so many (None: keep
+    all)."""
 
     layers: tuple[int, ...] = ()
     tokens: int | None = None

@@ -1,10 +1,10 @@
-"""Block drafters (DFlash): their checkpoint to a GGUF of llama.cpp's architecture `dflash`.
+"""Block drafters (DFlash): converts their checkpoint to a GGUF of llama.cpp's architecture `dflash`.
 
-A drafter is a few Qwen3-style layers that read what some of the target's layers made of the text: `fc` fuses
-those into one row a token. Vocabulary and, where it has none of its own, embedding and head are the target's.
-A head of its own may have rows for some of the tokens only: `d2t` says for which.
-Names and keys are those of llama.cpp (src/models/dflash.cpp; conversion/qwen.py, DFlashModel, and DSparkModel
-for `d2t`). Two layouts are read: the authors' (z-lab) and that of vLLM's speculators library.
+A drafter is a few Qwen3-style layers that read outputs of some of the target's layers, which `fc` fuses into
+one row a token. The vocabulary is the target's, and so are embedding and head unless the drafter has its own.
+Its own head may have rows for only some of the tokens, which `d2t` lists. Names and keys are llama.cpp's
+(src/models/dflash.cpp; conversion/qwen.py, DFlashModel, and DSparkModel for `d2t`). Two layouts are read: the
+authors' (z-lab) and that of vLLM's speculators library.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARCH = "dflash"
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
 DEFAULT_BLOCK = 16
 OTHER_KINDS = ("candidate_selector", "conv", "markov", "confidence")
-"""Parts of names that only DFlash2 and DSpark have."""
+"""Parts of tensor names that only DFlash2 and DSpark have."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DraftConfig:
     head_dim: int
     vocab_size: int
     draft_vocab_size: int
-    """Tokens that it drafts: rows of its head. Fewer than `vocab_size` where it has a `d2t`."""
+    """Tokens that it drafts: rows of its head. Fewer than `vocab_size` if it has a `d2t`."""
     max_positions: int
     rms_norm_eps: float
     rope: Mapping[str, Any]
@@ -65,14 +65,14 @@ class DraftConfig:
     """Layers of the target whose outputs it reads, counted from 0."""
     sliding_window: int | None
     windowed_layers: tuple[bool, ...]
-    """Which of its layers look back on the sliding window only; none where there is no window."""
+    """Which of its layers attend only to the sliding window; none without a window."""
     causal: bool | None
 
     @classmethod
     def from_json(cls, config: Mapping[str, Any]) -> DraftConfig:
         """Reads a parsed `config.json`.
 
-        Raises: CheckpointError: a field is missing or wrong, or says what llama.cpp would not heed.
+        Raises: CheckpointError: a field is missing or wrong, or has a value that llama.cpp would ignore.
         """
 
         whole = checked_integer
@@ -141,13 +141,13 @@ class DraftConfig:
 
 
 def _unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a drafter from the speculators library as the authors' own would say it.
+    """Converts a configuration of the speculators library to the authors' form.
 
     There the layers' shapes are in `transformer_layer_config`, and `aux_hidden_state_layer_ids` counts the
-    target's hidden states, of which the first is the embedding: one more than the layers that they are from.
+    target's hidden states, the first of which is the embedding: one more than the layer that each is from.
     Sliding layers are causal unless `sliding_window_non_causal` (speculators/models/dflash).
 
-    Raises: CheckpointError: a kind of drafter that computes otherwise, or layers of which some are causal.
+    Raises: CheckpointError: an unsupported kind of drafter, or layers of which only some are causal.
     """
     if (inner := config.get("transformer_layer_config")) is None:
         return config
@@ -179,7 +179,7 @@ def _unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class Table:
-    """Integers as a tensor to read from (`convert.safetensors.TensorSource`)."""
+    """A tensor of integers (`convert.safetensors.TensorSource`)."""
 
     name: str
     path: Path
@@ -197,7 +197,7 @@ class Table:
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """An opened drafter and the checkpoint that it drafts for; no weight read."""
+    """An opened drafter and its target's checkpoint; no weight read."""
 
     folder: Path
     config: DraftConfig
@@ -221,7 +221,7 @@ class DraftCheckpoint:
                 raise CheckpointError(
                     f"{folder}: {name} is {own}, that of {target.folder} is {its}: another model's drafter"
                 )
-        # llama.cpp reads the input of the layer after each, so the last layer's output is out of reach
+        # llama.cpp reads the next layer's input, so the last layer's output is unavailable
         if max(config.target_layers) >= other.n_layers - 1:
             raise CheckpointError(
                 f"{folder}: target_layer_ids {list(config.target_layers)}: {target.folder} has "
@@ -232,7 +232,7 @@ class DraftCheckpoint:
         return cls(folder, config, read_tensors(folder), target)
 
     def fingerprint(self) -> str:
-        """Changes with every file that the GGUF is made from."""
+        """A digest that changes with every file that the GGUF is made from."""
         text = file_digest(self.folder / "config.json")
         shards = shard_stamps(self.tensors)
         return fingerprint({"shards": shards, "config": text, "target": self.target.fingerprint()})
@@ -245,7 +245,7 @@ class DraftCheckpoint:
         expected = dict(expected_tensors(self.config))
         given = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
         offsets = given.pop("d2t", None)
-        given.pop("t2d", None)  # which of the target's tokens these are, which d2t says as well
+        given.pop("t2d", None)  # the mask of the target's tokens, which d2t gives as well
         if other := sorted(name for name in given if any(part in name for part in OTHER_KINDS)):
             raise CheckpointError(
                 f"{self.folder}: tensor {other[0]}: a DFlash2 or DSpark drafter; this converter knows DFlash"
@@ -278,9 +278,9 @@ class DraftCheckpoint:
         return TensorPlan(tuple(planned), n_blocks=self.config.n_layers, n_mtp_layers=0)
 
     def _target_ids(self, offsets: StoredTensor) -> Table:
-        """The target's token of each row of the head. What is stored is how much larger its id is.
+        """The target's token of each row of the head. The file stores each id's offset from its row.
 
-        Raises: CheckpointError: not one for each row, or no tokens of the target, or one twice.
+        Raises: CheckpointError: not one for each row, unknown tokens, or duplicates.
         """
         where, size = f"{offsets.path}: tensor {offsets.name}", self.config.draft_vocab_size
         if offsets.dtype not in TABLE_TYPES or offsets.shape != (size,):
@@ -299,7 +299,7 @@ class DraftCheckpoint:
 
 
 LENT = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
-"""What a drafter may leave out: it takes the target's then."""
+"""Tensors that a drafter may lack: it then uses the target's."""
 
 
 def expected_tensors(c: DraftConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
@@ -361,7 +361,8 @@ def write_draft(path: Path, draft: DraftCheckpoint, source: Source, outtype: Flo
 def add_draft_hyperparameters(
     writer: gguf.GGUFWriter, config: DraftConfig, outtype: FloatType, *, mrope: bool
 ) -> None:
-    """`dflash.*`. With `mrope` the target's positions have several axes; the drafter rotates by the first."""
+    """Adds `dflash.*`. With `mrope` the target's positions have several axes; the drafter rotates by the
+    first."""
     writer.add_block_count(config.n_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
@@ -375,7 +376,7 @@ def add_draft_hyperparameters(
         writer.add_rope_dimension_sections([config.head_dim // 2, 0, 0, 0])
     # gguf 0.19.0 has no methods for these
     writer.add_uint32(f"{ARCH}.block_size", config.block_size)
-    # llama.cpp names the layer that reads it, the one after
+    # llama.cpp stores the layer that reads it, the next one
     writer.add_array(f"{ARCH}.target_layers", [layer + 1 for layer in config.target_layers])
     if config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)

@@ -1,4 +1,4 @@
-"""The way from a block drafter's checkpoint to quantized files, as `pipeline` goes it for a model.
+"""The stages from a block drafter's checkpoint to quantized files, like `pipeline` for a model.
 
     checkpoint + target -> <name>-F16.gguf
     F16                 -> <name>-<QUANT>.gguf, <name>-<QUANT>.json
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Weights of the drafter, of the target as it is served, and of the original checkpoint, whole."""
+    """Number of weights of the drafter, of the target as served, and of the whole original checkpoint."""
 
     drafter: int
     target: int
@@ -61,7 +61,7 @@ class Parameters:
 
 
 class DraftPipeline:
-    """Converts and quantizes one drafter; what is finished already is left as it is."""
+    """Converts and quantizes one drafter; skips finished outputs."""
 
     def __init__(self, source: Source, draft: DraftCheckpoint, options: Options) -> None:
         """
@@ -79,7 +79,7 @@ class DraftPipeline:
             )
 
     def run(self) -> None:
-        """Make everything that is asked for and not there yet.
+        """Makes all requested outputs that do not exist yet.
 
         Raises:
             ConvertError: too little disk, or a stage that failed.

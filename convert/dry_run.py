@@ -1,4 +1,4 @@
-"""What a run would write, and how large that is, without reading a weight."""
+"""The files that a run would write and their sizes, without reading a weight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def print_plan(source: Source, model: Checkpoint | WholeModel, options: Options) -> None:
-    """Prints the size of each file that is asked for; llama.cpp chooses the types, as for the real one.
+    """Prints the size of each requested file; llama.cpp chooses the types, as in a real run.
 
     Raises:
         ConvertError: the checkpoint or a recipe's layers cannot be used.
@@ -45,7 +45,7 @@ def print_plan(source: Source, model: Checkpoint | WholeModel, options: Options)
 def _planned(
     source: Source, model: Checkpoint | WholeModel, options: Options, name: str, recipe: Recipe | None
 ) -> tuple[int, float]:
-    """Bytes of the file, and bits of a weight; its metadata is taken to be as long as the whole model's."""
+    """Bytes of the file, and bits a weight; the metadata's size is taken from the whole model."""
     with ExitStack() as stack:
         path = source.path
         if isinstance(model, Checkpoint):
@@ -76,7 +76,7 @@ def _write(
     recipe: Recipe | None,
     float_type: FloatType,
 ) -> None:
-    """The whole model's file, all of it but the weights."""
+    """Writes the whole model's file without the weights."""
     layers = kept_layers(model.config, recipe.layers if recipe else ())
     count = (recipe.keep_vocab if recipe else None) or options.keep_vocab
     tokens = kept_tokens(Vocab.load(model.folder, model.config), count) if count else None

@@ -2,7 +2,7 @@
 
 
 class ConvertError(Exception):
-    """A problem the user can mend: the message names what is wrong and what would be right."""
+    """A problem that the user can fix: the message says what is wrong and what would be right."""
 
 
 class CheckpointError(ConvertError):

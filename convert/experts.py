@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps the matrices of a block's routed experts; llama.cpp wants one tensor a role.
+"""Finds the matrices of a block's routed experts; llama.cpp requires one tensor for each role.
 
 Two layouts are in use, and one checkpoint may have both, one in the trunk and the other in the MTP block:
 
@@ -7,7 +7,7 @@ Two layouts are in use, and one checkpoint may have both, one in the trunk and t
 - per expert: `mlp.experts.N.gate_proj.weight` and `.up_proj.weight` [ffn, hidden], `.down_proj.weight`
   [hidden, ffn].
 
-Either comes out as [experts, rows, columns].
+Both are converted to [experts, rows, columns].
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ HALVES = {"gate_proj": 0, "up_proj": 1}
 
 
 def find_experts(checkpoint: Checkpoint, name: str) -> tuple[TensorSource, tuple[str, ...]]:
-    """The tensor [experts, rows, columns] of one role, and the names of the checkpoint's tensors that it is
-    read from.
+    """The tensor [experts, rows, columns] of one role, and the names of its source tensors.
 
     Args:
         name: such as `model.layers.0.mlp.experts.gate_proj`.
 
-    Raises: CheckpointError: some of it is missing, or single experts differ in shape or dtype.
+    Raises: CheckpointError: part of it is missing, or single experts differ in shape or dtype.
     """
     tensors = checkpoint.tensors
     prefix, _, role = name.rpartition(".")

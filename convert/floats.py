@@ -1,4 +1,5 @@
-"""Conversions between F32, F16 and BF16, and to Q8_0. numpy has no bfloat16: its arrays are uint16 bits."""
+"""Conversions between F32, F16 and BF16, and to Q8_0. numpy has no bfloat16: its arrays hold the bits as
+uint16."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# bf16 bit patterns without sign: below the first, F16 is subnormal; from the second on, it overflows
+# bf16 bit patterns without sign: F16 is subnormal below the first, and overflows from the second on
 _F16_MIN_NORMAL = np.uint16((127 - 14) << 7)
 _F16_OVERFLOW = np.uint16((127 + 16) << 7)
 _BIAS_SHIFT = np.uint16((127 - 15) << 10 & 0xFFFF)
@@ -20,11 +21,11 @@ _EXPONENT: dict[str, np.uint16 | np.uint32] = {
     "BF16": np.uint16(0x7F80),
     "F32": np.uint32(0x7F800000),
 }
-"""The bits of a type that are all set in infinities and NaN, and only there."""
+"""The exponent bits of a type, which are all set only in infinities and NaN."""
 
 
 Q8_0_BLOCK = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_0][0]
-"""Elements that share a scale; they lie in one row."""
+"""Elements that share a scale; they are in one row."""
 
 
 class RangeError(ValueError):
@@ -32,20 +33,20 @@ class RangeError(ValueError):
 
 
 def first_not_finite(values: Array, kind: str) -> int | None:
-    """The place of the first infinity or NaN in a flat array of F32, F16 or BF16; None without one."""
+    """Index of the first infinity or NaN in a flat array of F32, F16 or BF16; None if there is none."""
     mask = _EXPONENT[kind]
     exponents = values.view(mask.dtype) & mask
-    if exponents.size == 0 or exponents.max() != mask:  # a quarter of what looking for the place takes
+    if exponents.size == 0 or exponents.max() != mask:  # a quarter of the time of the search
         return None
     return int(np.argmax(exponents == mask))
 
 
 def convert(values: Array, source: str, target: str) -> Array:
-    """Converts between the types named F32, F16, BF16, to nearest, ties to even; or from them to Q8_0, whose
-    blocks come as bytes.
+    """Converts between the types named F32, F16, BF16, to nearest, ties to even; or from them to Q8_0, as
+    blocks of bytes.
 
     Raises:
-        RangeError: a finite value overflows F16 or BF16, or the scale of its block does.
+        RangeError: a finite value overflows F16 or BF16, or a block's scale does.
     """
     if source == target:
         return values
@@ -84,20 +85,20 @@ def _f32_to_q8_0(values: npt.NDArray[np.float32]) -> Array:
 
 
 def _check_range(values: Array, infinite: npt.NDArray[np.bool_], largest: str) -> None:
-    """`infinite`: which of the converted values are."""
+    """Raises RangeError for finite values whose converted value is `infinite`."""
     if (infinite & np.isfinite(values)).any():
         raise RangeError(f"{np.abs(values[np.isfinite(values)]).max():g} is beyond {largest}")
 
 
 def _bf16_to_f16(bits: Array) -> Array:
-    """Rebiases the exponent in 16-bit integers: exact, and without widening every weight to 32 bits and back.
+    """Rebiases the exponent in 16-bit integers: exact, without widening every weight to 32 bits and back.
 
     Both types have 16 bits and F16 the longer mantissa, so a normal F16 needs no rounding. The rest
-    (subnormals, zero, infinities, NaN) is a fraction of a percent of any weight matrix and goes through
+    (subnormals, zero, infinities, NaN) is a fraction of a percent of any weight matrix and is converted by
     numpy.
     """
     magnitude = bits & np.uint16(0x7FFF)
-    # one comparison for both ends: what lies below the range wraps around to above it
+    # one comparison for both ends: values below the range wrap around to above it
     odd = np.flatnonzero((magnitude - _F16_MIN_NORMAL) >= (_F16_OVERFLOW - _F16_MIN_NORMAL))
     magnitude <<= np.uint16(3)
     magnitude -= _BIAS_SHIFT
@@ -112,7 +113,7 @@ def _f32_to_bf16(values: npt.NDArray[np.float32]) -> Array:
     bits = values.view(np.uint32)
     rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     out = (rounded >> np.uint32(16)).astype(np.uint16)
-    if (nan := np.isnan(values)).any():  # rounding could carry a NaN into infinity: keep it, made quiet
+    if (nan := np.isnan(values)).any():  # rounding could turn a NaN into infinity: keep it as a quiet NaN
         out[nan] = (bits[nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
     infinite = (out & np.uint16(0x7FFF)) == _EXPONENT["BF16"]
     if infinite.any():

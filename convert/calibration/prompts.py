@@ -30,7 +30,7 @@ class Prompt:
 def load_prompts(purpose: Purpose) -> list[Prompt]:
     """The prompts for one purpose, in the file's order; evaluation shares none with the others.
 
-    A search asks every fourth one of calibration's, for other answers.
+    A search uses every fourth calibration prompt, with different answers.
     """
     if purpose == "search":
         return load_prompts("calibration")[::SEARCH_STEP]
@@ -39,7 +39,7 @@ def load_prompts(purpose: Purpose) -> list[Prompt]:
 
 
 class ChatTemplate:
-    """A GGUF's `tokenizer.chat_template`, with what Hugging Face's templates take for granted."""
+    """A GGUF's `tokenizer.chat_template`, with the functions that Hugging Face templates expect."""
 
     def __init__(self, source: str) -> None:
         """Raises `ConvertError` if the template does not compile."""
@@ -53,7 +53,7 @@ class ChatTemplate:
             raise ConvertError(f"the model's chat template does not compile: {error}") from None
 
     def render(self, prompt: Prompt) -> str:
-        """The text up to where the assistant's answer begins.
+        """The text up to the beginning of the assistant's answer.
 
         Raises:
             ConvertError: the template rejects a plain user message.

@@ -1,4 +1,4 @@
-"""Batched sampling: many prompts continued at once, each from its own random stream."""
+"""Batched sampling: continues many prompts at once, each with its own random stream."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def complete(
     *,
     threads: int = 1,
 ) -> None:
-    """Fills in every request's `generated`, its end-of-generation token included where one was drawn.
+    """Fills in every request's `generated`, including the end-of-generation token if one was drawn.
 
-    At most `PARALLEL` sequences run at once; one that ends makes room for the next. The draws depend on the
-    seeds and the model's logits alone, and so the text is the same in every run on the same machine.
+    At most `PARALLEL` sequences run at once; when one ends, the next begins. The draws depend only on the
+    seeds and the model's logits, so the text is the same in every run on one machine.
     """
     room = max(len(r.prompt) + r.max_new for r in requests)
     n_seq = min(PARALLEL, len(requests))

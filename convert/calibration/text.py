@@ -1,4 +1,4 @@
-"""Writes calibration and evaluation text: prompts, and the model's own answers to them."""
+"""Writes calibration and evaluation text: prompts with the model's own answers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.model import Model
 
 TEXT_VERSION = 1
-"""Raise it when the same model would write another text: other prompts, another sampler, other lengths."""
+"""Raise it when the same model would write different text: other prompts, sampler or lengths."""
 
-# 64 chunks of 512 tokens, for a search 8, and one to spare for what a last chunk leaves over.
+# 64 chunks of 512 tokens (8 for a search), and one more for the incomplete last chunk
 MIN_TOKENS = {"calibration": 65 * 512, "search": 9 * 512, "evaluation": 65 * 512}
 MAX_NEW, MAX_NEW_THINKING = 256, 384
 SEEDS = {"calibration": 20250, "search": 27183, "evaluation": 31337}
@@ -53,7 +53,7 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
                 nonlocal written, finished, shown
                 written += len(request.prompt) + len(request.generated)
                 finished += 1
-                # short answers go on until they are enough, long ones until every prompt has one
+                # continue in the order that answers finish, up to each finished prompt's share of the length
                 due = min(written, wanted, wanted * finished // len(prompts))
                 progress.advance(due - shown)
                 shown = due

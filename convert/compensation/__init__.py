@@ -14,6 +14,6 @@ from typing import Final
 from qwen_serve.convert.compensation.file import compensate
 
 COMPENSATION_VERSION: Final = 1
-"""Raise it when the same model and text would give other blocks."""
+"""Raise it when the same model and text would give different blocks."""
 
 __all__ = ["COMPENSATION_VERSION", "compensate"]

@@ -1,4 +1,4 @@
-"""numpy or torch: what the two spell differently; everything else here is spelled alike in both."""
+"""Operations that numpy and torch spell differently; the rest of this package works with both."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.probe import Floats
 
 Array: TypeAlias = Any
-"""An array of numpy or a tensor of torch, whose types know nothing of each other."""
+"""A numpy array or a torch tensor; their types are unrelated."""
 
 
 def namespace(array: Array) -> Any:
     """The module that an array is of."""
     if isinstance(array, np.ndarray):
         return np
-    import torch  # an optional extra: only who brings its tensors needs it
+    import torch  # an optional extra, imported only for its tensors
 
     return torch
 
 
 def backend(*, card: bool) -> Callable[[Floats], Array]:
-    """What puts an array where rounding is computed: on a card, where there are one and torch, if `card`."""
+    """A function that moves an array to where rounding is computed: a GPU if `card` and there are one and
+    torch."""
     if card and find_spec("torch") is not None:
         import torch
 
@@ -36,29 +37,29 @@ def backend(*, card: bool) -> Callable[[Floats], Array]:
 
 
 def half(array: Array) -> Array:
-    """Rounded to what F16 can hold, in the array's own type."""
+    """The array rounded to F16, in its own type."""
     if isinstance(array, np.ndarray):
         return array.astype(np.float16).astype(array.dtype)
     return array.half().to(array.dtype)
 
 
 def on_host(array: Array, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-    """As an array of numpy."""
+    """The array as a numpy array."""
     return np.asarray(array if isinstance(array, np.ndarray) else array.cpu().numpy()).astype(dtype)
 
 
 def like(array: Array, other: Array) -> Array:
-    """An array of numpy, or of the same module, as `other` is: its module, its device, its type."""
+    """A numpy array, or one of the same module, in `other`'s module, device and type."""
     if isinstance(other, np.ndarray):
         return array.astype(other.dtype)
     return namespace(other).as_tensor(array, dtype=other.dtype, device=other.device)
 
 
 def indices(array: np.ndarray[Any, Any], other: Array) -> Array:
-    """Positions, to index `other` with."""
+    """Positions in a form that can index `other`."""
     return array if isinstance(other, np.ndarray) else namespace(other).as_tensor(array, device=other.device)
 
 
 def double(array: Array) -> Array:
-    """In 64 bits, to invert a matrix in."""
+    """The array in 64 bits, for inverting a matrix."""
     return array.astype(np.float64) if isinstance(array, np.ndarray) else array.double()

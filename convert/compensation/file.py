@@ -1,7 +1,7 @@
-"""A quantized file's matrices, rounded again with compensation, in the order in which a token passes them.
+"""Rounds a quantized file's matrices again with compensation, in the order in which a token passes them.
 
-The file keeps its types and its size: blocks are written over those that llama.cpp chose. The inputs of a
-matrix are what the matrices before it, as they are in the file by then, make of the calibration text.
+The file keeps its types and its size: new blocks replace llama.cpp's. The inputs of a matrix are computed
+from the calibration text by the matrices before it, as already compensated.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ if TYPE_CHECKING:
 
 CHUNKS_PER_BATCH: Final = 4
 PIECE_BYTES: Final = 64 * 2**20
-"""Of rows that are rounded together: what they need besides is a few times as much."""
+"""Bytes of rows rounded together; the working memory is a few times as much."""
 
 HIDDEN_BYTES: Final = 4 * 2**30
-"""Of the text's hidden rows, which are kept for head and MTP block: 400,000 tokens at a width of 2,560."""
+"""Most bytes of the text's hidden rows, kept for head and MTP block: 400,000 tokens at a width of 2,560."""
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
 def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> None:
-    """Writes better blocks into `quantized`, made from `base` by llama.cpp, for the types in `GRIDS`.
+    """Replaces the blocks in `quantized`, made from `base` by llama.cpp, with compensated ones for the types
+    in `GRIDS`.
 
     Args:
         text: for the Gram matrices, read in chunks of 512 tokens.
-        runtime: where the model runs; layers on a GPU let the rounding be computed there, too, by torch.
+        runtime: where the model runs; with layers on a GPU, torch also computes the rounding there.
 
     Raises:
-        ConvertError: the text is too short, too long or no text; activations are not finite.
+        ConvertError: the text is too short, too long or not text; activations are not finite.
         LlamaError: the model cannot be loaded or run.
     """
     tensors = {
@@ -78,7 +79,7 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
 
 
 class _File:
-    """Chooses blocks of the file's tensors, and puts what they stand for into the loaded model."""
+    """Chooses blocks of the file's tensors, and puts their values into the loaded model."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class _File:
         self._file.close()
 
     def choose(self, names: Sequence[str], grams: Array) -> None:
-        """For weights that read the same; `grams` [matrices, width, width]."""
+        """Chooses blocks of weights that read the same input; `grams` [matrices, width, width]."""
         values = {name: self._weights.values(name) for name in names}
         rounded = {name: np.empty_like(values[name]) for name in names}
         for matrix, gram in enumerate(grams):
@@ -111,7 +112,7 @@ class _File:
             self._progress.advance()
 
     def _round(self, name: str, matrix: int, values: Floats, inputs: Inputs, out: Floats) -> None:
-        """Writes one matrix [rows, width] to the file, and what it stands for to `out`."""
+        """Writes one matrix [rows, width] to the file, and its quantized values to `out`."""
         tensor = self._tensors[name]
         kind = GGMLQuantizationType(tensor.type)
         self._file.seek(tensor.offset + matrix * row_bytes(tensor.type, tensor.shape[0]) * len(values))
@@ -124,7 +125,7 @@ class _File:
 
 
 class _Run:
-    """The way through the model."""
+    """Runs over the model's matrices in order."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class _Run:
         self._read_trunk(order.add, chunks=self._chunks[:1])
         if HEAD in self._file:
             self._embedding()
-        elif EMBEDDING in self._file:  # tied: it comes first, and is judged by what the head reads
+        elif EMBEDDING in self._file:  # tied: it is rounded first, with the head's inputs
             self._read_trunk(None)
             self._file.choose([EMBEDDING], self._head_gram())
         readings = [names for names in order.readings if names[0].startswith("blk.")]
@@ -158,12 +159,13 @@ class _Run:
             self._in_turn([names for names in order.readings if names[0].startswith(block)], self._read_mtp)
 
     def _embedding(self) -> None:
-        """One that is no head: it reads one column at a time, and nothing is carried on."""
+        """Rounds an embedding that is not the head: each token reads one column, so no error is carried
+        on."""
         if EMBEDDING in self._file:
             self._file.choose([EMBEDDING], self._bring(np.eye(self._model.n_embd, dtype=np.float32)[None]))
 
     def _in_turn(self, readings: Sequence[Sequence[str]], read: Callable[..., None]) -> None:
-        """Block by block: the text is read once for each, and those below are quantized by then."""
+        """Goes block by block: the text is read once for each, after the blocks below are quantized."""
         blocks = [list(group) for _, group in groupby(readings, lambda names: names[0].split(".")[1])]
         for i, block in enumerate(blocks):
             due = {names[0]: [name for name in names if name in self._file] for names in block}
@@ -229,7 +231,7 @@ class _Run:
             self._model,
             n_ctx=cells,
             n_batch=cells,
-            n_ubatch=cells,  # one graph a batch, which may end early
+            n_ubatch=cells,  # one graph for each batch, which may end early
             n_seq=n_seq,
             kind=kind,
             threads=self._threads,

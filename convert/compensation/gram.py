@@ -1,6 +1,6 @@
-"""Gram matrices of what matrices read: the sums of products of any two input columns, over calibration rows.
+"""Gram matrices of matrices' inputs: sums of products of any two input columns over calibration rows.
 
-The diagonal of one is what an importance matrix has.
+The diagonal is what an importance matrix holds.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class EnoughError(Exception):
-    """Nothing that this graph still computes is wanted."""
+    """Stops a graph when the rest of it is not needed."""
 
 
 class Order:
-    """An observer that notes in which order weights are read, and which of them read one tensor."""
+    """An observer that records the order in which weights are read, and which of them read one tensor."""
 
     def __init__(self) -> None:
         self.readings: list[list[str]] = []
-        """Weights that read the same input, in the order of the graph."""
+        """Groups of weights with the same input, in the graph's order."""
         self._seen: set[str] = set()
         self._rows: Floats | None = None
 
@@ -43,12 +43,12 @@ class Order:
 
 
 class Grams:
-    """An observer that adds up the Gram matrices of one or more readings.
+    """An observer that sums the Gram matrices of one or more readings.
 
     Args:
         wanted: the readings' first weights, which stand for all of them.
-        end: a weight; when it is read, all that is wanted has been.
-        bring: puts rows where the products are to be computed.
+        end: the weight after which nothing more is needed.
+        bring: moves rows to the device that computes the products.
     """
 
     def __init__(self, wanted: Container[str], end: str | None, bring: Callable[[Floats], Array]) -> None:
@@ -59,7 +59,7 @@ class Grams:
         return name in self._wanted or name == self._end
 
     def add(self, name: str, rows: Floats, routing: Routing | None = None) -> None:
-        """`rows` [n, width]: inputs of weight `name`; with `routing`, of the matrices that it is made of."""
+        """`rows` [n, width]: inputs of weight `name`; with `routing`, of the matrices in it."""
         if name == self._end:
             raise EnoughError
         matrices = 1 if routing is None else routing.experts
@@ -78,7 +78,7 @@ class Grams:
             sums[int(expert)] += here.T @ here
 
     def take(self, name: str) -> Array:
-        """[matrices, width, width], which are then forgotten.
+        """[matrices, width, width], which are then discarded.
 
         Raises:
             ConvertError: a sum is not finite.

@@ -1,10 +1,10 @@
-"""What the blocks of llama.cpp's types can hold (ggml-common.h), as steps, offsets and codes.
+"""The values that blocks of llama.cpp's types can hold (ggml-common.h), as steps, offsets and codes.
 
-A row of a k-quant is cut into super-blocks of 256 weights, those into sub-blocks. A weight is
-`d * scale * level[code] - dmin * minimum`: `d` and `dmin` are F16 numbers of the super-block, `scale` and
-`minimum` small integers of the sub-block, `code` an integer of the weight.
+A row of a k-quant is cut into super-blocks of 256 weights, those into sub-blocks. A weight is `d * scale *
+level[code] - dmin * minimum`: `d` and `dmin` are F16 numbers of the super-block, `scale` and `minimum` small
+integers of the sub-block, `code` an integer of the weight.
 
-Arrays here are transposed, [width, rows]: what is done to a column is done to a contiguous piece of memory.
+Arrays here are transposed, [width, rows], so that a column is contiguous in memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Grid:
     """The layout of one type's blocks.
 
-    `levels` is what codes 0, 1, ... stand for; `scales` the least and the largest scale, (1, 1) where `d`
-    alone is the step; `minima` the largest minimum, 0 for a type that has none.
+    `levels` are the values of codes 0, 1, ...; `scales` the least and the largest scale, (1, 1) if `d` alone
+    is the step; `minima` the largest minimum, 0 for a type without minima.
     """
 
     block: int
@@ -38,7 +38,7 @@ class Grid:
 
     @property
     def uniform(self) -> bool:
-        """Whether neighbouring levels are all 1 apart."""
+        """Whether adjacent levels are all 1 apart."""
         return self.levels[-1] - self.levels[0] == len(self.levels) - 1
 
     def codes(self, values: Array) -> Array:
@@ -69,7 +69,7 @@ GRIDS: Final = {
 @dataclass
 class Blocks:
     """Rows on a grid, transposed: `levels` [width, rows], `scales` and `minima` [sub-blocks, rows], `d` and
-    `dmin` [blocks, rows]. All of them whole numbers but `d` and `dmin`, which F16 can hold."""
+    `dmin` [blocks, rows]. All are integers except `d` and `dmin`, which are F16 values."""
 
     grid: Grid
     levels: Array
@@ -79,11 +79,11 @@ class Blocks:
     dmin: Array
 
     def steps(self) -> Array:
-        """[sub-blocks, rows], of one level to the next."""
+        """[sub-blocks, rows], the step between adjacent levels."""
         return self._spread(self.d) * self.scales
 
     def offsets(self) -> Array:
-        """[sub-blocks, rows], what is subtracted."""
+        """[sub-blocks, rows], the offset that is subtracted."""
         return self._spread(self.dmin) * self.minima
 
     def values(self) -> Array:
@@ -102,7 +102,7 @@ class Blocks:
 
 
 def joined(parts: list[Blocks]) -> Blocks:
-    """Super-blocks of the same rows, one behind the other."""
+    """Concatenates super-blocks of the same rows."""
     xp = namespace(parts[0].levels)
 
     def join(name: str) -> Array:

@@ -1,4 +1,5 @@
-"""Blocks as the bytes of a GGUF file: the layouts of ggml-common.h, the inverse of gguf's dequantization."""
+"""Packs blocks into the bytes of a GGUF file: the layouts of ggml-common.h, the inverse of gguf's
+dequantization."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def pack(kind: Type, blocks: Blocks) -> Bytes:
 
 
 def _fold(codes: NDArray[Any], run: int, bits: int) -> NDArray[np.int32]:
-    """[blocks, bytes]: runs of codes lie over each other, the first of each 8 / bits in the lowest bits."""
+    """[blocks, bytes]: overlays runs of codes, the first of each 8 / bits in the lowest bits."""
     blocks = len(codes)
     stacked = codes.reshape(blocks, -1, 8 // bits, run)
     shifts = bits * np.arange(8 // bits)[:, None]
@@ -65,7 +66,7 @@ def _fold(codes: NDArray[Any], run: int, bits: int) -> NDArray[np.int32]:
 
 
 def _scales_and_minima(scales: NDArray[np.int32], minima: NDArray[np.int32]) -> NDArray[np.int32]:
-    """[blocks, 12]: six bits each; the high bits of the last four of both lie above the first four."""
+    """[blocks, 12]: six bits each; the high bits of the last four of both are stored above the first four."""
     first, last = slice(0, 4), slice(4, 8)
     return np.concatenate(
         [

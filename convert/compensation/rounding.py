@@ -1,8 +1,8 @@
-"""Rounding with compensation: a column's error is carried on into those that follow.
+"""Rounding with compensation: a column's error is carried into the columns after it.
 
-A matrix's loss is `trace(E G E')`: `E` is what rounding adds to it, `G` the Gram matrix of its inputs. GPTQ
-(Frantar et al. 2023) goes through the columns once. What it leaves is then lowered further: scales, minima
-and codes are chosen again, one at a time with all others as they stand, each the best there is for the loss.
+A matrix's loss is `trace(E G E')`: `E` is the rounding error, `G` the Gram matrix of its inputs. GPTQ
+(Frantar et al. 2023) passes over the columns once. Afterwards scales, minima and codes are chosen again, one
+at a time with all others fixed, each with the least loss.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ if TYPE_CHECKING:
     from qwen_serve.convert.compensation.grids import Grid
 
 DAMPING: Final = 0.01
-"""Of the mean of the Gram matrix's diagonal, added to the diagonal."""
+"""Share of the mean of the Gram matrix's diagonal that is added to the diagonal."""
 
 SPAN: Final = 256
-"""Columns whose scales are searched together, a super-block's: inside, columns are taken in any order."""
+"""Columns whose scales are searched together, a super-block's; inside it, columns may be taken in any
+order."""
 
 LAZY: Final = 64
-"""Columns whose errors are gathered before they are carried on into all others, by one product."""
+"""Columns whose errors are collected before one product carries them into all others."""
 
 SWEEPS: Final = 3
-"""Through scales and codes, after GPTQ's own way through the columns."""
+"""Passes over scales and codes after GPTQ's pass over the columns."""
 
 
 class Inputs:
-    """What is to be known of the inputs of matrices that read the same: made once for all of them.
+    """The inputs of matrices that read the same, prepared once for all of them.
 
     Args:
-        gram: [width, width]; of inputs that were all 0 it is taken for the identity.
-        damping: what is added to the diagonal, as a share of its mean.
+        gram: [width, width]; replaced by the identity if all inputs were 0.
+        damping: the share of the diagonal's mean that is added to it.
     """
 
     def __init__(self, gram: Array, damping: float = DAMPING) -> None:
@@ -55,9 +56,9 @@ class Inputs:
 
 
 def round_compensated(values: Array, inputs: Inputs, grid: Grid, *, sweeps: int = SWEEPS) -> Blocks:
-    """`values` [width, rows] on the grid, with the least loss that is found.
+    """`values` [width, rows] on the grid, with the least loss found.
 
-    A super-block's scales are searched when the errors of those before it have been carried into it.
+    A super-block's scales are searched after the errors of those before it have been carried into it.
     """
     rest = values[inputs.order]
     parts, width = [], len(rest)
@@ -75,7 +76,7 @@ def round_compensated(values: Array, inputs: Inputs, grid: Grid, *, sweeps: int 
 
 
 def _carry(rest: Array, upper: Array, part: Blocks, here: slice, order: Array) -> Array:
-    """The levels of these columns, in their order; changes `rest`, the columns that follow them."""
+    """The levels of these columns, in their order; changes `rest`, the columns after them."""
     xp, grid = namespace(rest), part.grid
     sub = order // grid.sub_block
     steps, offsets = part.steps()[sub], part.offsets()[sub]
@@ -96,7 +97,7 @@ def _carry(rest: Array, upper: Array, part: Blocks, here: slice, order: Array) -
 
 
 def _fit_levels(blocks: Blocks, values: Array, inputs: Inputs) -> None:
-    """Each column's codes again, with all other columns as they stand."""
+    """Chooses each column's codes again, with all other columns fixed."""
     xp, grid, gram = namespace(values), blocks.grid, inputs.gram
     current = blocks.values()
     pull = gram @ (values - current)
@@ -115,7 +116,7 @@ def _fit_levels(blocks: Blocks, values: Array, inputs: Inputs) -> None:
 
 
 def _fit_scales(blocks: Blocks, values: Array, inputs: Inputs) -> None:
-    """Scales, minima and the super-blocks' numbers again, one at a time, with the codes as they stand."""
+    """Chooses scales, minima and the super-blocks' numbers again, one at a time, with the codes fixed."""
     grid, gram = blocks.grid, inputs.gram
     pull = gram @ (values - blocks.values())
     each, rows = grid.block // grid.sub_block, values.shape[1]
@@ -140,9 +141,9 @@ def _fit_scales(blocks: Blocks, values: Array, inputs: Inputs) -> None:
 def _move(
     amount: Array, along: Array, pull: Array, gram: Array, here: slice, bounds: tuple[int, int] | None
 ) -> Array:
-    """The best `amount` [rows] of `along` [columns, rows]: whole and within bounds, or (None) an F16 number.
+    """The best `amount` [rows] of `along` [columns, rows]: an integer within bounds, or (None) an F16 number.
 
-    Changes `pull`, the product of the Gram matrix with what is still missing.
+    Changes `pull`, the product of the Gram matrix with the remaining error.
     """
     xp = namespace(along)
     slope = xp.sum(along * pull[here], 0)
@@ -150,7 +151,7 @@ def _move(
     wanted = amount + slope / xp.where(curve > 0, curve, xp.ones_like(curve))
     new = half(wanted) if bounds is None else xp.clip(xp.round(wanted), *bounds)
     change = new - amount
-    # rounded, it may be no better than what stood there
+    # after rounding, it may be no better than the old value
     better = 2 * change * slope > change * change * curve
     new = xp.where(better, new, amount)
     pull -= gram[:, here] @ (along * (new - amount)[None])

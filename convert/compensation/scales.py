@@ -1,9 +1,9 @@
-"""The search for scales and minima of super-blocks: those of least weighted error, as the file can hold them.
+"""Searches for scales and minima of super-blocks with the least weighted error, as the file can hold them.
 
-First every sub-block alone: codes by some steps around the range of its weights, and the step and offset that
-fit these codes best, by least squares (as llama.cpp's `make_qkx3_quants` and `make_qx_quants` do). Then the
-super-block's F16 numbers, of which scales and minima are small multiples, and last each multiple again with
-its neighbours.
+First each sub-block alone: the codes for several steps around the range of its weights, and the step and
+offset that fit these codes best by least squares (like llama.cpp's `make_qkx3_quants` and `make_qx_quants`).
+Then the super-block's F16 numbers, of which scales and minima are small multiples, and last each multiple
+again with its neighbours.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from qwen_serve.convert.compensation.grids import Grid
 
 STRETCHES: Final = tuple(np.linspace(-0.12, 0.36, 13).tolist())
-"""By how much a step is larger or smaller than the one that just spans the weights, as a share of it."""
+"""Changes of the step relative to the one that just spans the weights."""
 
 SHRINKS: Final = (1.0, 0.96, 0.92, 1.04, 0.88, 0.84)
-"""Of the super-block's number, below that at which the largest scale is just the largest there is."""
+"""Factors on the super-block's number at which the largest scale just reaches its maximum."""
 
 TINY: Final = 1e-20
 
@@ -66,7 +66,7 @@ def _fit_each(x: Array, w: Array, grid: Grid) -> tuple[Array, Array]:
     else:
         low = xp.zeros_like(x[:, 0])
         largest, least = xp.amax(x, 1), xp.amin(x, 1)
-        # the longer side of the levels is for the weight that is furthest from 0
+        # the longer side of the levels is for the weight with the largest magnitude
         span = xp.where(largest > -least, largest, least) / bottom
     span = xp.where(xp.abs(span) < TINY, TINY, span)
     total = xp.sum(w, 1)
@@ -92,7 +92,7 @@ def _fit_each(x: Array, w: Array, grid: Grid) -> tuple[Array, Array]:
 def _least_squares(
     x: Array, w: Array, levels: Array, total: Array, step: Array, offset: Array, minima: bool
 ) -> tuple[Array, Array]:
-    """The step and the offset (none below 0) that fit these levels best; what stood there where none does."""
+    """The step and the offset (not below 0) that fit these levels best; the old ones if none fit."""
     xp = namespace(x)
     wl = w * levels
     ll, lx = xp.sum(wl * levels, 1), xp.sum(wl * x, 1)
@@ -111,7 +111,7 @@ def _least_squares(
 
 
 def _multiples(step: Array, offset: Array, grid: Grid, shrink: float) -> Blocks:
-    """Steps and offsets as multiples of a super-block's numbers; levels are still to be found."""
+    """Steps and offsets as multiples of a super-block's numbers; levels are not chosen yet."""
     xp = namespace(step)
     rows, each = step.shape[1], grid.block // grid.sub_block
     if each == 1:
@@ -145,7 +145,7 @@ def _round(x: Array, blocks: Blocks, grid: Grid) -> Array:
 
 
 def nearest(x: Array, step: Array, offset: Array, grid: Grid) -> Array:
-    """The levels nearest to `x` at these steps and offsets; a step of 0 makes all of them alike."""
+    """The levels nearest to `x` at these steps and offsets; with a step of 0 all are the same."""
     xp = namespace(x)
     none = step == 0
     levels = grid.codes((x + offset) / xp.where(none, xp.ones_like(step), step))
@@ -163,7 +163,7 @@ def _errors(x: Array, w: Array, blocks: Blocks) -> Array:
 
 
 def _take(best: Blocks, trial: Blocks, better: Array, each: int, subs: int) -> None:
-    """Whole super-blocks of `trial` where they are better [blocks, rows]."""
+    """Takes whole super-blocks of `trial` where they are better [blocks, rows]."""
     xp = namespace(better)
     wide = xp.broadcast_to(better[:, None], (len(better), each, better.shape[1])).reshape(subs, -1)
     best.d, best.dmin = xp.where(better, trial.d, best.d), xp.where(better, trial.dmin, best.dmin)
@@ -173,7 +173,7 @@ def _take(best: Blocks, trial: Blocks, better: Array, each: int, subs: int) -> N
 
 
 def _neighbours(x: Array, w: Array, best: Blocks) -> Blocks:
-    """Each sub-block with a scale or a minimum of one more or less, where that is better."""
+    """Tries each sub-block with a scale or a minimum of one more or less, and keeps the better."""
     xp, grid = namespace(x), best.grid
     least = _errors(x, w, best)
     moves = [(-1, 0), (1, 0)]
