@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("llama.cpp").setLevel(logging.CRITICAL)  # the error itself reports why a run ended
     signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # __main__ has another for the imports
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # replaces __main__'s handler for the imports
     try:
         arguments, rest = (parsing := parser()).parse_known_args(argv)
         if rest:

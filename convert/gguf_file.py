@@ -1,8 +1,8 @@
-"""Writes a checkpoint as one GGUF file, in pieces: memory holds a few chunks, never the model.
+"""Writes a checkpoint as one GGUF file, in chunks, so that memory never holds the whole model.
 
-gguf's writer lays out header, key-value pairs and tensor table. As every tensor's size is known from its
-shape, so is its place in the file, and the data can be read, converted and written by a few threads at once,
-each with positioned reads and writes of its own.
+gguf's writer lays out header, key-value pairs and tensor table. Every tensor's size follows from its shape,
+and so its place in the file is known. A few threads read, convert and write the data at once, each with
+positioned reads and writes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan
 
-CHUNK_ELEMENTS = 1 << 18  # buffers of half a megabyte: in cache, and reused rather than mapped anew each time
+CHUNK_ELEMENTS = 1 << 18  # half a megabyte: fits the cache, and is not mapped anew each time
 DEFAULT_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A piece of one tensor: elements `start` to `start + count`, written from byte `position` on."""
+    """A part of one tensor: elements `start` to `start + count`, written from byte `position` on."""
 
     tensor: PlannedTensor
     start: int
@@ -61,7 +61,7 @@ def write_gguf(
 ) -> None:
     """Writes the GGUF that `plan` describes to `path`.
 
-    Raises: CheckpointError: the tokenizer cannot be converted, a shard changed underfoot, or a weight is
+    Raises: CheckpointError: the tokenizer cannot be converted, a shard changed meanwhile, or a weight is
         not finite or does not fit `outtype`.
     """
     writer = _metadata(checkpoint, source, plan, kept_layers, outtype)
@@ -76,7 +76,7 @@ def write_header(
     kept_layers: tuple[int, ...],
     outtype: FloatType,
 ) -> None:
-    """The same file with a hole where its weights are. Raises CheckpointError."""
+    """Writes the same file with a hole in place of the weights. Raises CheckpointError."""
     start = _write_head(_metadata(checkpoint, source, plan, kept_layers, outtype), path, plan)
     os.truncate(path, start + sum(_padded(tensor.nbytes) for tensor in plan.tensors))
 
@@ -104,12 +104,12 @@ def _metadata(
 def write_file(
     path: Path, writer: gguf.GGUFWriter, plan: TensorPlan, config: ModelConfig, threads: int = DEFAULT_THREADS
 ) -> None:
-    """Writes `writer`'s key-value pairs, which it loses, and the tensors of `plan` to `path`.
+    """Writes `writer`'s key-value pairs, which are cleared, and the tensors of `plan` to `path`.
 
-    Raises: CheckpointError: as reading the tensors does, or a weight is not finite or does not fit its type.
+    Raises: CheckpointError: reading a tensor failed, or a weight is not finite or does not fit its type.
     """
     data_start = _write_head(writer, path, plan)
-    writer.kv_data.clear()  # a vocabulary and its merges: as much memory as the rest of the work
+    writer.kv_data.clear()  # frees the vocabulary and merges: as much memory as the rest of the work
     with Progress(f"Writing {path.name}", plan.nbytes, BYTES) as progress:
         _write_data(path, plan, config, data_start, threads, progress)
 
@@ -120,7 +120,7 @@ def _write_head(writer: gguf.GGUFWriter, path: Path, plan: TensorPlan) -> int:
         writer.add_tensor_info(
             tensor.name,
             tensor.shape,
-            NUMPY_TYPES["F32"],  # of bytes, gguf would take the shape for one of blocks
+            NUMPY_TYPES["F32"],  # for bytes, gguf would take the shape as one of blocks
             tensor.nbytes,
             raw_dtype=gguf.GGMLQuantizationType[tensor.type],
         )
@@ -136,7 +136,7 @@ def _write_data(
 ) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
-        # threads write in any order; the end, with the last tensor's padding, is known already
+        # threads write in any order, and the file's final size, with padding, is known
         os.truncate(fd, data_start + sum(_padded(t.nbytes) for t in plan.tensors))
         with ThreadPoolExecutor(threads, thread_name_prefix="convert") as pool:
             pending: set[Future[int]] = set()
@@ -168,7 +168,7 @@ def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
     position = data_start
     for tensor in plan.tensors:
         n = tensor.n_elements
-        # what reorders or computes needs its whole tensor; the large ones, embedding and FFN, seldom do
+        # reordering and computing need the whole tensor; the large ones, embedding and FFN, seldom do either
         whole = tensor.reorder or tensor.compute or isinstance(tensor.stored, Dequantized)
         step = n if whole else CHUNK_ELEMENTS
         for start in range(0, n, step):
@@ -204,7 +204,7 @@ def _run(job: _Job, config: ModelConfig, fd: int) -> int:
 
 
 def not_finite(what: str) -> CheckpointError:
-    """What is said of a weight that is an infinity or NaN; `what`: which tensor holds which."""
+    """The error for a weight that is an infinity or NaN; `what`: which tensor has which."""
     return CheckpointError(
         f"{what}, and every weight must be finite: the file is damaged, or the training that wrote it "
         "diverged; download it again, or take an earlier checkpoint"

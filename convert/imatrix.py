@@ -1,9 +1,10 @@
-"""Importance matrices: the mean square of each matmul input's columns, by which a quantizer weighs errors.
+"""Importance matrices: the mean square of each matmul input's columns, which a quantizer uses to weigh
+errors.
 
 The file format is llama.cpp's GGUF imatrix (`tools/imatrix/imatrix.cpp`, `common/imatrix-loader.cpp`): for
 each weight the tensors `<name>.in_sum2` [matrices, width] and `<name>.counts` [matrices, 1]. Routed experts
-are the matrices of one weight, each with the count of the rows that the router sent to it. Ours also holds
-entries that llama-imatrix cannot collect: the MTP block's and the output head's.
+are the matrices of one weight, each with the count of the rows that the router sent to it. This converter
+also collects entries that llama-imatrix cannot: the MTP block's and the output head's.
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "
 
 CHUNKS_PER_BATCH = 4
 FEW_ROWS = 32
-"""A mean square over n rows is off by about sqrt(2 / n) of itself: by a quarter at 32."""
+"""Below this many rows an entry is unreliable: a mean square over n rows has a relative error of about sqrt(2
+/ n), a quarter at 32."""
 
 
 SAVE_INTERVAL_S = 20.0
-"""Seconds of work that an interrupt may cost; what is saved of a large model takes under one."""
+"""Most seconds of work lost on an interrupt; saving takes under one second for a large model."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Where an unfinished matrix is kept, and the fingerprint of what it is being made from."""
+    """Where an unfinished matrix is saved, and the fingerprint of its inputs."""
 
     path: Path
     made_from: str
 
 
 class ImatrixError(ConvertError):
-    """A file is not an importance matrix, or not one that fits."""
+    """A file is not an importance matrix, or does not fit."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,14 @@ class Entry:
 
     @property
     def means(self) -> Floats:
-        """[matrices, width]; 1 for a matrix that saw no row, as llama-quantize reads it."""
+        """[matrices, width]; 1 for a matrix without rows, as in llama-quantize."""
         counts = self.counts[:, None]
         return np.where(counts > 0, self.sums / np.maximum(counts, 1), np.float32(1)).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Imatrix:
-    """Entries by weight name, and where they come from."""
+    """Entries by weight name, and their origin."""
 
     entries: Mapping[str, Entry]
     datasets: tuple[str, ...]
@@ -128,12 +130,12 @@ class Imatrix:
 
 
 def check_fits(path: Path, pruned: Sequence[tuple[int, ...]] = (), *, model: Path | None = None) -> None:
-    """Whether a file can be the importance matrix of `model`; before that is there, whether it is one at all.
+    """Checks that a file is an importance matrix, and of `model` if that exists.
 
     `pruned`: layers that recipes leave out.
 
     Raises:
-        ImatrixError: no importance matrix, or one of another model.
+        ImatrixError: not an importance matrix, or one of another model.
     """
     imatrix = Imatrix.load(path)
     if any(pruned):
@@ -164,7 +166,7 @@ class Coverage:
 
 
 def expert_coverage(imatrix: Imatrix) -> Coverage | None:
-    """What the counts say of the routed experts; None for a dense model."""
+    """The routed experts' coverage by the counts; None for a dense model."""
     counts = {
         name.removesuffix(EXPERTS): entry.counts
         for name, entry in imatrix.entries.items()
@@ -188,7 +190,7 @@ def expert_coverage(imatrix: Imatrix) -> Coverage | None:
 
 
 class _Collector:
-    """Sums of squares over all rows that the matmuls of some weights have read."""
+    """Sums of squares over all rows that the selected weights' matmuls read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, NDArray[np.float64]] = {}
@@ -198,7 +200,7 @@ class _Collector:
         self._seen = np.empty(0, np.int64)
 
     def add(self, name: str, rows: Floats, routing: Routing | None = None) -> None:
-        """`rows` [n, width]: inputs of weight `name`; with `routing`, of the matrices that it is made of.
+        """`rows` [n, width]: inputs of weight `name`; with `routing`, of the matrices in it.
 
         Weights that read the same tensor share its sum.
         """
@@ -215,14 +217,14 @@ class _Collector:
         self._counts[name] += self._seen
 
     def save(self, resume: Resume, n_chunks: int) -> None:
-        """Leaves what `load` goes on with after `n_chunks` of the text."""
+        """Saves the sums after `n_chunks` of the text for `load`."""
         arrays: dict[str, Any] = {f"{name}{SUMS}": sums for name, sums in self._sums.items()}
         arrays |= {f"{name}{COUNTS}": counts for name, counts in self._counts.items()}
         with replacing(resume.path) as part, part.open("wb") as file:
             np.savez(file, made_from=resume.made_from, n_chunks=n_chunks, **arrays)
 
     def load(self, resume: Resume) -> int:
-        """How many chunks another run has read, whose sums these become; 0 where it was of something else."""
+        """Loads the sums of an interrupted run; returns its number of chunks, 0 if its inputs differ."""
         try:
             with np.load(resume.path) as found:
                 arrays = dict(found)
@@ -238,7 +240,8 @@ class _Collector:
         return int(arrays["n_chunks"])
 
     def entries(self) -> dict[str, Entry]:
-        """Raises `ImatrixError` where a sum is not finite: such a model cannot be quantized to any use."""
+        """The entries. Raises `ImatrixError` if a sum is not finite, since such a model cannot be quantized
+        usefully."""
         for name, sums in self._sums.items():
             if not np.isfinite(sums).all():
                 raise ImatrixError(f"the inputs of {name} are not finite; is the checkpoint intact?")
@@ -252,7 +255,7 @@ def _routed_squares(rows: Floats, routing: Routing) -> tuple[Floats, NDArray[np.
     """[experts, width]: squares of `rows`, summed over those that each expert read; [experts]: how many."""
     tokens, used = routing.ids.shape
     row = np.arange(tokens)[:, None] * routing.slots + np.arange(used) % routing.slots
-    # which expert reads which row, as a matrix: one product is faster than a loop over experts
+    # expert-by-row matrix: one product is faster than a loop over experts
     reads = np.zeros((routing.experts, len(rows)), np.float32)
     reads[routing.ids, row] = 1
     squares: Floats = reads @ np.square(rows)
@@ -265,10 +268,10 @@ def collect_imatrix(
     """Runs `text` through the model in chunks of 512 tokens and writes the imatrix file `out`.
 
     Trunk and MTP block are observed through llama.cpp's eval callback, each in its own context; the MTP block
-    reads the trunk's hidden rows. Those rows are the output head's input too, so no logits are computed for
-    it; its entry bears the name that quantization looks up, `token_embd.weight` where the two are tied.
+    reads the trunk's hidden rows. Those rows are also the output head's input, so no logits are computed for
+    it. The head's entry has the name that quantization looks up, `token_embd.weight` if the two are tied.
 
-    With `resume` an interrupted run goes on where it was. Sums are kept exactly: the file is the same.
+    With `resume` an interrupted run continues. Sums are saved exactly, so the file is the same.
 
     Raises:
         ConvertError: the text is too short, or not text.

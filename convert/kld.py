@@ -1,9 +1,8 @@
-"""How a model's next-token distributions differ from its reference's, token by token over a text.
+"""Compares a model's next-token distributions with its reference's, token by token over a text.
 
-A candidate may know fewer tokens than its reference (`--keep-vocab`). The text is then cut into the
-candidate's pieces, which both models read, and distributions are compared over the tokens that both have: the
-reference's is normalised over those, and the probability it gives to the others is reported beside the
-divergence.
+A candidate may have fewer tokens than its reference (`--keep-vocab`). Then the text is tokenized with the
+candidate's tokens, which both models read, and the distributions are compared over the shared tokens. The
+reference's is normalized over those, and its probability for all others is reported beside the divergence.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
 MIN_TOKENS = 32_768
 MAX_BATCH = 2048
-LOGIT_BYTES = 256 * 2**20  # of one model at a time: what bounds memory, whatever the vocabulary
-ROWS_AT_ONCE = 32  # of a thread: a block of both models' logits that stays near the cache
+LOGIT_BYTES = 256 * 2**20  # bytes of one model's logits at a time, which bounds memory for any vocabulary
+ROWS_AT_ONCE = 32  # rows of a thread: a block of both models' logits that fits the cache
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Divergence:
     p99: float
     maximum: float
     same_top: float
-    """Share of tokens for which both models rate the same token highest."""
+    """Share of tokens for which both models rank the same token first."""
     dropped: float = 0.0
-    """Mean probability that the reference gives to tokens which the quantized model does not have."""
+    """Mean probability that the reference gives to tokens that the quantized model lacks."""
 
     @classmethod
     def of(cls, scores: Scores) -> Divergence:
@@ -70,11 +69,11 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Scores:
-    """What two models make of a text: every array is [chunks, scored positions].
+    """Two models' results on a text; every array is [chunks, scored positions].
 
-    `divergence` is KL(reference || candidate) in nats over the tokens that both have, `same_top` whether both
-    rate the same token highest, `dropped` the probability that the reference gives to tokens the candidate
-    lacks. `reference_loss` and `loss` are -log p in nats of the token that follows, NaN at a chunk's end.
+    `divergence` is KL(reference || candidate) in nats over the shared tokens, `same_top` whether both rank
+    the same token first, `dropped` the reference's probability for tokens that the candidate lacks.
+    `reference_loss` and `loss` are -log p in nats of the next token, NaN at a chunk's end.
     """
 
     divergence: NDArray[np.float64]
@@ -87,7 +86,7 @@ class Scores:
 def measure_divergence(reference: Path, quantized: Path, *, text: Path, runtime: Runtime) -> Divergence:
     """Runs `text` through both models in chunks of 512 tokens, scoring every position.
 
-    Both models are loaded at once; logits are compared as they come and never kept.
+    Both models are loaded at once; logits are compared immediately and never stored.
 
     Raises:
         ConvertError: the text has fewer than `MIN_TOKENS` tokens, or the vocabularies do not fit.
@@ -102,10 +101,10 @@ def measure_divergence(reference: Path, quantized: Path, *, text: Path, runtime:
 
 
 def shared_tokens(reference: Model, candidate: Model) -> NDArray[np.int64] | None:
-    """The reference's id of every token of the candidate; None where the two vocabularies are the same.
+    """The reference's id of every token of the candidate; None if the vocabularies are equal.
 
     Raises:
-        ConvertError: the candidate has a token that the reference has not.
+        ConvertError: the candidate has a token that the reference lacks.
     """
     theirs, ours = reference.token_texts(), candidate.token_texts()
     if theirs == ours:
@@ -133,10 +132,10 @@ def compare(
     """Runs chunks [chunks, size] of the candidate's token ids through both models.
 
     Args:
-        columns: of `shared_tokens`: what the candidate's ids are called by the reference.
-        skip: positions at the start of every chunk that are read and not scored.
-        max_batch: tokens a call at most; logits are bounded by `LOGIT_BYTES` besides.
-        threads: of the CPU.
+        columns: from `shared_tokens`: the reference's ids of the candidate's tokens.
+        skip: positions at the start of every chunk that are read but not scored.
+        max_batch: most tokens in a call; `LOGIT_BYTES` also bounds the logits.
+        threads: CPU threads.
 
     Raises:
         LlamaError: a model cannot be run.
@@ -180,7 +179,8 @@ def compare(
 
 
 def parts(n_chunks: int, size: int, skip: int, n_seq: int, n_step: int) -> Iterator[tuple[slice, slice]]:
-    """(chunks, positions): chunks side by side, each from left to right; no part is half skipped."""
+    """(chunks, positions): chunks side by side, each from left to right; a part is skipped entirely or not at
+    all."""
     bounds = sorted({*range(0, skip, n_step), *range(skip, size, n_step), size})
     for first in range(0, n_chunks, n_seq):
         for start, stop in pairwise(bounds):
@@ -197,7 +197,7 @@ def next_ids(chunks: NDArray[np.int32], rows: slice, steps: slice) -> NDArray[np
 
 @dataclass(frozen=True)
 class Part:
-    """Both models' logits [rows, vocabulary] over one batch, and the ids that follow, -1 for none."""
+    """Both models' logits [rows, vocabulary] for one batch, and the next ids, -1 for none."""
 
     p: Floats
     q: Floats
@@ -220,7 +220,7 @@ class Part:
         if columns is not None:
             p, q_top = p[:, columns], columns[q_top]
             dropped = np.maximum(1 - weights[:, columns].sum(axis=1, dtype=np.float64) / p_sum, 0.0)
-            p -= p.max(axis=1, keepdims=True)  # from 0 again, should little be left
+            p -= p.max(axis=1, keepdims=True)  # shift to 0 again, in case little is left
             weights = np.exp(p)
             p_sum = weights.sum(axis=1, dtype=np.float64)
         cross = np.einsum("ij,ij->i", weights, p - q, dtype=np.float64) / p_sum

@@ -1,4 +1,4 @@
-"""The GGUF's key-value pairs: what the model is called and comes from, its hyperparameters, its tokenizer.
+"""The GGUF's key-value pairs: the model's name and origin, its hyperparameters, its tokenizer.
 
 Key names and value types are those that llama.cpp reads (src/llama-arch.cpp, src/models/qwen35.cpp,
 qwen35moe.cpp); names, licence and model-card fields follow gguf's own heuristics.
@@ -45,7 +45,8 @@ def add_general(
     counts = plan.parameter_counts
     metadata = gguf.Metadata.load(model_path=folder, total_params=counts.total)
     if source.repo_id is not None:
-        # the hub's cache names folders after commits, which the heuristics would take for the model's name
+        # the heuristics would take the commits, after which the hub's cache names folders, for the model's
+        # name
         name, organization, basename, finetune, version, label = gguf.Metadata.get_model_id_components(
             source.repo_id, counts.total
         )
@@ -59,7 +60,7 @@ def add_general(
     if metadata.size_label is None:
         metadata.size_label = size_label(counts.total, counts.shared, counts.one_expert, counts.experts)
     if metadata.sampling_penalty_repeat is None and (folder / "generation_config.json").is_file():
-        # gguf 0.19.0 looks for its own spelling only
+        # gguf 0.19.0 accepts only its own spelling
         generation = read_json(folder / "generation_config.json")
         metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
     writer.add_type(kind)
@@ -67,7 +68,7 @@ def add_general(
 
 
 def add_attention(writer: gguf.GGUFWriter, config: ModelConfig | DraftConfig) -> None:
-    """Heads and norms, which a model and its drafter say alike."""
+    """Adds heads and norms, which are the same for a model and its drafter."""
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
     writer.add_key_length(config.head_dim)
@@ -76,14 +77,14 @@ def add_attention(writer: gguf.GGUFWriter, config: ModelConfig | DraftConfig) ->
 
 
 def add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
-    """Frequencies and their scaling, likewise; `rope` as `rope_parameters` gives it."""
+    """Adds rotary frequencies and their scaling, also for both; `rope` is from `rope_parameters`."""
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     if (kind := rope["rope_type"]) != "default":
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        # what llama.cpp's converter writes, though llama.cpp reads none of them for these architectures
+        # as llama.cpp's converter writes them, though llama.cpp reads none of them for these architectures
         for key, add in (
             ("extrapolation_factor", writer.add_rope_scaling_yarn_ext_factor),
             ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
@@ -93,7 +94,7 @@ def add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
             if rope.get(key) is not None:
                 add(rope[key])
         if abs((ratio := attention_factor_ratio(rope)) - 1) > RATIO_OF_ONE:
-            # what it does read, and multiplies with the factor that it infers (llama-context.cpp)
+            # this one it reads, and multiplies by the factor that it infers (llama-context.cpp)
             writer.add_rope_scaling_attn_factors(ratio)
 
 

@@ -1,4 +1,4 @@
-"""The stage that writes a checkpoint's vision tower beside the text model."""
+"""Writes a checkpoint's vision tower beside the text model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from qwen_serve.convert.vision import VisionType
 
 VERSION = 1
-"""Part of the file's fingerprint: raise it whenever the same tower comes out differently."""
+"""Part of the file's fingerprint: raise it whenever the same tower would be converted differently."""
 
 
 @dataclass(frozen=True)
 class Mmproj:
-    """A tower's file to be: `mmproj-<name>-<TYPE>.gguf`, as llama.cpp's converter calls it."""
+    """The planned file of a tower: `mmproj-<name>-<TYPE>.gguf`, llama.cpp's converter's name."""
 
     tower: VisionTower
     source: Source
@@ -36,9 +36,9 @@ class Mmproj:
     def find(
         cls, checkpoint: Checkpoint, source: Source, out: Path, name: str, kind: VisionType
     ) -> Mmproj | None:
-        """That of a checkpoint; None for one that has no tower, or of which `left_out` says why it has none.
+        """A checkpoint's tower; None if it has none, or `left_out` says why it is not converted.
 
-        Raises: CheckpointError: a tower that llama.cpp would not compute as it is meant.
+        Raises: CheckpointError: a tower that llama.cpp would compute differently.
         """
         preprocessor = read_preprocessor(checkpoint.folder)
         if not _has_tower(checkpoint) or preprocessor is None:
@@ -49,11 +49,11 @@ class Mmproj:
 
     @cached_property
     def n_bytes(self) -> int:
-        """About as many as the file will have: its key-value pairs are few."""
+        """Approximate size of the file in bytes; its key-value pairs are few."""
         return self.tower.plan(self.type).nbytes
 
     def output(self, checkpoint: str) -> Output:
-        """The file and what it is made from; `checkpoint` is that of `Checkpoint.fingerprint`."""
+        """The file and its fingerprint; `checkpoint` is `Checkpoint.fingerprint`."""
         parts = {
             "mmproj": VERSION,
             "checkpoint": checkpoint,
@@ -64,14 +64,14 @@ class Mmproj:
         return Output(self.path, fingerprint(parts))
 
     def make(self, record: StageRecord, checkpoint: str) -> None:
-        """Writes the file, unless it is there."""
+        """Writes the file, unless it is finished."""
         record.make(
             self.output(checkpoint), lambda part: write_mmproj(part, self.tower, self.source, self.type)
         )
 
 
 def left_out(checkpoint: Checkpoint) -> str | None:
-    """Why a tower that is there is not converted; None where none is, or it is."""
+    """Why an existing tower is not converted; None if there is none, or it is converted."""
     if not _has_tower(checkpoint) or read_preprocessor(checkpoint.folder) is not None:
         return None
     return (

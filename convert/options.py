@@ -1,4 +1,4 @@
-"""What a run of the converter is to make."""
+"""Options of one run of the converter."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from qwen_serve.convert.vision import VisionType
 
 Method: TypeAlias = Literal["nearest", "compensated"]
-"""How weights are rounded: each by itself, as llama.cpp does, or with its error compensated in others."""
+"""How weights are rounded: independently, as in llama.cpp, or with error compensation."""
 
 METHODS: Final[tuple[Method, ...]] = ("nearest", "compensated")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to make of a checkpoint. `recipes` maps the name in an output's file name to what it means."""
+    """What to make of a checkpoint. `recipes` maps the name in an output's file name to its recipe."""
 
     out: Path
     name: str
     float_types: tuple[FloatType, ...]
     recipes: dict[str, Recipe]
     search: Target | None = None
-    command: str = ""  # that makes a searched recipe again, for its evidence
+    command: str = ""  # makes a searched recipe again, for its evidence
     outtype: FloatType = "F16"
-    vision: VisionType | None = "F16"  # of the tower's matrices; None leaves it out
+    vision: VisionType | None = "F16"  # type of the tower's matrices; None leaves the tower out
     calibration: Path | None = None
-    imatrix_file: Path | None = None  # in place of one that is collected
+    imatrix_file: Path | None = None  # used instead of a collected one
     method: Method = "nearest"
     keep_vocab: int | None = None
     use_imatrix: bool = True
     measure: bool = True
     show_tensors: bool = False
-    split_max_size: int | None = None  # bytes of weights in a part of a file
+    split_max_size: int | None = None  # most bytes of weights in one part of a file
     force: bool = False
     runtime: Runtime = field(default_factory=Runtime)

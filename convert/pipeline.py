@@ -73,7 +73,7 @@ HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB;
 
 
 class Pipeline:
-    """Plans everything up front, so that what cannot work fails before anything is written, then runs."""
+    """Plans everything first, so that impossible requests fail before anything is written, then runs."""
 
     def __init__(self, source: Source, model: Checkpoint | WholeModel, options: Options) -> None:
         """
@@ -82,7 +82,7 @@ class Pipeline:
                 for a GGUF.
         """
         self._source, self._model, self._options = source, model, options
-        self._models: list[Path] = []  # those asked for, as far as they are there
+        self._models: list[Path] = []  # requested models that exist so far
         self._reports: list[Path] = []
         if options.imatrix_file is not None:
             check_fits(options.imatrix_file, [recipe.layers for recipe in options.recipes.values()])
@@ -104,7 +104,7 @@ class Pipeline:
             self._kept_tokens |= {count: kept_tokens(vocab, count) for count in counts if count}
 
     def _check_given(self, model: WholeModel) -> None:
-        """Raises ConvertError for what a GGUF is not made into, and where it would be overwritten."""
+        """Raises ConvertError for outputs that a GGUF cannot give, or that would overwrite it."""
         options, at = self._options, f"--src {model.path}"
         if others := {options.outtype, *options.float_types} - {model.type}:
             raise ConvertError(f"{at}: is {model.type}; want the checkpoint for {', '.join(sorted(others))}")
@@ -118,7 +118,7 @@ class Pipeline:
                 raise ConvertError(f"{at}: would be written to; give another --out or --name")
 
     def run(self) -> None:
-        """Makes every output that is not there yet.
+        """Makes every output that does not exist yet.
 
         Raises:
             ConvertError: too little disk, or a stage that failed.
@@ -142,7 +142,7 @@ class Pipeline:
         for path in self._models:
             print(f"  python -m qwen_serve.server --model {shlex.quote(str(path))}")
 
-    # what each output is called and made from
+    # each output's name and inputs
 
     def _cut(self, recipe: Recipe | None) -> Cut:
         if recipe is None:
@@ -168,7 +168,7 @@ class Pipeline:
         return Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
 
     def _measured_from(self, cut: Cut) -> str:
-        """What the readings of a search depend on; not the target."""
+        """Everything that the measurements of a search depend on, which leaves out the target."""
         parts = {
             "search": SEARCH_VERSION,
             "base": self._base(self._options.outtype, cut).fingerprint,
@@ -186,7 +186,7 @@ class Pipeline:
         return Output(self._path(f"{self._stem(cut)}.imatrix.gguf"), fingerprint(parts))
 
     def _calibrated_on(self) -> str:
-        """What tells one calibration text from another."""
+        """The identity of the calibration text."""
         calibration = self._options.calibration
         return file_digest(calibration) if calibration else self._text("calibration").fingerprint
 
@@ -208,7 +208,7 @@ class Pipeline:
 
     @cached_property
     def _given(self) -> Output:
-        """A GGUF as the base. One that was written here has been made from the same as then."""
+        """A given GGUF as the base. One that was written here keeps its recorded fingerprint."""
         path = self._source.path
         return Output(path, self._record.made_from(path) or self._model_fingerprint)
 
@@ -222,7 +222,7 @@ class Pipeline:
         return "-".join(filter(None, (self._options.name, cut.label)))
 
     def _name(self, quant: str, recipe: Recipe | None) -> str:
-        # what a recipe says of itself, its own name stands for
+        # a recipe's own setting is covered by its name
         tokens = None if recipe and recipe.keep_vocab else self._options.keep_vocab
         return f"{self._stem(Cut(tokens=tokens))}-{quant}"
 
@@ -308,7 +308,7 @@ class Pipeline:
         """Searches a recipe, makes its file and report, and writes the recipe with what they say."""
         options, cut = self._options, self._cut(None)
         base = self._make_base(options.outtype, cut)
-        check_reach(base.path, target, self._model.used_experts)  # before what takes long
+        check_reach(base.path, target, self._model.used_experts)  # before the slow stages
         imatrix = self._make_imatrix(cut).path if options.use_imatrix else None
         paths = Paths(
             base=base.path,
@@ -341,7 +341,7 @@ class Pipeline:
         print_found(found, report, path, self._took(target, recipe, found))
 
     def _took(self, target: Target, recipe: Recipe, found: Found) -> dict[str, float]:
-        """Seconds of each stage of a searched file, whichever run made it."""
+        """Seconds of each stage of a searched file, over all runs."""
         file, record = self._quant(target.label, recipe), self._record
         purposes: tuple[Purpose, ...] = ("calibration", "search", "evaluation")
         took = {
@@ -356,7 +356,7 @@ class Pipeline:
     def _make_report(
         self, quantized: Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
     ) -> None:
-        """Size, types, sha256; for all but the whole model its KL divergence from that, in the base type."""
+        """Size, types, sha256; for all but the whole model the KL divergence from it, in the base type."""
         cut = self._cut(recipe)
         measured = (recipe is not None or cut != WHOLE) and self._options.measure
         text = self._make_text("evaluation") if measured else None
@@ -407,7 +407,7 @@ class Pipeline:
     # room on the disk
 
     def _estimates(self) -> Iterator[tuple[Output, int]]:
-        """Bytes of what may be written, from tensor sizes and the recipes' bits per weight."""
+        """Estimated bytes of the outputs, from tensor sizes and the recipes' bits per weight."""
         options, recipes = self._options, self._options.recipes.values()
         bases: set[tuple[FloatType, Cut]] = {(t, self._cut(None)) for t in options.float_types}
         bases |= {(options.outtype, self._cut(recipe)) for recipe in recipes}

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights are quantized already, FP8, GPTQ and AWQ, made floats again as they are read.
+"""Reads quantized checkpoints, FP8, GPTQ and AWQ, as floats.
 
 - FP8 (Qwen's own, after DeepSeek's): `X.weight` in E4M3, and `X.weight_scale_inv`, a scale for each block of
   `weight_block_size`.
@@ -7,7 +7,7 @@
 - AWQ (AutoAWQ's GEMM version): `X.qweight` [in, out / 8], eight columns to a word in an order of their own.
 
 FP8 and GPTQ are computed as in llama.cpp's conversion/base.py (`dequant_simple`, `dequant_gptq`), AWQ as in
-AutoAWQ's utils/packing_utils.py. What comes out is F32.
+AutoAWQ's utils/packing_utils.py. The result is F32.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 FP8, FP8_SCALE = "F8_E4M3", "_scale_inv"
 WORD = 32
-"""Bits that GPTQ and AWQ pack codes into."""
+"""Bits of a word into which GPTQ and AWQ pack codes."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which of a word's eight codes is a column's, from the lowest bits on."""
+"""The column of each of a word's eight codes, from the lowest bits on."""
 
 
 def check_method(method: Any) -> None:
-    """Raises CheckpointError for a `quantization_config` that is none of these, and says what is."""
+    """Raises CheckpointError for an unsupported `quantization_config`, naming the supported ones."""
     given = method if isinstance(method, dict) else {}
     name, bits = given.get("quant_method", method), given.get("bits", given.get("w_bit", 4))
     problem = None
@@ -70,18 +70,18 @@ class Dequantized(StoredTensor):
 
     parts: tuple[StoredTensor, ...]
     compute: Callable[..., NDArray[np.float32]]
-    """Takes the parts' values, floats as F32, and gives the weight."""
+    """Computes the weight from the parts' values, floats as F32."""
 
     def read(self, start: int = 0, count: int | None = None) -> NDArray[np.float32]:
-        """Elements `start` to `start + count` of the flat weight; all of it is computed."""
+        """Elements `start` to `start + count` of the flat weight; computes all of it."""
         values = [_values(part) for part in self.parts]
         weight = self.compute(*values).reshape(-1)
         return weight[start : None if count is None else start + count]
 
 
 def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[str, StoredTensor]:
-    """The tensors with weights in place of what they are quantized to, by a checked `quantization_config`; as
-    they are where there is none.
+    """The tensors with weights in place of their quantized parts, by a checked `quantization_config`;
+    unchanged without one.
 
     Raises:
         CheckpointError: a part is missing, or parts do not fit together.
@@ -151,7 +151,7 @@ def _packed(
 def dequantize_fp8(
     codes: NDArray[np.uint8], scales: NDArray[np.float32], *, block: tuple[int, int]
 ) -> NDArray[np.float32]:
-    """[..., rows, columns] in E4M3, a scale for each block of them."""
+    """[..., rows, columns] from E4M3, with a scale for each block."""
     rows, columns = codes.shape[-2:]
     spread = scales.repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
     return E4M3[codes] * spread
@@ -166,10 +166,10 @@ def dequantize_gptq(
     bits: int,
     offset: int,
 ) -> NDArray[np.float32]:
-    """[out, in] of codes packed along `in`; `offset`: what the file's format has taken off zero points.
+    """[out, in] from codes packed along `in`; `offset`: what the file's format subtracts from zero points.
 
     Raises:
-        CheckpointError: a group that there is none of.
+        CheckpointError: an unknown group.
     """
     values = np.moveaxis(_unpacked(codes, bits), -1, 1).reshape(-1, codes.shape[1])
     points = _unpacked(zeros, bits).reshape(scales.shape) + offset
@@ -184,7 +184,7 @@ def dequantize_gptq(
 def dequantize_awq(
     codes: NDArray[np.int32], zeros: NDArray[np.int32], scales: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """[out, in] of codes packed along `out`."""
+    """[out, in] from codes packed along `out`."""
     values, points = (_unpacked(words, 4)[..., AWQ_ORDER].reshape(len(words), -1) for words in (codes, zeros))
     group = len(values) // len(scales)
     weight: NDArray[np.float32] = (values - points.repeat(group, 0)).astype(np.float32) * scales.repeat(

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 LINE_INTERVAL_S = 10.0
 RECENT_LINES = 3
-"""Lines over which a rate is taken: work that begins slowly would look long for as long as it lasts."""
+"""Lines over which the rate is averaged, so that a slow start does not distort the estimate."""
 
 BEFORE_ESTIMATE = 0.05
-"""The part that is done before a remaining time is shown."""
+"""Share of the work done before a remaining time is shown."""
 
 BYTES = "B"
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -45,7 +45,7 @@ class Progress:
         self._recent = deque([(self._start, 0)], maxlen=RECENT_LINES)
         try:
             self._begin()
-        except BaseException as error:  # an interrupt as it says that it starts: it says that it stops, too
+        except BaseException as error:  # an interrupt while the start is printed: print the end, too
             self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
@@ -99,7 +99,7 @@ class Progress:
         self._line(line + self._suffix())
 
     def note(self, text: str) -> None:
-        """Shows `text` beside the count, such as the tensor at work."""
+        """Shows `text` beside the count, such as the current tensor."""
         self._note = text
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
@@ -119,7 +119,7 @@ def quantity(count: float, unit: str) -> str:
 
 
 def of(done: int, total: int, unit: str) -> str:
-    """How far: 1 MB of 4 MB, 12 of 118 chunks."""
+    """Progress as text: 1 MB of 4 MB, 12 of 118 chunks."""
     start = size(done) if unit == BYTES else f"{done:,}"
     return f"{start} of {quantity(total, unit)}"
 

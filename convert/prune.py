@@ -1,8 +1,8 @@
-"""Which trunk layers stay when a recipe drops some: whole groups only.
+"""Chooses the trunk layers that stay when a recipe drops some: whole groups only.
 
-A group is `full_attention_interval` consecutive layers, linear ones closed by one full-attention layer.
-Dropping whole groups keeps that rhythm, on which llama.cpp's defaults and the published results on depth
-pruning both rest.
+A group is `full_attention_interval` consecutive layers: linear ones, then one full-attention layer. Dropping
+whole groups keeps that pattern, on which llama.cpp's defaults and the published results on depth pruning
+rest.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def kept_layers(config: ModelConfig, dropped: Collection[int]) -> tuple[int, ...]:
-    """The trunk layers that remain, in order.
+    """The remaining trunk layers, in order.
 
     Raises:
-        ConvertError: a layer that does not exist, part of a group, or nothing left.
+        ConvertError: a layer that does not exist, part of a group, or no layer left.
     """
     size, n_layers = config.attention_interval, config.n_layers
     if unknown := sorted(set(dropped) - set(range(n_layers))):

@@ -1,9 +1,8 @@
-"""A smaller vocabulary: the first so many regular tokens, every special one, and what both rest on.
+"""Reduces the vocabulary to the first regular tokens, all special ones, and the tokens that both depend on.
 
-The embedding and the output head have a row a token, and the head is read in every step. Byte-level BPE can
-spell any text without its rarer tokens: where a merge's result is gone, the pieces it was made of remain,
-down to single bytes. Text whose tokens are all kept is cut into the very same ones, since all that its merges
-pass through is kept too.
+The embedding and the output head have a row a token, and every step reads the head. Byte-level BPE can spell
+any text without its rarer tokens: without a merge's result, its pieces remain, down to single bytes. Text
+whose tokens are all kept is tokenized identically, since all intermediate results of its merges are kept too.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ SOURCE_TOKENS = "convert.vocab.source_tokens"
 
 def kept_tokens(vocab: Vocab, regular: int) -> NDArray[np.int64]:
     """The ids that stay, ascending: the first `regular` regular tokens, all special ones, all single bytes,
-    the ids that metadata names, and every token that the merges of these pass through.
+    the ids that metadata names, and every intermediate result of their merges.
 
-    Rows that only pad the embedding go.
+    Rows that only pad the embedding are dropped.
 
     Raises:
         ConvertError: the vocabulary has no more regular tokens than that.
@@ -64,7 +63,7 @@ def kept_tokens(vocab: Vocab, regular: int) -> NDArray[np.int64]:
 
 
 def prune(vocab: Vocab, kept: NDArray[np.int64]) -> Vocab:
-    """`vocab` with the tokens `kept` alone, renumbered in their order, and the merges among them."""
+    """`vocab` with only the tokens `kept`, renumbered in order, and the merges among them."""
     new_id = {int(old): new for new, old in enumerate(kept)}
     tokens = [vocab.tokens[old] for old in new_id]
     known = set(tokens)
@@ -87,9 +86,9 @@ def label(regular: int | None) -> str:
 
 
 def kept_rows(source: TensorSource, kept: NDArray[np.int64]) -> Joined:
-    """The rows `kept`, ascending, of a matrix [tokens, width], as a tensor to read from."""
+    """The rows `kept`, ascending, of a matrix [tokens, width]."""
     width = source.shape[1]
-    # runs of neighbouring rows: where each begins
+    # the beginnings of runs of adjacent rows
     begins = np.flatnonzero(np.diff(kept, prepend=kept[0] - 2) != 1)
     lengths = np.diff(begins, append=len(kept))
     runs = zip(kept[begins].tolist(), lengths.tolist(), strict=True)

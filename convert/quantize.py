@@ -1,7 +1,7 @@
 """Quantization by llama.cpp, in a process of its own.
 
-`llama_model_quantize` runs for minutes and cannot be interrupted from Python; a child process can, and a
-crash in it is an error message here.
+`llama_model_quantize` runs for minutes and cannot be interrupted from Python. A child process can be, and its
+crash becomes an error message.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QuantizeError(ConvertError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """From the child: the next of `total` tensors has come up."""
+    """From the child: the next of `total` tensors begins."""
 
     total: int
     name: str
@@ -42,14 +42,14 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Outcome:
-    """From the child: the end, good if `error` is None."""
+    """From the child: the end, successful if `error` is None."""
 
     error: str | None
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the child is to do."""
+    """The child's job."""
 
     source: Path
     out: Path
@@ -68,15 +68,14 @@ def quantize(
     runtime: Runtime,
     compensate_on: Path | None = None,
 ) -> None:
-    """Writes `source` (F16, BF16 or F32) to `out` as the recipe says, weighing errors by the imatrix file.
+    """Writes `source` (F16, BF16 or F32) to `out` by the recipe, weighing errors with the imatrix file.
 
-    With a calibration text to compensate on, llama.cpp's blocks are then replaced by better ones of the same
-    types. The output's metadata names the imatrix as llama-quantize's does (`quantize.imatrix.*`), and a
-    method that is not llama.cpp's (`quantize.method`). On any failure, an interrupt included, no file is left
-    at `out`.
+    With a calibration text to compensate on, better blocks of the same types then replace llama.cpp's. The
+    metadata names the imatrix as llama-quantize does (`quantize.imatrix.*`), and a method that is not
+    llama.cpp's (`quantize.method`). On any failure or interrupt, no file is left at `out`.
 
     Raises:
-        QuantizeError: what llama.cpp said.
+        QuantizeError: llama.cpp's message.
         ConvertError: the text is too short or too long, or activations are not finite.
     """
     job = Job(source, out, recipe, imatrix, compensate_on, runtime.n_threads)
@@ -84,7 +83,7 @@ def quantize(
     messages, sender = spawn.Pipe(duplex=False)
     child = spawn.Process(target=_work, args=(job, sender), daemon=True)
     child.start()
-    sender.close()  # so that the child's death ends the stream
+    sender.close()  # so that the stream ends if the child dies
     try:
         _follow(messages, f"Quantizing to {recipe.type}", source)
     except BaseException:
@@ -102,7 +101,7 @@ def quantize(
 
 
 def _follow(messages: Connection, what: str, source: Path) -> None:
-    """Shows the child's progress until it says that it is done, or why it is not."""
+    """Shows the child's progress until it ends, and raises its error."""
     with ExitStack() as stack:
         progress: Progress | None = None
         while True:
@@ -122,12 +121,12 @@ def _follow(messages: Connection, what: str, source: Path) -> None:
 
 
 def _work(job: Job, parent: Connection) -> None:
-    """The child: quantizes, tells the parent of each tensor, and at last how it went."""
+    """Runs in the child: quantizes, reports each tensor to the parent, and then the outcome."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets the interrupt too, and ends this process
     end_with_parent(job.out)
 
     def send(message: Tensor | Outcome) -> None:
-        with suppress(BrokenPipeError):  # the parent is gone, and so will be this process
+        with suppress(BrokenPipeError):  # the parent is gone, and this process ends soon
             parent.send(message)
 
     try:

@@ -1,6 +1,6 @@
-"""What a quant level means, as data: a llama.cpp file type, and the tensors for which another type is better.
+"""Quant levels as data: a llama.cpp file type, and the tensors for which another type is better.
 
-Recipes are the TOML files of `quant_recipes/`, whose README explains the keys and holds what was measured.
+Recipes are the TOML files of `quant_recipes/`, whose README explains the keys and has the measurements.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TENSOR_TYPES = {
     if t.name not in ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")  # not types of weights
 }
 
-# llama.cpp's mixtures give some tensors more bits than the file type's own; this covers all of them.
+# llama.cpp's mixtures give some tensors more bits than the file type's own; this covers all of them
 MIXTURE_MARGIN_BITS = 1.5
 
 
 class RecipeError(ConvertError):
-    """A recipe is missing or says something that cannot be; names the file, the key and what is allowed."""
+    """A recipe is missing or invalid; the message names the file, the key and what is allowed."""
 
 
 def _file_type(name: str) -> str:
@@ -75,7 +75,7 @@ class _Table(BaseModel):
 
 
 class Override(_Table):
-    """Tensors whose name the regular expression `pattern` is found in get `type`, because of `reason`."""
+    """Tensors whose name matches the regular expression `pattern` get `type`, because of `reason`."""
 
     pattern: Annotated[str, AfterValidator(_pattern)]
     type: Annotated[str, AfterValidator(_tensor_type)]
@@ -83,23 +83,24 @@ class Override(_Table):
 
 
 class Layers(_Table):
-    """Trunk layers to drop, counted from 0; the converter takes whole groups of the hybrid pattern."""
+    """Trunk layers to drop, counted from 0; the converter accepts whole groups of the hybrid pattern."""
 
     prune: list[Annotated[int, Field(ge=0)]] = []
 
 
 class Vocabulary(_Table):
-    """How many regular tokens to keep, the first ones; None for all. `--keep-vocab` for one recipe."""
+    """Number of regular tokens to keep, the first ones; None for all. `--keep-vocab` for one recipe."""
 
     keep: Annotated[int, Field(ge=1)] | None = None
 
 
 class Evidence(_Table):
-    """What a searched recipe rests on; decides nothing. Divergences are KL(whole || quantized) in nats.
+    """The measurements behind a searched recipe; they have no effect. Divergences are KL(whole || quantized)
+    in nats.
 
-    `predicted` and `measured` are means over the search's text, `prediction_error` how far the first is from
-    the second, `left_out_error` how far the additive model is from a probe it has not seen, both as shares.
-    `evaluation_*` is measured with the finished file, over text that the search has not seen.
+    `predicted` and `measured` are means over the search's text, `prediction_error` is their difference,
+    `left_out_error` the additive model's error on a probe that it was not fitted to, both as shares.
+    `evaluation_*` is measured with the finished file, on text that the search did not use.
     """
 
     command: str
@@ -143,12 +144,12 @@ class Recipe(_Table):
 
     @property
     def keep_vocab(self) -> int | None:
-        """Regular tokens to keep; None where the recipe does not say."""
+        """Regular tokens to keep; None if the recipe does not say."""
         return self.vocab_table.keep
 
     @property
     def uses_imatrix(self) -> bool:
-        """False where an importance matrix would change nothing."""
+        """Whether an importance matrix has any effect."""
         return self.imatrix
 
     @property
@@ -158,12 +159,12 @@ class Recipe(_Table):
 
     @property
     def overrides(self) -> list[tuple[str, GGMLQuantizationType]]:
-        """(pattern, `enum ggml_type`) in the order they are tried; the first one found decides."""
+        """(pattern, `enum ggml_type`) in order; the first that matches decides."""
         return [(o.pattern, TENSOR_TYPES[o.type]) for o in self.override]
 
     @property
     def mixture(self) -> Mixture:
-        """What decides about tensors that no override names."""
+        """The types of tensors that no override names."""
         output, embedding = (
             TENSOR_TYPES[kind] if kind else None
             for kind in (self.output_tensor_type, self.token_embedding_type)
@@ -180,7 +181,7 @@ class Recipe(_Table):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of all that decides the output; the prose does not."""
+        """Digest of everything that affects the output, without the prose."""
         what: tuple[object, ...] = (
             self.type,
             self.imatrix,
@@ -204,7 +205,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     """Reads a recipe of `quant_recipes/` by name, or any TOML file by path.
 
     Raises:
-        RecipeError: no such recipe, not TOML, or against the schema.
+        RecipeError: no such recipe, not TOML, or not valid by the schema.
     """
     path = name_or_path if isinstance(name_or_path, Path) else RECIPES / f"{name_or_path}.toml"
     try:
@@ -221,7 +222,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
 
 def _explain(error: Any) -> str:
-    """One line of a pydantic error: the key as it stands in the file, and what is allowed there."""
+    """A pydantic error on one line: the key as in the file, and what is allowed there."""
     location = error["loc"]
     table: type[_Table] = Recipe
     if len(location) > 1:

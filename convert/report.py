@@ -1,4 +1,4 @@
-"""What came out of a conversion: size, types, digest, and the distance from the reference."""
+"""Reports a conversion's result: size, types, digest, and divergence from the reference."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.gguf import TensorInfo
 
 READ_BYTES = 16 * 2**20
-SHOWN = 8  # blocks whose experts are named on the terminal
+SHOWN = 8  # most blocks whose experts are listed on the terminal
 
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one role, `blk.*.ffn_down.weight` say, that have one type."""
+    """Tensors of one role, such as `blk.*.ffn_down.weight`, and one type."""
 
     name: str
     type: str
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """The JSON file beside a GGUF. `divergence` is None where none was measured."""
+    """The JSON file beside a GGUF. `divergence` is None if none was measured."""
 
     file: str
     n_bytes: int
@@ -57,7 +57,7 @@ class Report:
     provenance: Mapping[str, Any]
     llama_cpp_python: str
     coverage: Coverage | None = None
-    """Of a model of experts, where an importance matrix was used."""
+    """Coverage of the experts, if the model has any and an importance matrix was used."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -84,7 +84,7 @@ class Report:
 
 
 def tensor_groups(gguf: Path) -> tuple[Group, ...]:
-    """Tensors by role and type, largest first; the MTP block's roles are told apart by `mtp` for the number.
+    """Tensors by role and type, largest first; the MTP block's roles have `mtp` in place of the number.
 
     Raises:
         ModelLoadError: not a GGUF file.
@@ -172,7 +172,7 @@ def print_report(path: Path) -> None:
 
 
 def print_table(paths: Sequence[Path]) -> None:
-    """Prints report files as one table, and what is to be said of experts that calibration hardly reached."""
+    """Prints report files as one table, with a warning about experts that calibration hardly reached."""
     reports = [Report.from_json(path.read_text(encoding="utf-8")) for path in paths]
     width = max((len(report.file) for report in reports), default=0)
     print(f"\n{'file':<{width}}  {'size':>9}  {'bits':>6}  {'mean KLD':>9}  {'same top':>8}")
@@ -193,7 +193,7 @@ def print_table(paths: Sequence[Path]) -> None:
 
 
 def _experts(found: Mapping[str, list[int]]) -> str:
-    """Such as `3 (blk.0: 1, 5; blk.2: 7)`; the first blocks stand for all, which the JSON names."""
+    """Text such as `3 (blk.0: 1, 5; blk.2: 7)`; only the first blocks are listed, the JSON has all."""
     if not found:
         return "0"
     shown = [f"{block}: {', '.join(map(str, experts))}" for block, experts in list(found.items())[:SHOWN]]

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library sets
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 
-# numpy has no bfloat16 and no FP8: their bit patterns travel as uint16 and uint8
+# numpy has neither bfloat16 nor FP8: their bits are handled as uint16 and uint8
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<f2"),
@@ -41,7 +41,7 @@ TABLE_TYPES = ("I32", "I64")
 
 
 class TensorSource(Protocol):
-    """What a tensor is read from: a `StoredTensor`, or anything that can make any run of elements."""
+    """A source of a tensor's elements: a `StoredTensor`, or any object that can return a run of elements."""
 
     @property
     def name(self) -> str: ...
@@ -56,7 +56,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies: elements are row-major, `dtype` is a safetensors name such as BF16."""
+    """A tensor's place in a file: elements are row-major, `dtype` is a safetensors name such as BF16."""
 
     name: str
     dtype: str
@@ -109,7 +109,7 @@ class Piece:
 
 
 class Joined:
-    """Pieces of other tensors, all of one dtype, one after the other, as a tensor to read from."""
+    """Pieces of other tensors of one dtype, concatenated as one tensor."""
 
     def __init__(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
         first = pieces[0].source
@@ -130,11 +130,10 @@ class Joined:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Lists the tensors of one file, in the order of their data, after checking that each lies wholly inside
-    it.
+    """Lists the tensors of one file in the order of their data, after checking that each is inside the file.
 
     Raises:
-        CheckpointError: the file is no safetensors file, or is cut short, or a range contradicts its shape.
+        CheckpointError: not a safetensors file, or cut short, or a range contradicts its shape.
     """
     file_size = path.stat().st_size
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Where a model comes from: a folder, a model on the Hugging Face hub, or a GGUF."""
+"""Locates a model: a folder, a model on the Hugging Face hub, or a GGUF."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATTERNS = (*TEXT_FILES, *PREPROCESSOR_FILES, INDEX, "*.safetensors", "adapter_c
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint's folder, and the hub model it is a copy of, where that is known; or a GGUF file."""
+    """A checkpoint's folder, with its hub model if that is known; or a GGUF file."""
 
     path: Path
     repo_id: str | None = None
@@ -43,7 +43,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What reports call it: the hub id, or the name of the folder or file."""
+        """The name in reports: the hub id, or the name of the folder or file."""
         return self.repo_id or (self.path.name if self.is_gguf else self.name)
 
     @property
@@ -92,7 +92,7 @@ def resolve(src: str, revision: str | None = None) -> Source:
 
 
 def resolve_config(src: str) -> Path:
-    """The config.json of a checkpoint, in a folder or on the hub, from which nothing else is fetched.
+    """The config.json of a checkpoint in a folder or on the hub; fetches nothing else.
 
     Raises:
         ConvertError: there is none, or the hub cannot be reached.
@@ -113,7 +113,8 @@ def resolve_config(src: str) -> Path:
 
 
 def _recognise(path: Path) -> Source:
-    """A snapshot folder of the hub's cache is named after a commit; its grandparent tells the model."""
+    """Finds the hub model of a snapshot folder, which is named after a commit: its grandparent has the
+    model's name."""
     folder = path.resolve()
     owner_and_name = folder.parent.parent.name.split("--")
     if folder.parent.name == "snapshots" and owner_and_name[0] == "models" and len(owner_and_name) == 3:
@@ -124,7 +125,7 @@ def _recognise(path: Path) -> Source:
 def _check_room(repo_id: str, revision: str | None) -> None:
     try:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
-    except Exception:  # out of reach or refused: the download says so, unless the cache has it all
+    except Exception:  # unreachable or refused: the download reports it, unless the cache is complete
         return
     missing = sum(
         file.size or 0

@@ -1,6 +1,6 @@
-"""A GGUF in several files, as llama-gguf-split writes them: `NAME-00001-of-00003.gguf`.
+"""Splits a GGUF into several files, as llama-gguf-split does: `NAME-00001-of-00003.gguf`.
 
-The first part has the metadata, and each has as many whole tensors as fit. llama.cpp, given the first, finds
+The first part has the metadata, and each has as many whole tensors as fit. Given the first, llama.cpp finds
 the others by name.
 """
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 MAGIC, VERSION = b"GGUF", 3
 COUNTS = 4 + 4 + 8 + 8
-"""Bytes in front of the keys: magic, version, tensors, keys."""
+"""Bytes before the keys: magic, version, tensors, keys."""
 U16, I32 = (2, "<H"), (5, "<i")
-"""ggml's number of a value's type, and `struct`'s name for it."""
+"""ggml's number of a value type, and its `struct` format."""
 COPY_BYTES = 16 * 2**20
 
 
 def part_names(path: Path, count: int) -> list[Path]:
-    """The files that `path` is made into."""
+    """The files into which `path` is split."""
     return [path.with_name(f"{path.stem}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
 
 
 def plan_parts(tensors: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
-    """Tensors, in their order, in as few parts as have at most `most` bytes of them each.
+    """Distributes tensors in order over the fewest parts of at most `most` bytes of tensors each.
 
     Raises:
         ConvertError: one tensor is larger than that.
@@ -59,10 +59,10 @@ def plan_parts(tensors: Sequence[TensorInfo], most: int) -> list[list[TensorInfo
 
 
 def split(whole: Output, most: int, record: StageRecord) -> list[Path]:
-    """Writes the parts of a file, of at most `most` bytes of weights each, beside it, unless they are there.
+    """Writes the parts of a file beside it, of at most `most` bytes of weights each, unless they exist.
 
     Raises:
-        ConvertError: a tensor is larger than a part, too little disk, or somebody else's file in the way.
+        ConvertError: a tensor is larger than a part, too little disk, or an unknown file of that name exists.
     """
     header = read_header(whole.path)
     parts = plan_parts(list(header.tensors.values()), most)

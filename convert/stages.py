@@ -1,9 +1,9 @@
-"""Finished work on disk: what each output file was made from, and how it comes into being unharmed.
+"""Records finished outputs and their inputs, and writes outputs atomically.
 
-An output appears under its final name only when it is complete; until then it is in a folder
-`.<name>.*.part` beside it. What it was made from is a fingerprint, kept in one JSON file beside the outputs.
-A rerun skips an output whose fingerprint, size and modification time are those on record, makes again
-whatever is missing or out of date, and touches no file that it does not know.
+An output gets its final name only when it is complete; until then it is in a folder `.<name>.*.part` beside
+it. A fingerprint identifies its inputs, and is kept in one JSON file beside the outputs. A rerun skips an
+output whose fingerprint, size and modification time match the record, makes missing or outdated outputs
+again, and touches no file that it does not know.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 MMPROJ = "mmproj-"
-"""What llama.cpp puts before a model's name for the file of its vision tower."""
+"""llama.cpp's prefix for the file of a model's vision tower."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """As `common.files.replacing`; an error names `path`, too, and not what is written in its place."""
+    """`common.files.replacing`, with errors that name `path` rather than the temporary file."""
     with files.replacing(path) as part:
         try:
             yield part
@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on `path`, waiting for it; the kernel drops it should the process die."""
+    """Holds an exclusive lock on `path`, waiting for it; the kernel releases it if the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o666), "w") as file:
         try:
@@ -71,48 +71,48 @@ def file_digest(path: Path) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Bytes, and when they were written: the same after a renaming."""
+    """Size in bytes and modification time, which renaming keeps."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True)
 class Output:
-    """A file to be, and the fingerprint of all that it is made from."""
+    """A planned file, and the fingerprint of all its inputs."""
 
     path: Path
     fingerprint: str
 
 
 class StageRecord:
-    """Which outputs in a folder are finished, and what from: `<folder>/<name>.stages.json`."""
+    """The finished outputs of a folder and their inputs: `<folder>/<name>.stages.json`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._force = False
-        self._settled: set[Path] = set()  # outputs made, or found finished, in this run
+        self._settled: set[Path] = set()  # outputs made or found finished in this run
         self._entries: dict[str, dict[str, Any]] = {}
         try:
             loaded = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
-            return  # no record means that nothing is known to be finished
+            return  # without a record nothing counts as finished
         if isinstance(loaded, dict):
             self._entries = {k: v for k, v in loaded.items() if isinstance(v, dict)}
 
     @classmethod
     @contextmanager
     def locked(cls, folder: Path, name: str, *, force: bool) -> Iterator[StageRecord]:
-        """That of `name` in `folder`, whose lock is held; with `force` nothing counts as finished."""
+        """The record of `name` in `folder`, locked; with `force` nothing counts as finished."""
         with locked(folder / ".convert.lock"):
             for prefix in ("", MMPROJ):
                 for stale in folder.glob(f".{prefix}{glob.escape(name)}[-.]*{files.PART}"):
-                    shutil.rmtree(stale, ignore_errors=True)  # left behind by a run that was killed
+                    shutil.rmtree(stale, ignore_errors=True)  # left behind by a killed run
             record = cls(folder / f"{name}.stages.json")
             record._force = force
             yield record
 
     def is_finished(self, output: Output) -> bool:
-        """Whether a file stands as it was made, from what its fingerprint stands for."""
+        """Whether the file exists unchanged and was made from the inputs of this fingerprint."""
         entry = self._entries.get(output.path.name, {})
         if entry.get("fingerprint") != output.fingerprint or (
             self._force and output.path not in self._settled
@@ -121,8 +121,7 @@ class StageRecord:
         return output.path.is_file() and _stamp(output.path) == (entry.get("bytes"), entry.get("mtime_ns"))
 
     def check_own(self, path: Path) -> None:
-        """Raises ConvertError: a file stands at `path` that this record knows nothing of, and --force was not
-        given."""
+        """Raises ConvertError: a file at `path` is not in this record, and --force was not given."""
         if self._force or not path.exists():
             return
         entry = self._entries.get(path.name, {})
@@ -134,14 +133,14 @@ class StageRecord:
             )
 
     def made_from(self, path: Path) -> str | None:
-        """The fingerprint of a file that stands in this folder as it was made here; None of any other."""
+        """The fingerprint of an unchanged file that was made here; None for any other."""
         entry = self._entries.get(path.name, {})
         known = Output(path, str(entry.get("fingerprint")))
         here = path.resolve().parent == self._path.resolve().parent
         return known.fingerprint if here and self.is_finished(known) else None
 
     def make(self, output: Output, write: Callable[[Path], object]) -> Output:
-        """Has a file written, under a temporary name, unless it is there."""
+        """Writes a file under a temporary name, unless it is finished."""
         if output.path in self._settled:
             return output
         if self.is_finished(output):
@@ -156,25 +155,25 @@ class StageRecord:
         return output
 
     def check(self, what: str, made_from: str, check: Callable[[], object]) -> None:
-        """Has something checked, unless the same was found good before."""
+        """Runs a check, unless the same one has passed before."""
         if self._entries.get(what, {}).get("fingerprint") != made_from:
             check()
             self._entries[what] = {"fingerprint": made_from}
             self._save()
 
     def seconds(self, outputs: Iterable[Output]) -> float:
-        """That those which this run has made, or has found finished, took to make."""
+        """Seconds that these outputs took, whether made or found finished in this run."""
         names = [output.path.name for output in outputs if output.path in self._settled]
         return sum(float(self._entries[name].get("seconds", 0.0)) for name in names)
 
     def _finish(self, output: Output, part: Path, seconds: float) -> None:
-        """Puts a file on record that is complete and about to be renamed, and how long it took to make."""
+        """Records a complete file that is about to be renamed, and the seconds it took."""
         n_bytes, mtime_ns = _stamp(part)
         self._entries[output.path.name] = {
             "fingerprint": output.fingerprint,
             "bytes": n_bytes,
             "mtime_ns": mtime_ns,
-            # still ours, should this process be killed before the renaming
+            # still ours if this process is killed before the renaming
             "replaced": _stamp(output.path) if output.path.exists() else (),
             "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -186,11 +185,11 @@ class StageRecord:
             part.write_text(json.dumps(self._entries, indent=2) + "\n", encoding="utf-8")
 
     def check_room(self, estimates: Iterable[tuple[Output, int]], beside: Iterable[Path] = ()) -> None:
-        """Adds up the bytes of the outputs that are still to be written; of those `beside` them, which are
-        small, it asks only whose they are.
+        """Adds up the bytes of outputs still to be written. For the small files `beside` them it checks only
+        that they are ours.
 
         Raises:
-            ConvertError: the file system of the folder has fewer, or a file of someone else's is in the way.
+            ConvertError: the folder's file system has less room, or an unknown file is in the way.
         """
         folder, estimates = self._path.parent, list(estimates)
         for output, _ in estimates:

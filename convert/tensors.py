@@ -1,4 +1,4 @@
-"""Which checkpoint tensor becomes which GGUF tensor: the tables, and the plan made from them for one model.
+"""Maps checkpoint tensors to GGUF tensors: the tables, and the plan for one model.
 
 Names on the GGUF side are those of llama.cpp's `qwen35` and `qwen35moe` (src/llama-arch.cpp,
 src/models/qwen35.cpp, qwen35moe.cpp). The MTP block follows the trunk as block `n_layers`, with its own four
@@ -45,14 +45,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of a table: names are relative to layer or model on either side; shapes are torch's."""
+    """One row of a table. Names are relative to layer or model on both sides; shapes are torch's."""
 
     source: str
     target: str
     shape: Callable[[ModelConfig], Shape]
     reorder: Transform | None = None  # moves elements, in the checkpoint's dtype
     compute: Transform | None = None  # arithmetic, in float32; the result stays F32
-    keep_f32: bool = False  # a matrix that llama.cpp wants in F32 all the same
+    keep_f32: bool = False  # a matrix that llama.cpp still requires in F32
     per_token: bool = False  # a row for every token of the vocabulary
     per_expert: bool = False  # the matrices of all routed experts, in one of the layouts of convert.experts
     optional: bool = False
@@ -210,7 +210,7 @@ MTP = (
     Rule("pre_fc_norm_embedding.weight", "nextn.enorm.weight", _hidden, compute=add_one),
     Rule("pre_fc_norm_hidden.weight", "nextn.hnorm.weight", _hidden, compute=add_one),
     Rule("norm.weight", "nextn.shared_head_norm.weight", _hidden, compute=add_one),
-    # where the configuration says mtp_use_dedicated_embeddings
+    # present if the configuration says mtp_use_dedicated_embeddings
     Rule(EMBEDDING.source, "nextn.embed_tokens.weight", _embedding, per_token=True, optional=True),
 )
 
@@ -219,7 +219,7 @@ ALWAYS_F32 = {
     for rule in (*EVERY_LAYER, *DENSE_FFN, *MOE_FFN, *FULL_ATTENTION, *LINEAR_ATTENTION, *MTP)
     if rule.keep_f32
 }
-"""Matrices, by their names inside a block, that stay F32 in every file."""
+"""Matrices that stay F32 in every file, by their names inside a block."""
 
 TEXT_PREFIXES = ("model.language_model.", "model.")  # inside Qwen3_5ForConditionalGeneration, and alone
 VISION_PREFIX = "model.visual."
@@ -228,13 +228,13 @@ MTP_PREFIX = "mtp."
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the GGUF: its source, what is done to it, its `shape` (torch's order) and type."""
+    """One tensor of the GGUF: its source, the changes to it, its `shape` (torch's order) and type."""
 
     name: str
     stored: TensorSource
     shape: Shape
     type: FloatType | Literal["Q8_0", "I64"]
-    """I64 where the source is in it, too: a table. Q8_0 where rows are whole blocks."""
+    """I64 for a table, whose source is I64, too. Q8_0 if rows are whole blocks."""
     reorder: Transform | None
     compute: Transform | None
 
@@ -247,14 +247,15 @@ class PlannedTensor:
         return self.n_bytes(self.n_elements)
 
     def n_bytes(self, count: int) -> int:
-        """That `count` elements take, whole blocks of them."""
+        """Bytes of `count` elements, in whole blocks."""
         elements, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
         return int(count // elements * n_bytes)
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Weights in total, outside routed experts, and of one expert in all layers; and how many experts."""
+    """Weights in total, outside routed experts, and of one expert in all layers; and the number of
+    experts."""
 
     total: int
     shared: int
@@ -282,7 +283,7 @@ class TensorPlan:
 
     @property
     def parameter_counts(self) -> ParameterCounts:
-        """As gguf-py counts them for a model's size label (gguf_writer.py, get_total_parameter_count)."""
+        """Counts as gguf-py does for a model's size label (gguf_writer.py, get_total_parameter_count)."""
         routed = [t for t in self.tensors if "_exps." in t.name]
         in_routed = sum(t.n_elements for t in routed)
         return ParameterCounts(
@@ -332,7 +333,7 @@ def plan_tensors(
     }
     for name in checkpoint.tensors.keys() - known - vision:
         if name == OUTPUT.source and config.tied_embeddings:
-            continue  # a copy of the embedding, which transformers ignores as well
+            continue  # a copy of the embedding, which transformers also ignores
         if not name.startswith(tuple(dropped)):
             raise CheckpointError(
                 f"{checkpoint.folder}: no rule for tensor {name}; not a Qwen3.5 checkpoint, or its "
@@ -357,7 +358,7 @@ def _text_prefix(names: Mapping[str, StoredTensor]) -> str:
 def expected_tensors(
     config: ModelConfig, prefix: str, kept_layers: Sequence[int], has_mtp: bool
 ) -> Iterator[tuple[str, str, Rule]]:
-    """Yields (checkpoint name, GGUF name, rule) for every tensor that the configuration calls for."""
+    """Yields (checkpoint name, GGUF name, rule) for every tensor that the configuration requires."""
     for rule in (EMBEDDING, OUTPUT_NORM):
         yield prefix + rule.source, rule.target, rule
     if not config.tied_embeddings:
@@ -376,7 +377,7 @@ def expected_tensors(
 
 
 def check_weight_type(stored: TensorSource) -> None:
-    """Raises: CheckpointError: a tensor of a type that no weight is converted from."""
+    """Raises: CheckpointError: the type is not one that weights are converted from."""
     if stored.dtype not in WEIGHT_TYPES:
         raise CheckpointError(
             f"{stored.path}: tensor {stored.name} is {stored.dtype}; known are {', '.join(WEIGHT_TYPES)}"
@@ -393,7 +394,7 @@ def _plan_one(
             f"config.json implies {list(shape)}"
         )
     check_weight_type(stored)
-    # llama.cpp's kernels take vectors and the convolution in F32 only
+    # llama.cpp's kernels take vectors and the convolution only in F32
     in_f32 = len(shape) == 1 or rule.keep_f32
     return PlannedTensor(
         name=target,

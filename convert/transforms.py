@@ -1,11 +1,11 @@
-"""What happens to a tensor's values on the way from the checkpoint to llama.cpp.
+"""Transforms tensors' values from the checkpoint's form to llama.cpp's.
 
 Reorderings move whole elements and work on any dtype, BF16 bit patterns included. Arithmetic is done in
 float32.
 
 Value heads of the gated delta net: the checkpoint groups them by key head (k0v0 k0v1 k1v0 k1v1), llama.cpp
-broadcasts key heads over value heads in tiles and wants k0v0 k1v0 k0v1 k1v1 (llama.cpp,
-src/models/qwen35.cpp). The two orders are the same where there are as many key heads as value heads.
+broadcasts key heads over value heads in tiles and requires k0v0 k1v0 k0v1 k1v1 (llama.cpp,
+src/models/qwen35.cpp). The two orders are the same with as many key heads as value heads.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def squeeze_conv(values: Array, config: ModelConfig) -> Array:
 
 
 def add_one(values: Array, config: ModelConfig) -> Array:
-    """Qwen3.5's norms are zero-centred, x * (1 + w); llama.cpp multiplies by what it is given."""
+    """Qwen3.5's norms are zero-centred, x * (1 + w); llama.cpp multiplies by the stored value."""
     return values + np.float32(1)
 
 
 def decay(values: Array, config: ModelConfig) -> Array:
     """A_log becomes the decay rate itself, -exp(A_log), with its heads tiled.
 
-    Rounded once from float64, so the result does not hang on a float32 exp of the platform.
+    Rounded once from float64, so the result does not depend on the platform's float32 exp.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is written
+    with np.errstate(over="ignore", invalid="ignore"):  # writing refuses values that are not finite
         return tile_heads(-np.exp(values.astype(np.float64)).astype(np.float32), config)

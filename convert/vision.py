@@ -1,8 +1,8 @@
-"""The vision tower of a checkpoint: its `model.visual.*` to the GGUF that llama.cpp calls an mmproj.
+"""Converts a checkpoint's vision tower, `model.visual.*`, to the GGUF that llama.cpp calls an mmproj.
 
 Names and keys are those of llama.cpp's converter with --mmproj (conversion/qwen3vl.py, Qwen3VLVisionModel)
-and of what reads them (tools/mtmd/clip.cpp, models/qwen3vl.cpp). Dense models and those with experts have
-the same towers.
+and of its reader (tools/mtmd/clip.cpp, models/qwen3vl.cpp). Dense models and those with experts have the same
+towers.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ ARCH = "clip"
 """`general.architecture` of every mmproj."""
 PATCHES = "patch_embed.proj.weight"
 MERGE = 2
-"""Patches along either side of what becomes one token: llama.cpp computes no other."""
+"""Patches along either side of one token's square: llama.cpp supports no other number."""
 FRAMES = 2
-"""Frames that a patch spans; a still picture is shown twice."""
+"""Frames that a patch spans; a still picture is repeated."""
 CHANNELS = 3
 
 WAY_OUT = "`qwen-convert --no-vision` converts the text model alone"
@@ -64,15 +64,15 @@ class VisionConfig:
     n_heads: int
     patch_size: int
     positions: int
-    """Learned positions, of a square grid of patches."""
+    """Number of learned positions, a square grid of patches."""
     out_hidden_size: int
-    """The text model's width, which the tower's rows have."""
+    """The text model's width, which is also that of the tower's rows."""
     image_mean: tuple[float, ...]
     image_std: tuple[float, ...]
 
     @property
     def image_size(self) -> int:
-        """The side, in pixels, of the picture whose patches have a learned position each."""
+        """The side, in pixels, of a picture with one learned position for each patch."""
         return isqrt(self.positions) * self.patch_size
 
     @classmethod
@@ -81,7 +81,7 @@ class VisionConfig:
     ) -> VisionConfig:
         """Reads the `vision_config` of a `config.json`, and the checkpoint's preprocessor configuration.
 
-        Raises: CheckpointError: a field is missing or wrong, or says what llama.cpp would not heed.
+        Raises: CheckpointError: a field is missing or wrong, or has a value that llama.cpp would ignore.
         """
 
         def whole(name: str) -> int:
@@ -99,7 +99,7 @@ class VisionConfig:
                 f"the tower's last layer alone ({WAY_OUT})"
             )
         hidden, heads, positions = whole("hidden_size"), whole("num_heads"), whole("num_position_embeddings")
-        # a head's elements turn by row and by column, in pairs
+        # a head's elements rotate by row and by column, in pairs
         if hidden % (4 * heads):
             raise CheckpointError(
                 f"config.json: vision_config.hidden_size ({hidden}) must be a multiple of 4 times num_heads "
@@ -142,9 +142,9 @@ def _channels(preprocessor: Mapping[str, Any], name: str, *, positive: bool = Fa
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:
-    """What the checkpoint's files say of the preparation of pictures; None where they say nothing.
+    """The preprocessing in the checkpoint's files; None if there is none.
 
-    Raises: CheckpointError: a file is no JSON object.
+    Raises: CheckpointError: a file is not a JSON object.
     """
     found: dict[str, Any] = {}
     for path in (folder / name for name in PREPROCESSOR_FILES):
@@ -162,11 +162,12 @@ class VisionTower:
     checkpoint: Checkpoint
     config: VisionConfig
     rms_norm_eps: float
-    """The text model's, which llama.cpp's converter writes for the tower's norms. Qwen3.5's have the same."""
+    """The text model's epsilon, which llama.cpp's converter writes for the tower's norms. Qwen3.5's are
+    equal."""
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, preprocessor: Mapping[str, Any]) -> VisionTower:
-        """The tower of a checkpoint that has one; `preprocessor` as `read_preprocessor` gives it.
+        """The tower of a checkpoint that has one; `preprocessor` is from `read_preprocessor`.
 
         Raises: CheckpointError: as `VisionConfig.from_json`.
         """
@@ -211,7 +212,7 @@ class VisionTower:
 
 
 def expected_tensors(c: VisionConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
-    """Checkpoint name behind `model.visual.`, then GGUF name and the checkpoint's shape."""
+    """Checkpoint name after `model.visual.`, then GGUF name and the checkpoint's shape."""
     wide, merged = c.hidden_size, c.hidden_size * MERGE**2
     yield PATCHES, ("v.patch_embd.weight", (wide, CHANNELS, FRAMES, c.patch_size, c.patch_size))
     yield "patch_embed.proj.bias", ("v.patch_embd.bias", (wide,))
@@ -239,13 +240,13 @@ def expected_tensors(c: VisionConfig) -> Iterator[tuple[str, tuple[str, Shape]]]
 
 
 def planned_tensors(target: str, stored: TensorSource, outtype: VisionType) -> Iterator[PlannedTensor]:
-    """What a tensor of `expected_tensors` becomes in the GGUF."""
+    """The GGUF tensors made from a tensor of `expected_tensors`."""
     for name, part in _parts(target, stored):
         yield PlannedTensor(name, part, part.shape, _type(name, part.shape, outtype), None, None)
 
 
 def _parts(target: str, stored: TensorSource) -> Iterator[tuple[str, TensorSource]]:
-    """GGUF names and what they are read from: a convolution over two frames is one for each frame there."""
+    """GGUF names and their sources: a convolution over two frames becomes one for each frame."""
     if len(stored.shape) != 5:
         yield target, stored
         return
@@ -282,7 +283,7 @@ def write_mmproj(path: Path, tower: VisionTower, source: Source, outtype: Vision
 def add_hyperparameters(
     writer: gguf.GGUFWriter, config: VisionConfig, norm_eps: float, outtype: VisionType
 ) -> None:
-    """`clip.*`, and what the file's type is."""
+    """Adds `clip.*`, and the file's type."""
     writer.add_file_type(FILE_TYPES[outtype])
     writer.add_clip_has_vision_encoder(True)
     writer.add_vision_projection_dim(config.out_hidden_size)

@@ -1,4 +1,4 @@
-"""The tokenizer, from `tokenizer.json` and `tokenizer_config.json` to what the GGUF carries."""
+"""Converts the tokenizer from `tokenizer.json` and `tokenizer_config.json` to the GGUF's form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BYTE_LEVEL_SPACE = chr(ord(" ") + 256)  # how byte-level BPE writes a space
 
 @dataclass(frozen=True)
 class Vocab:
-    """Everything of the tokenizer that a GGUF holds; `tokens` and `types` are as long as the embedding."""
+    """The parts of the tokenizer that a GGUF holds; `tokens` and `types` are as long as the embedding."""
 
     tokens: list[str]
     types: list[int]
@@ -72,7 +72,7 @@ class Vocab:
 
 
 def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Id -> {content, special}; `tokenizer.json` goes before `tokenizer_config.json`."""
+    """Id -> {content, special}; `tokenizer.json` takes precedence over `tokenizer_config.json`."""
     added = {int(id_): entry for id_, entry in (settings.get("added_tokens_decoder") or {}).items()}
     return added | {int(entry["id"]): entry for entry in tokenizer.get("added_tokens") or []}
 
@@ -88,7 +88,7 @@ def _tokens(
             f"tokenizer.json: token id {highest} has no row in the embedding "
             f"(config.json: vocab_size is {vocab_size})"
         )
-    # an embedding is often larger than its tokenizer, for round shapes: the rest are named and never produced
+    # embeddings are often padded to round shapes: the extra rows get names and are never produced
     tokens = [f"[PAD{id_}]" for id_ in range(vocab_size)]
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
     for token, id_ in vocab.items():
@@ -104,7 +104,7 @@ def _tokens(
 
 
 def _check_unicode(where: str, texts: Sequence[str]) -> None:
-    """JSON can spell half of a surrogate pair, which no UTF-8 has."""
+    """Raises for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     for text in texts:
         try:
             text.encode()
@@ -115,7 +115,7 @@ def _check_unicode(where: str, texts: Sequence[str]) -> None:
 
 
 def _check_unique(tokens: Sequence[str]) -> None:
-    """llama.cpp aborts the process on loading a vocabulary in which two ids have one text."""
+    """Raises if two ids have the same text: llama.cpp aborts the process on loading such a vocabulary."""
     id_of: dict[str, int] = {}
     for id_, token in enumerate(tokens):
         if (first := id_of.setdefault(token, id_)) != id_:
@@ -158,7 +158,7 @@ def _split_patterns(section: Any) -> Iterator[str]:
 def _special_ids(
     settings: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]], config: ModelConfig
 ) -> dict[str, int]:
-    """The tokenizer's choice goes before config.json's, whose eos may end a document but not a turn."""
+    """The tokenizer's ids take precedence over config.json's, whose eos may end a document but not a turn."""
     id_of = {str(entry["content"]): id_ for id_, entry in added.items()}
     ids: dict[str, int] = {}
     for kind in SPECIAL_TOKENS:
@@ -174,14 +174,15 @@ def _special_ids(
 def _add_special(
     post_processor: Any, settings: Mapping[str, Any], special: Mapping[str, str]
 ) -> dict[str, bool]:
-    """Kind -> whether it is put around a text; `special` are their texts. tokenizer.json wins."""
+    """Kind -> whether it is added around a text; `special` are their texts. tokenizer.json takes
+    precedence."""
     flags: dict[str, bool] = {}
     if isinstance(post_processor, dict):
         flags = {"bos": False, "eos": False}
         for part in post_processor.get("processors", [post_processor]):
             if (kind := part.get("type")) == "TemplateProcessing":
                 flags |= _framed(part, special)
-            elif kind != "ByteLevel":  # which adds nothing
+            elif kind != "ByteLevel":  # ByteLevel adds nothing
                 raise CheckpointError(
                     f"tokenizer.json: post_processor must be ByteLevel or TemplateProcessing, got {kind}"
                 )
@@ -193,7 +194,7 @@ def _add_special(
 
 
 def _framed(template: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, bool]:
-    """What a template adds to a text alone; transformers 5 saves one that adds nothing."""
+    """The tokens that a template adds to a single text; transformers 5 saves templates that add nothing."""
     pieces = [next(iter(piece.items())) for piece in template.get("single") or []]
     places = [i for i, (kind, piece) in enumerate(pieces) if (kind, piece.get("id")) == ("Sequence", "A")]
     if len(places) != 1:

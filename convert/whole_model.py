@@ -1,4 +1,4 @@
-"""A GGUF that is given instead of a checkpoint: all that a conversion makes is made from it as it stands."""
+"""A GGUF given in place of a checkpoint; every output is made from it unchanged."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A Qwen3.5 in F16, BF16 or F32, which is read and never written to.
+    """A Qwen3.5 in F16, BF16 or F32, which is only read.
 
-    `type` is that of most weights, `used_experts` how many of a block's a token goes through (None: dense).
+    `type` is that of most weights, `used_experts` the experts of a block that a token uses (None: dense).
     """
 
     path: Path
@@ -41,11 +41,11 @@ class WholeModel:
 
     @classmethod
     def open(cls, path: Path) -> WholeModel:
-        """Reads the file's head.
+        """Reads the file's header.
 
         Raises:
             ModelLoadError: not a GGUF file.
-            ConvertError: not one that holds all of a Qwen3.5 in whole precision.
+            ConvertError: not a complete Qwen3.5 in F16, BF16 or F32.
         """
         header = read_header(path)
         arch = _check(path, header)
@@ -91,12 +91,13 @@ class WholeModel:
                     progress.advance(values.nbytes)
 
     def fingerprint(self) -> str:
-        """Changes with the content: as for a checkpoint's shards, that of a large file by size and time."""
+        """A digest that changes with the content; by size and time for a large file, as for a checkpoint's
+        shards."""
         return fingerprint({"gguf": [self.path.stat().st_size, content_or_time(self.path)]})
 
 
 def _check(path: Path, header: Header) -> str:
-    """The architecture, of a file that holds a whole model and its tokenizer."""
+    """The architecture of a file that holds a whole model and its tokenizer."""
     values = header.metadata
     if isinstance(parts := values.get("split.count"), int) and parts > 1:
         raise ConvertError(

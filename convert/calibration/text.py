@@ -53,7 +53,7 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
                 nonlocal written, finished, shown
                 written += len(request.prompt) + len(request.generated)
                 finished += 1
-                # continue in the order that answers finish, up to each finished prompt's share of the length
+                # complete once the text is long enough and every prompt has an answer
                 due = min(written, wanted, wanted * finished // len(prompts))
                 progress.advance(due - shown)
                 shown = due

@@ -1,4 +1,4 @@
-"""The tensors that a recipe decides: their groups, the types they may have, and what those cost."""
+"""The tensors that a recipe decides: their groups, their possible types, and the types' sizes."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ TYPES: Final = (
     Type.Q6_K,
     Type.Q8_0,
 )
-"""By size. llama.cpp has CUDA kernels for each of them, for one row (mmvq) and for many (mmq)."""
+"""Types by size. llama.cpp has CUDA kernels for each of them, for one row (mmvq) and for many (mmq)."""
 
 NARROW: Final = (Type.IQ4_NL, Type.Q5_0, Type.Q5_1, Type.Q8_0)
-"""For rows that are no multiple of 256: these have blocks of 32."""
+"""Types for rows that are not a multiple of 256: these have blocks of 32."""
 
 BANDS: Final = 8
-"""A trunk is cut into so many bands of neighbouring layers: single layers of nano, four each of the 4B."""
+"""Number of bands of adjacent layers in a trunk: single layers of nano, four each of the 4B."""
 
 SMALL: Final = 0.005
-"""A role with less of all weights than this is one group, whatever the depth."""
+"""A role with a smaller share of all weights is one group at every depth."""
 
 TOKEN_EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One tensor: `group` is what it is probed with; `read` the share of it that a decoded token reads."""
+    """One tensor: `group` is probed together; `read` is the share of the tensor that a decoded token
+    reads."""
 
     name: str
     group: str
@@ -59,26 +60,26 @@ class Matrix:
 
     @property
     def types(self) -> tuple[Type, ...]:
-        """Those that its rows can be cut into, from few bits to many."""
+        """The types that its rows can be cut into, from few bits to many."""
         block, _ = GGML_QUANT_SIZES[Type.Q4_K]
         return TYPES if self.width % int(block) == 0 else NARROW
 
     def n_bytes(self, kind: Type) -> int:
-        """In the file, padding included."""
+        """Bytes in the file, padding included."""
         block, n_bytes = GGML_QUANT_SIZES[kind]
         return padded(self.elements // int(block) * int(n_bytes))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's matrices, and what else its file has: `fixed` bytes, of which a token reads `fixed_read`."""
+    """A model's matrices, and the rest of its file: `fixed` bytes, of which a token reads `fixed_read`."""
 
     matrices: tuple[Matrix, ...]
     fixed: int
     fixed_read: int
     elements: int
     fixed_tensors: int
-    """Of `fixed`, bytes of tensors, by which bits per weight are counted."""
+    """Bytes of `fixed` that are tensors, which count for bits per weight."""
 
     @property
     def groups(self) -> Mapping[str, tuple[Matrix, ...]]:
@@ -89,15 +90,15 @@ class Layout:
         return found
 
     def file_bytes(self, types: Mapping[str, Type]) -> int:
-        """Of the whole file."""
+        """Bytes of the whole file."""
         return self.fixed + sum(m.n_bytes(types[m.name]) for m in self.matrices)
 
     def read_bytes(self, types: Mapping[str, Type]) -> float:
-        """Of the weights that one token of one sequence reads, without drafts."""
+        """Bytes of weights that one token of one sequence reads, without drafts."""
         return self.fixed_read + sum(m.read * m.n_bytes(types[m.name]) for m in self.matrices)
 
     def bits_per_weight(self, types: Mapping[str, Type]) -> float:
-        """Of tensor data over all tensors, as reports have it."""
+        """Bits of tensor data per weight over all tensors, as in reports."""
         return 8 * (self.file_bytes(types) - self.fixed + self.fixed_tensors) / self.elements
 
 
@@ -158,12 +159,12 @@ def read_layout(gguf: Path, *, extra: int, used_experts: int | None) -> Layout:
 
 
 def padded(n_bytes: int) -> int:
-    """Up to the next tensor's place in the file."""
+    """Bytes up to the next tensor's place in the file."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def patterns(names: Iterable[str]) -> list[str]:
-    """Regular expressions for exactly these tensors, one for each role; blocks of a role in one of them."""
+    """Regular expressions for exactly these tensors, one for each role, with all its blocks."""
     blocks: dict[str, list[str]] = {}
     for name in names:
         found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)

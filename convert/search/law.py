@@ -16,27 +16,28 @@ if TYPE_CHECKING:
 
 POWERS = (0.5, 2.0)
 FLOOR = 1e-12
-"""Nats; what is measured as nothing, or less by rounding."""
+"""Least divergence in nats, for probes that measure zero, or below it by rounding."""
 
 
 @dataclass(frozen=True)
 class Law:
     """Divergence [nats] of a group: the sum over its tensors of `scale * error ** power`.
 
-    To second order a divergence grows with the square of what is added to the weights, and the error (the
-    product's relative squared error) is one: `power` is near 1, less where a group is far off.
+    To second order a divergence grows with the square of the change in weights, and the error (the product's
+    relative squared error) is such a square. So `power` is near 1, and less if a group's error is large.
     """
 
     scale: float
     power: float
 
     def cost(self, error: float) -> float:
-        """Of one tensor at a type of this error."""
+        """The divergence of one tensor at a type with this error."""
         return float(self.scale * max(error, 0.0) ** self.power)
 
 
 def fit(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) -> Law:
-    """Of a group: its tensors' errors by type, and its divergence where all of them are at one type."""
+    """Fits a group's law from its tensors' errors by type, and its divergence with all of them at one
+    type."""
     kinds = list(measured)
     targets = np.log([max(measured[kind], FLOOR) for kind in kinds])
     table = np.array([[max(each[kind], FLOOR) for each in errors] for kind in kinds])
@@ -52,7 +53,7 @@ def fit(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) 
 
 
 def left_out_error(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) -> float:
-    """|log(predicted / measured)| of the middle probe by the others; 0 where there are too few."""
+    """|log(predicted / measured)| of the middle probe, predicted from the others; 0 if there are too few."""
     if len(measured) < 3:
         return 0.0
     middle = sorted(measured, key=lambda kind: measured[kind])[len(measured) // 2]

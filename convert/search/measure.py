@@ -1,4 +1,4 @@
-"""How a model diverges when some of its tensors are lowered: rounded in place, in the memory of one model."""
+"""Measures a model's divergence with some tensors lowered: rounded in place, in the memory of one model."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.weights import Bytes
 
 CHUNKS: Final = 8
-"""Of 512 tokens: the text that a probe reads. Probes are compared on the same tokens, so few of them do."""
+"""Chunks of 512 tokens that a probe reads. Probes are compared on the same tokens, so a few suffice."""
 
 REFERENCE_BYTES: Final = 2 * 2**30
-"""Of the whole model's logits, which are kept, and of its drafts'; fewer chunks where they are more."""
+"""Most bytes of the whole model's stored logits and its drafts'; the text is shortened to fit."""
 
 SAMPLE_ELEMENTS: Final = 1 << 18
-"""Of a tensor, to tell how far off a type is."""
+"""Elements sampled from a tensor to measure a type's error."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """KL(whole model || lowered) in nats: of the next token, and of the MTP block's drafts of the one after.
+    """KL(whole model || lowered) in nats: of the next token, and of the MTP block's drafts of the token after
+    it.
 
-    None for drafts where no tensor of that block is lowered, or there is none.
+    None for drafts if no tensor of that block is lowered, or there is no such block.
     """
 
     mean: float
@@ -103,16 +104,16 @@ class Meter:
 
     @property
     def tokens(self) -> int:
-        """That a probe reads."""
+        """Tokens that a probe reads."""
         return int(self._chunks.size)
 
     def errors(self, matrix: Matrix, kinds: Iterable[Type]) -> dict[Type, float]:
-        """By type: squared error of the tensor's product with its inputs, as a share of its square.
+        """By type: squared error of the tensor's product with its inputs, relative to the product's square.
 
-        Inputs are taken as the imatrix has them: columns uncorrelated, of known mean square.
+        Inputs are modelled by the imatrix: uncorrelated columns of known mean square.
         """
         values = self._weights.values(matrix.name)
-        values = values[:, :: max(1, values.size // SAMPLE_ELEMENTS)]  # of every expert, a row at least
+        values = values[:, :: max(1, values.size // SAMPLE_ELEMENTS)]  # at least one row of every expert
         weights, columns = self._columns(matrix.name, values.shape)
         whole = float(np.einsum("mij,mj->", np.square(values), weights, dtype=np.float64))
         found = {}
@@ -124,7 +125,8 @@ class Meter:
         return found
 
     def measure(self, types: Mapping[str, Type], *, mtp: Iterable[str] = ()) -> Reading:
-        """With these tensors at these types and all others whole; `mtp`: those of the MTP block."""
+        """The reading with these tensors at these types and all others whole; `mtp`: those of the MTP
+        block."""
         for name in [name for name in self._standing if name not in types]:
             self._weights.restore(name)
             del self._standing[name]
@@ -144,7 +146,7 @@ class Meter:
         )
 
     def _rounded(self, name: str, kind: Type) -> Floats:
-        """What a tensor is at a type."""
+        """A tensor's values at a type."""
         last, data = self._quantized.get(name, (None, None))
         if data is None or last != kind:
             values = self._weights.values(name)
@@ -160,7 +162,7 @@ class Meter:
         return entry.sums, entry.means
 
     def _run_trunk(self, hidden: Floats) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Divergence and agreement by token; fills in `hidden`. The first run is kept as the reference."""
+        """Divergence and agreement by token; fills in `hidden`. The first run becomes the reference."""
         known = bool(self._reference)
         found, same = [], []
         steps = parts(len(self._chunks), CHUNK_SIZE, 0, self._n_seq, self._n_step)
@@ -181,7 +183,7 @@ class Meter:
         return np.concatenate(found), np.concatenate(same)
 
     def _run_drafts(self, hidden: Floats) -> NDArray[np.float64]:
-        """As above, of the MTP block beside the trunk's rows."""
+        """The same for the MTP block, with the trunk's rows."""
         if self._mtp is None:
             return np.zeros(1)
         known, found = len(self._drafts) * self._n_seq >= len(self._chunks), []

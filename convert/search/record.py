@@ -1,4 +1,4 @@
-"""What a search has measured so far, in one JSON file that is replaced after every measurement."""
+"""A search's measurements, in one JSON file that is replaced after every measurement."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """Errors by tensor and type, and readings by which tensors were at which types.
+    """Errors by tensor and type, and readings by the tensors' types.
 
-    What was measured of another model, imatrix or text (`made_from` tells) is forgotten.
+    Measurements of another model, imatrix or text (another `made_from`) are discarded.
     """
 
     def __init__(self, path: Path, made_from: str) -> None:
@@ -26,9 +26,9 @@ class Record:
         self.errors: dict[str, dict[Type, float]] = {}
         self._readings: dict[str, dict[str, Any]] = {}
         self.seconds = 0.0
-        """Spent on loading the model, measuring and solving, over all runs."""
+        """Seconds spent on loading the model, measuring and solving, over all runs."""
         self.tokens = 0
-        """That every probe reads."""
+        """Tokens that every probe reads."""
         try:
             data = _read(path)
             if data["made_from"] == made_from:
@@ -39,7 +39,7 @@ class Record:
                 self._readings = data["readings"]
                 self.seconds, self.tokens = data["seconds"], data["tokens"]
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # no record, or one that cannot be read, means that nothing is known
+            pass  # a missing or unreadable record counts as empty
 
     @property
     def count(self) -> int:
@@ -47,12 +47,12 @@ class Record:
         return len(self._readings)
 
     def reading(self, types: Mapping[str, Type]) -> Reading | None:
-        """What was measured with these tensors at these types, if it was."""
+        """The reading with these tensors at these types, if there is one."""
         found = self._readings.get(_key(types))
         return Reading(**found["reading"]) if found else None
 
     def add(self, what: str, types: Mapping[str, Type], reading: Reading, seconds: float) -> None:
-        """`what`: in words, for people who look into the file."""
+        """`what`: a description for readers of the file."""
         self._readings[_key(types)] = {"what": what, "reading": asdict(reading)}
         self.seconds += seconds
         self.save()
@@ -73,7 +73,7 @@ class Record:
 
 
 def is_record(path: Path) -> bool:
-    """Whether a search left it there."""
+    """Whether the file is a search's record."""
     try:
         data = _read(path)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The search: probe every group, fit the additive model, solve, measure what came out."""
+"""The search: probe every group, fit the additive model, solve, measure the result."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.evaluation import Runtime
 
 SEARCH_VERSION: Final = 1
-"""Raise it when the same model would be measured in another way."""
+"""Raise it when the same model would be measured differently."""
 
 PROBES: Final = 3
-"""Types at which a group is measured; the others lie on its law."""
+"""Types at which a group is measured; its law gives the others."""
 
 DRAFT_WEIGHT: Final = 0.1
-"""Of the divergence of drafts beside that of answers: they decide acceptance, never an answer."""
+"""Weight of the drafts' divergence relative to the answers': drafts decide acceptance, never an answer."""
 
 HEADER_EXTRA: Final = 1024
-"""Bytes that quantization adds to the header at most: which imatrix there was."""
+"""Most bytes that quantization adds to the header, to name the imatrix."""
 
 CLOSE: Final = 0.9
-"""A recipe that missed the divergence that was asked for is solved for again under so much of it."""
+"""Factor on the allowed divergence when a recipe that exceeded it is solved again."""
 
 
 @dataclass(frozen=True)
 class Paths:
-    """Files of a search: the whole model, the text to measure on, the imatrix, and what is known already."""
+    """Files of a search: the whole model, the text to measure on, the imatrix, and the record."""
 
     base: Path
     text: Path
@@ -53,11 +53,11 @@ class Paths:
 
 @dataclass(frozen=True)
 class Found:
-    """A recipe, and how well it was foreseen.
+    """A recipe, and the accuracy of its prediction.
 
     `predicted` is the additive model's divergence of the next token, without what the MTP block adds to
-    drafts; `reading` is what was measured on the search's text;
-    `shares` are each tensor's part of the prediction (of drafts' divergence for the MTP block's).
+    drafts; `reading` was measured on the search's text; `shares` are each tensor's part of the prediction (of
+    drafts' divergence for the MTP block's).
     """
 
     types: Mapping[str, Type]
@@ -74,20 +74,20 @@ class Found:
 
     @property
     def prediction_error(self) -> float:
-        """As a share of what was measured."""
+        """Relative to the measurement."""
         return abs(self.predicted - self.reading.mean) / max(self.reading.mean, FLOOR)
 
 
 def search(
     paths: Paths, target: Target, *, used_experts: int | None, made_from: str, runtime: Runtime
 ) -> Found:
-    """The types that keep to `target` and cost least, as far as measuring tells.
+    """The types that meet `target` at the least cost, as far as measured.
 
-    What was measured stays in `paths.record`, as long as `made_from` is the same: a search that was
-    interrupted goes on, and one for another target measures only its own recipe.
+    Measurements stay in `paths.record` for the same `made_from`: an interrupted search continues, and one for
+    another target measures only its own recipe.
 
     Raises:
-        ConvertError: no types keep to the target; names the nearest that can be.
+        ConvertError: no types meet the target; names the nearest possible one.
     """
     layout = read_layout(paths.base, extra=HEADER_EXTRA, used_experts=used_experts)
     with _Search(paths, layout, target, made_from, runtime) as running:
@@ -95,7 +95,7 @@ def search(
 
 
 def limits(layout: Layout, target: Target) -> list[tuple[str, list[list[float]], float]]:
-    """(what is limited, amounts by matrix and type, the most they may add up to), divergence apart."""
+    """(name of the limit, amounts by matrix and type, the most that their sum may be), without divergence."""
     sizes = [[float(m.n_bytes(kind)) for kind in m.types] for m in layout.matrices]
     found = []
     if target.n_bytes is not None:
@@ -115,12 +115,13 @@ def _read(layout: Layout) -> list[list[float]]:
 
 
 def milliseconds(layout: Layout, types: Mapping[str, Type], card: str) -> float:
-    """The least time in which a card can read what a token reads of the weights."""
+    """A lower bound: the time in which a GPU reads the weights that a token reads."""
     return 1e3 * layout.read_bytes(types) / BANDWIDTH[card]
 
 
 def check_reach(gguf: Path, target: Target, used_experts: int | None) -> None:
-    """Raises ConvertError where a size, bits or time is outside of what the types come to for this model."""
+    """Raises ConvertError if a size, bits or time is outside the range that the types allow for this
+    model."""
     layout = read_layout(gguf, extra=HEADER_EXTRA, used_experts=used_experts)
     least = {m.name: m.types[0] for m in layout.matrices}
     most = {m.name: m.types[-1] for m in layout.matrices}
@@ -148,7 +149,7 @@ def check_reach(gguf: Path, target: Target, used_experts: int | None) -> None:
 
 
 class _Search:
-    """One search; the model is loaded when the first thing has to be measured."""
+    """One search; loads the model at the first measurement."""
 
     def __init__(
         self, paths: Paths, layout: Layout, target: Target, made_from: str, runtime: Runtime
@@ -225,7 +226,7 @@ class _Search:
         return reading
 
     def _measure_all(self, what: str, wanted: Iterable[tuple[str, dict[str, Type]]]) -> None:
-        """Measures what is not known yet, with progress."""
+        """Measures what is not recorded yet, with progress."""
         missing = [(name, types) for name, types in wanted if self._record.reading(types) is None]
         if not missing:
             return
@@ -238,7 +239,7 @@ class _Search:
     # the additive model
 
     def _fit(self) -> tuple[dict[str, Law], float]:
-        """A law for every group by its probes, and the mean error of a probe that is left out."""
+        """A law for every group from its probes, and the mean error of left-out probes."""
         self._measure_all("Sensitivity", self._probes())
         laws, left_out = {}, []
         for group, matrices in self._layout.groups.items():
@@ -262,7 +263,7 @@ class _Search:
     # solving
 
     def _solve(self, laws: Mapping[str, Law], tighter: float = 1.0) -> dict[str, Type]:
-        """The best types by these laws; `tighter` is a factor on the divergence that is allowed."""
+        """The best types by these laws; `tighter` is a factor on the allowed divergence."""
         layout, target = self._layout, self._target
         divergence = [
             [(DRAFT_WEIGHT if m.mtp else 1.0) * self._cost(laws, m, kind) for kind in m.types]
@@ -292,7 +293,8 @@ class _Search:
 
 
 def _probed(matrix: Matrix) -> list[Type]:
-    """The types that a group is measured at: spread evenly from its fewest bits up to just below its most."""
+    """The types at which a group is measured: spread evenly from its fewest bits up to just below its
+    most."""
     wanted = [Type.Q2_K, Type.Q4_K, Type.Q6_K]
     if all(kind in matrix.types for kind in wanted):
         return wanted
@@ -301,7 +303,7 @@ def _probed(matrix: Matrix) -> list[Type]:
 
 
 def _value(reading: Reading, matrices: tuple[Matrix, ...]) -> float:
-    """What a probe of this group is about."""
+    """The value that a probe of this group measures."""
     if matrices[0].mtp:
         assert reading.draft is not None, "a probe of the MTP block measures drafts"
         return reading.draft

@@ -1,4 +1,5 @@
-"""One type for each tensor, at least cost under limits: a multiple-choice knapsack, as a MILP (HiGHS)."""
+"""Chooses one type for each tensor at least cost under limits: a multiple-choice knapsack, as a MILP
+(HiGHS)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GAP: Final = 1e-5
-"""Of the optimum, that a solution may be off."""
+"""Allowed relative distance of a solution from the optimum."""
 
 SECONDS: Final = 60.0
 
@@ -27,7 +28,7 @@ def choose(
         costs: by item, of each of its choices.
         limited: (amounts by item and choice, the limit of their sum).
 
-    Returns: None where no choice keeps to the limits.
+    Returns: None if no choice meets the limits.
     """
     counts = [len(row) for row in costs]
     flat = np.concatenate([np.asarray(row, np.float64) for row in costs])
@@ -36,7 +37,7 @@ def choose(
     constraints = [LinearConstraint(one_each, 1, 1)]
     for amounts, limit in limited:
         row = np.concatenate([np.asarray(each, np.float64) for each in amounts])
-        unit = max(float(np.abs(row).max()), 1e-300)  # to keep the solver's tolerances relative
+        unit = max(float(np.abs(row).max()), 1e-300)  # keeps the solver's tolerances relative
         constraints.append(LinearConstraint(row[None] / unit, -np.inf, limit / unit))
     scale = max(float(np.abs(flat).max()), 1e-300)
     found = milp(

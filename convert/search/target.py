@@ -1,4 +1,4 @@
-"""What a searched recipe must keep to: a size, bits per weight, a time a token, a divergence."""
+"""Limits of a searched recipe: a size, bits per weight, a time a token, a divergence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**
 
 @dataclass(frozen=True)
 class Target:
-    """Upper limits; None for those that were not asked for.
+    """Upper limits; None for those not requested.
 
-    With `divergence` [nats] the smallest file (on a `card`, the fastest) that keeps to all of them is wanted,
+    With `divergence` [nats] the search wants the smallest file (on a `card`, the fastest) within all limits,
     else the least divergence under the others.
     """
 

@@ -33,11 +33,11 @@ FILE_TYPES = {
     Type.Q6_K: "Q6_K",
     Type.Q8_0: "Q8_0",
 }
-"""What a file is called most of whose matrices are of a type; every matrix has an override."""
+"""File type by the most common type of its matrices; every matrix has an override."""
 
 
 def evidence_of(found: Found, command: str, source: str) -> Evidence:
-    """What was measured of a recipe; `command`: that makes it again, `source`: of which model."""
+    """The measurements of a recipe; `command` makes it again, `source` names the model."""
     return Evidence(
         command=command,
         date=time.strftime("%Y-%m-%d", time.gmtime()),
