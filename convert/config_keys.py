@@ -148,7 +148,7 @@ def _check_fixed(name: str, value: Any, computed: Any) -> None:
 
 
 def _check_unknown(name: str, value: Any) -> None:
-    """Raises for an unknown key, unless it is off, empty, or a tool's note by its prefix."""
+    """Raises CheckpointError for an unknown key, unless it is off, empty, or a tool's note by its prefix."""
     if value and not name.startswith(("_", "unsloth")):
         raise CheckpointError(
             f"config.json: {name} is {value!r}, which this converter does not know; "

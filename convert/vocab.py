@@ -104,7 +104,7 @@ def _tokens(
 
 
 def _check_unicode(where: str, texts: Sequence[str]) -> None:
-    """Raises for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Raises CheckpointError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     for text in texts:
         try:
             text.encode()
@@ -115,7 +115,8 @@ def _check_unicode(where: str, texts: Sequence[str]) -> None:
 
 
 def _check_unique(tokens: Sequence[str]) -> None:
-    """Raises if two ids have the same text: llama.cpp aborts the process on loading such a vocabulary."""
+    """Raises CheckpointError if two ids have one text: llama.cpp aborts the process on loading such a
+    vocabulary."""
     id_of: dict[str, int] = {}
     for id_, token in enumerate(tokens):
         if (first := id_of.setdefault(token, id_)) != id_:

@@ -83,7 +83,8 @@ def repo_folder(repo: str) -> Path:
 
 
 def _cached(repo: str, quant: str | None) -> Path | None:
-    """The file of that quant in the newest snapshot, or the only model in it."""
+    """The model of that quant, or the only model, in the newest snapshot that has exactly one; a split
+    model's first part."""
     for snapshot in snapshots_of(repo_folder(repo)):
         models = models_of(files_below(snapshot))
         found = models if quant is None else named(models, quant)

@@ -139,7 +139,7 @@ def remove_model(model: Cached, beside: Sequence[Cached]) -> None:
 
 
 def _others_weights(model: Cached) -> bool:
-    """Whether the folder, in the hub's cache, has a checkpoint of another model family."""
+    """Whether the folder in the hub's cache has weights other than this model's files."""
     own = {file.relative_to(model.home).parts[2:] for file in model.files}
     return any(
         Path(name).suffix in OTHER_WEIGHTS and Path(name).parts not in own

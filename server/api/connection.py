@@ -226,7 +226,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(431, message, code="headers_too_large"))
 
     def _check_head(self) -> None:
-        """Refuses a head without one clear target and host, and stops the parser."""
+        """Refuses a head with an unsupported method or version or a wrong Host, and stops the parser."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if self.parser.get_method() == b"CONNECT":
             self.refuse(ApiError(501, "CONNECT: this server is no proxy", code="not_supported"))

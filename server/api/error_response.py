@@ -32,7 +32,7 @@ async def error_response(http: Request, error: Exception) -> JSONResponse:
 
 
 def unknown_path(http: Request) -> ApiError:
-    """404: names what other servers offer at this path, or what this one offers."""
+    """404 with the paths that exist, or 501 for a path that other servers offer."""
     asked = f"{http.method} {shown_path(http.scope)}"
     if what := unsupported_endpoint(http.scope["path"]):
         return ApiError(501, f"{asked}: {what}", code="not_supported")

@@ -162,7 +162,8 @@ def tool_format(
     param: str = "tools",
 ) -> ToolFormat:
     """The format of tool calls (OpenAI's tools): only calls if `forced`, otherwise text and calls, or
-    `beside`."""
+    `beside`. The parameters of a `strict` tool follow its schema; those of others as far as it can be
+    enforced, if calls are forced. Raises PromptError naming a keyword that cannot be enforced."""
     rules: list[str] = []
     names: list[str] = []
     length = 0
