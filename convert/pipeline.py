@@ -1,4 +1,4 @@
-"""The way from a checkpoint to quantized files, in stages; one whose output stands is skipped.
+"""The stages from a checkpoint to quantized files; a stage with a finished output is skipped.
 
     checkpoint        -> <name>-F16.gguf, unless a GGUF is given in its place
     F16               -> <name>.calibration.txt, <name>.evaluation.txt
@@ -10,10 +10,10 @@
 and for a searched recipe, which is then quantized and reported like any other:
 
     F16               -> <name>.search.txt
-    F16 + imatrix + search text -> <name>.search.json, all that was measured; <name>-auto-<TARGET>.toml
+    F16 + imatrix + search text -> <name>.search.json, all measurements; <name>-auto-<TARGET>.toml
 
-Quants share all that does not bear their name. A recipe that prunes layers, and every output under
---keep-vocab, has a base and an imatrix of its own, named after what is cut; the whole model writes its texts.
+Quants share the outputs without a quant's name. A recipe that prunes layers, and every output under --keep-
+vocab, has a base and an imatrix of its own, named after what is cut; the whole model writes its texts.
 """
 
 from __future__ import annotations

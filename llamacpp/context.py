@@ -399,7 +399,7 @@ class Context:
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
         """Restore a saved sequence to an id, whose content is lost. Raises LlamaError if there is no room."""
         self._require_copied(sequence)
-        if sequence in self._copied_from:  # what is put there at once would be copied instead
+        if sequence in self._copied_from:  # the restored state would be copied instead
             raise LlamaError(f"sequence {sequence} is copied from in the next decode")
         self._load(sequence, saved, 0)
 

@@ -100,7 +100,7 @@ BackendReset = ctypes.CFUNCTYPE(None, _P)
 
 
 class SamplerInterface(ctypes.Structure):
-    """`struct llama_sampler_i` of llama.h. What is left out is NULL."""
+    """`struct llama_sampler_i` of llama.h. Omitted functions are NULL."""
 
     _fields_ = [
         ("name", Name),

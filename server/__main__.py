@@ -116,7 +116,7 @@ def load(settings: Settings, **forced: Any) -> Backend:
         engine.close()
         raise
     gc.collect()
-    gc.freeze()  # what is there now stays: no collection need look at it, and hold the engine's thread up
+    gc.freeze()  # objects that exist now stay: no collection scans them and delays the engine's thread
     return Backend(engine, prompter, defaults)
 
 
@@ -179,7 +179,7 @@ class DrainingServer(uvicorn.Server):
             try:
                 faulthandler.dump_traceback_later(seconds, exit=True)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            except RuntimeError:  # there is no memory for that thread: a signal, which a PID 1 would survive
+            except RuntimeError:  # no memory for the thread: use a signal, which PID 1 would ignore
                 signal.setitimer(signal.ITIMER_REAL, seconds)
         if not self._said_ready and self._service.status == "ready":
             self._said_ready = True

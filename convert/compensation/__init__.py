@@ -4,8 +4,8 @@ grids.py     what the blocks of each type can hold
 packing.py   blocks as bytes
 scales.py    the search for scales and minima
 rounding.py  codes, with each column's error carried on
-gram.py      what is known of a matrix's inputs
-file.py      the way through a model
+gram.py      statistics of a matrix's inputs
+file.py      the pass over a model's matrices
 arrays.py    numpy or torch
 """
 

@@ -1,11 +1,11 @@
-"""A recipe that is searched: which type for which tensor, by what each was measured to cost.
+"""Searches a recipe: a type for each tensor, by measured cost.
 
-groups.py   the tensors that a recipe decides, in groups by role and depth, and the types there are
-measure.py  the divergence of a model some of whose tensors are lowered, without writing a file
-record.py   what was measured so far, on disk after every probe
+groups.py   the tensors that a recipe decides, in groups by role and depth, and their possible types
+measure.py  the divergence of a model with some tensors lowered, without writing a file
+record.py   the measurements so far, on disk after every probe
 law.py      the additive model: what a tensor costs at a type
 solve.py    the types of least cost under limits, exactly
-search.py   the way through these
+search.py   the search itself
 write.py    the result as a recipe file
 """
 

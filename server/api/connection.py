@@ -183,7 +183,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._received - self._body > self.config.max_header_bytes + self._body:
                 self._refuse_head(f"a request may have {self.config.max_header_bytes:,} bytes of headers")
         if self.pipeline:
-            self.flow.resume_reading()  # or nobody would learn that the client left
+            self.flow.resume_reading()  # otherwise a disconnect goes unnoticed
         self._time()
 
     def _parse(self, data: bytes) -> None:
@@ -336,7 +336,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.pipeline.popleft()  # the newest, whose body is refused
         if self.busy and not self.unread:
             self._refusal = error
-            self.flow.resume_reading()  # or nobody would learn that the client left
+            self.flow.resume_reading()  # otherwise a disconnect goes unnoticed
             return
         if self.unread:
             if self.cycle.response_started:

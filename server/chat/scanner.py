@@ -27,7 +27,7 @@ class Scanner:
         self._tapes: list[list[str]] = []
 
     def add(self, text: str) -> None:
-        """Take in text that follows what there was."""
+        """Appends text."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -126,7 +126,7 @@ class Trimmed:
         self._space: list[str] = []
 
     def add(self, text: str) -> None:
-        """Take in text that follows what there was."""
+        """Appends text."""
         stripped = text.rstrip()
         if stripped:
             self._emit("".join(self._space) + stripped)
