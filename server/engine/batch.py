@@ -56,7 +56,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Placement:
-    """Where a chunk is in llama.cpp's batch."""
+    """The place of a chunk in llama.cpp's batch."""
 
     batch_indices: list[int]
     """Indices of its tokens."""

@@ -252,8 +252,7 @@ class Components:
         log.info("deterministic: %s", found.told(drafts=drafts, experts=experts))
 
     def _rehearse(self, n: int, rows: int) -> float:
-        """Seconds to verify `rows` - 1 made-up draft tokens for each of `n` sequences, which are then
-        freed."""
+        """Seconds to verify `rows` - 1 made-up draft tokens for each of `n` sequences; frees them after."""
         sampler = Sampler(SamplingParams(), self.vocab, [])
         batch = Batch()
         for slot in range(n):

@@ -6,8 +6,7 @@ An id identifies only one row, but a picture has at least eight rows, and prefix
 
 Qwen3.5 counts positions in three planes (M-RoPE). A picture's rows have the same time, and the rows and
 columns of a grid; the next token's position comes after the grid's longer side. So from a picture on,
-positions are smaller than token indices. The engine counts tokens everywhere and uses positions only for
-llama.cpp.
+positions are smaller than token indices. The engine counts tokens; it uses positions only for llama.cpp.
 """
 
 from __future__ import annotations

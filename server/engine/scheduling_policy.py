@@ -141,7 +141,7 @@ class Policy:
     # --- each tenant's counter -----------------------------------------------------------------------------
 
     def arrived(self, sequence: Sequence) -> None:
-        """A new request."""
+        """A new request arrived: count it and set its tenant's counter."""
         name = self.name(sequence)
         if not self._active:  # no tenant has requests: all counters start again
             self._tenants, self._shares, self._average, self.last = {}, 0.0, 0.0, None
@@ -162,7 +162,7 @@ class Policy:
         tenant.requests += 1
 
     def left(self, sequence: Sequence) -> None:
-        """A request is over."""
+        """A request is over: charge its tenant for the rest."""
         tenant = self.of(sequence)
         tenant.requests -= 1
         if not tenant.requests:  # before the sum of shares changes

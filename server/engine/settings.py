@@ -1,7 +1,7 @@
-"""What can be set about the engine, with defaults that suit one GPU or a workstation without one.
+"""The engine's settings, with defaults that suit one GPU or a workstation without one.
 
-A setting is written once: its default, what is allowed, and below it what it does. The command line, its
-help, the environment, the settings file and every error message are made from that (`server/settings.py`).
+Each setting is defined once: its default, its bounds, and below it a description. The command line, its help,
+the environment, the settings file and every error message are generated from that (`server/settings.py`).
 """
 
 from pathlib import Path
@@ -23,10 +23,10 @@ MAX_SEQUENCES = 256
 """llama.cpp refuses more sequence ids in one context (`LLAMA_MAX_SEQ`)."""
 
 LONGEST_NAME = 256
-"""Of an adapter, in characters."""
+"""Maximum characters of an adapter's name."""
 
 THREADS_PER_CORE = 4
-"""More threads than that a core are refused: ggml's wait for each other in loops."""
+"""Maximum threads for each core: more are refused, since ggml's threads wait for each other in loops."""
 
 
 class Section(BaseModel):
@@ -110,7 +110,7 @@ class ModelSettings(Section, title="model"):
 
     @property
     def shares(self) -> list[float]:
-        """Of each GPU's layers, none where one GPU holds them all."""
+        """Each GPU's share of the layers; empty if one GPU holds them all."""
         return [float(share) for share in (self.tensor_split or "").split(",") if share]
 
 
@@ -143,21 +143,21 @@ class SchedulerSettings(Section, title="scheduler"):
     parallel: int = Field(8, ge=1, le=MAX_SEQUENCES)
     """sequences that run at once, a recurrent state each; the others wait"""
     max_queue: int = Field(256, ge=0)
-    """requests that may wait beyond those that run; one more gets 429, unless its API key, else its address,
-    has no more than an even part of them"""
+    """requests that may wait beyond those that run. A further one gets 429, unless its API key (or address,
+    without one) has less than an even part of them"""
     scheduling_policy: SchedulingPolicy = "fair"
-    """who is next where requests wait: between API keys, else addresses, so that each gets its share and
-    nobody waits behind another's bulk job ("fair"; first come, first served for one alone); by the requests'
-    service_tier and `priority`, the lower first ("priority"); or who came first, whoever it is ("fcfs"). With
-    the first two an answer may lose its slot for a while: its state waits in the prefix cache"""
+    """which waiting request is next. fair: each API key (or address, without one) gets its share and does not
+    wait behind another's bulk job; for one alone this is first come, first served. priority: by the requests'
+    service_tier and `priority`, the lower first. fcfs: first come, first served. With the first two an answer
+    may lose its slot for a while; its state waits in the prefix cache"""
     batch_size: int = Field(0, ge=0)
     """most tokens in one step; 0: four passes (ubatch_size) on a GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)
     """most tokens in one pass over the weights, which sets the size of the compute buffers; 0: 2,048 on a GPU
     if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
-    """a prefill step holds running answers up about so long, to the nearest whole number of passes
-    (ubatch_size), and without a GPU for 128 tokens at most; more gives more throughput where many requests
+    """about how long a prefill step delays running answers, to the nearest whole number of passes
+    (ubatch_size), and without a GPU for 128 tokens at most; more gives more throughput if many requests
     arrive at once"""
     deterministic: bool = False
     """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
@@ -182,7 +182,7 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     """States of what was computed, for requests that begin alike."""
 
     prefix_cache: bool = True
-    """go on from what earlier prompts and answers left computed"""
+    """start from the states that earlier prompts and answers left"""
     prefix_checkpoints: int = Field(0, ge=0)
     """states that the prefix cache may hold, a sequence id and a recurrent state each; 0: 32, or what fits.
     Where steps read their own cells only (an NVIDIA GPU with all layers, F16 cache, the patches
@@ -190,17 +190,17 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     half of the memory that is left"""
     prefix_cells: int = Field(0, ge=0)
     """KV cells that it may hold beyond those of running sequences, which take back what they need. 0: 131,072
-    where steps read their own only; else, as those of others make steps longer, a tenth of the bytes of the
-    weights, at least 9,216, and fewer where less than half of what prompts bring was read before"""
+    if steps read their own cells only; else, since others' cells make steps longer, a tenth of the bytes of
+    the weights, at least 9,216, and fewer while less than half of the prompt tokens were read before"""
     prefix_interval: int = Field(4096, ge=0)
     """tokens between the states kept while a long prompt is read; 0: none on the way"""
     prefix_host_mib: int = Field(0, ge=0)
-    """host memory for states that had to leave the device, in MiB; 0: they are dropped"""
+    """host memory for states evicted from the device, in MiB; 0: they are dropped"""
     prefix_file: Path | None = None
     """file in which states outlive a restart: written when the server stops, read when it starts if it is of
     the same model, build and settings"""
     prefix_file_mib: int = Field(1024, ge=1)
-    """most that is written to it, in MiB; the most recently used states first"""
+    """maximum size of prefix_file, in MiB; the most recently used states are written first"""
 
     @model_validator(mode="after")
     def _there_is_something_to_write_and_where(self) -> Self:
@@ -266,7 +266,7 @@ class ForcedSettings(Section, title="forced"):
     """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds, by the
     fastest of the start's measurement and the steps since"""
     prefix_shrinks: bool = True
-    """hold fewer cells where less than half of what prompts bring was read before, in proportion"""
+    """hold fewer cells, in proportion, while less than half of the prompt tokens were read before"""
     sampling: Sampling = "auto"
     """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
     logits, or on the host; auto: on the device if it is a GPU"""
@@ -285,7 +285,7 @@ class PictureSettings(Section, title="pictures"):
     image_max_tokens: int = Field(0, ge=0, le=16384)
     """tokens that a picture has at most: larger ones are made smaller; 0: 4096"""
     image_cache_mib: int = Field(256, ge=0)
-    """host memory for rows of pictures that were encoded, which come again with every turn, in MiB"""
+    """host memory for a cache of encoded pictures, which a chat sends again with every turn, in MiB"""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:

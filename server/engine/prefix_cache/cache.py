@@ -54,7 +54,7 @@ class PrefixStats:
     tokens_saved: int = 0
     """Prompt tokens that were not computed again."""
     checkpoints: int = 0
-    """Taken so far."""
+    """Checkpoints taken so far."""
     evictions: int = 0
     """Checkpoints evicted from the device."""
     restores: int = 0

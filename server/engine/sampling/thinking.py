@@ -50,7 +50,7 @@ class ThinkingWatch:
     def __init__(self, limits: ThinkingLimits, vocab: Vocab) -> None:
         self.limits, self._vocab = limits, vocab
         self.open = True
-        """The block is not closed yet."""
+        """Whether the block is not closed yet."""
         self._text = ""
         """For the guard: a character for each token."""
         self.tokens = 0
