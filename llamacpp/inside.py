@@ -46,7 +46,8 @@ PARAMETERS = {
     "llama_sampler_seq_config": "seq_id sampler",
     "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
     "llama_perf_context_data": "n_reused",
-    "llama_model_quantize_params": "nthread ftype dry_run imatrix kv_overrides tt_overrides",
+    "llama_model_quantize_params": "nthread ftype dry_run imatrix kv_overrides tt_overrides pure "
+    "output_tensor_type token_embedding_type",
 }
 """Fields of llama.h's structures that are set or read. ctypes silently accepts an assignment to any other
 name."""

@@ -95,8 +95,9 @@ def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Tabl
         for subject in dict.fromkeys(frame["subject"])
     ]
     notes = [
-        f"In brackets: times as good as {reference}, [95% interval], paired by round in one run. Without an "
-        f"interval: fewer than {LEAST_ROUNDS} rounds, or of different runs; close to 1, it settles nothing."
+        f"In parentheses: the row's performance divided by that of {reference} (below 1 is worse), paired by "
+        f"round, with its 95% interval. Without an interval: fewer than {LEAST_ROUNDS} rounds, or of "
+        "different runs; such a ratio close to 1 shows no difference."
     ]
     known = [line for line in lines if any(list(line.values())[1:])]
     return Table.of(known, title=about, notes=notes)
