@@ -203,7 +203,11 @@ def test_make_submission(tmp_path: Path) -> None:
 
 def dry_run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What make would run, a line each."""
-    done = run(["make", "--no-print-directory", "-n", f"VENV={folder}/venv", *arguments], cwd=ROOT)
+    # without what a `make test ARGS=...` above hands down
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))
+    }
+    done = run(["make", "--no-print-directory", "-n", f"VENV={folder}/venv", *arguments], cwd=ROOT, env=own)
     done.stdout = re.sub(r"\\\n[ \t]*", "", done.stdout)
     return done
 
