@@ -107,7 +107,7 @@ def test_another_method_makes_the_same_file_anew(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the other day they gathered there " * 40)
-    flags = ("--quant", "Q8_0", "--calibration", text, "--no-kld")
+    flags = ("--quant", "Q8_0", "--calibration", text, "--no-kld", "--show-tensors")
     run(checkpoint, out, *flags)
     assert "method      nearest" in capsys.readouterr().out
     before, nearest = times(out), (out / "Random-1B-Q8_0.gguf").read_bytes()
