@@ -11,7 +11,7 @@ T = TypeVar("T")
 EVERY_S = 0.005
 
 
-def wait_until(condition: Callable[[], T], timeout: float = 20, told: Callable[[], str] = lambda: "") -> T:
+def wait_until(condition: Callable[[], T], timeout: float = 60, told: Callable[[], str] = lambda: "") -> T:
     """The first true value of `condition`; fails with what is `told` when time is up."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
