@@ -62,6 +62,16 @@ def test_pages_of_the_tree_are_there_and_link_to_each_other(site: Path) -> None:
     assert "](" not in text_of(site / "contributing" / "index.html")
 
 
+def test_the_changelog_begins_with_the_version_of_the_package() -> None:
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("pyproject.toml", "CHANGELOG.md")]
+    version = re.search(r'^version = "(.*)"', texts[0], re.MULTILINE)
+    section = re.search(r"^## (\S+)", texts[1], re.MULTILINE)
+    assert version
+    assert section
+    assert section[1] in (version[1], "Unreleased")
+    assert f"download/v{version[1]} " in (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+
+
 def test_links_in_the_tree_lead_somewhere() -> None:
     """On the site strict mode sees to that."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
