@@ -91,7 +91,7 @@ class Watch:
             await answer(scope, receive, watched)
         finally:
             self._service.in_flight -= 1
-            if context.needs_model:
+            if context.needs_model and not 400 <= status < CLIENT_LEFT:  # a wrong request keeps nothing awake
                 self._service.last_work = time.monotonic()
             seconds = time.perf_counter() - started
             shown = status if complete else CLIENT_LEFT

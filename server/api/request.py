@@ -58,8 +58,9 @@ SLICE = 2**17
 async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]], type[Schema]]) -> Schema:
     """Reads the body into the schema that `choose` names for it.
 
-    A request is refused unread while the service has no model; a sleeping model is woken. A large body waits
-    here until those before it have become prompts (`prepared`). Raises ApiError 400, 413, 415, 429 and 503.
+    A request is refused unread while the service has no model; one that sleeps is woken later (`awake`). A
+    large body waits here until those before it have become prompts (`prepared`). Raises ApiError 400, 413,
+    415, 429 and 503.
     """
     if (status := context.service.status) not in ("ready", "sleeping"):
         raise unavailable(status)
@@ -78,15 +79,19 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
         except ValidationError as error:
             raise from_validation(error) from error
 
-    request = await on_thread(work, context.body.size)
-    await awake(context)
-    return request
+    return await on_thread(work, context.body.size)
 
 
-async def awake(context: RequestContext) -> None:
-    """Waits until the model that this request needs is loaded. Raises ApiError 503, and ClientLeft."""
+async def awake(context: RequestContext, check: Callable[[], object] = lambda: None) -> None:
+    """Waits until the model that this request needs is loaded.
+
+    While it sleeps, `check` runs first, on a thread; if that raises, the model stays unloaded. Raises
+    ApiError 503, ClientLeft, and what `check` raises.
+    """
+    if sleeping := context.service.status == "sleeping":
+        await until_gone(context.http, in_thread(check, context.body.size))
     context.needs_model = True
-    if context.service.status == "sleeping":
+    if sleeping:
         await until_gone(context.http, context.service.wake())
 
 

@@ -26,6 +26,7 @@ from qwen_serve.server.api.formats.ollama import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     ShowRequest,
+    model_details,
     model_tags,
     ollama_chat,
     ollama_generate,
@@ -338,7 +339,7 @@ def model_card(service: Service) -> dict[str, Any]:
     }
 
 
-KNOWN = (llama_props, model_card, model_tags)
+KNOWN = (llama_props, model_card, model_tags, model_details)
 """Functions whose results stay available while the model sleeps."""
 
 for read in endpoints():

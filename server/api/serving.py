@@ -14,6 +14,7 @@ from fastapi import Response
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.fields.lora import adapters_of
 from qwen_serve.server.api.fields.sampling import of_choice
+from qwen_serve.server.api.fields.structured import wanted_grammar
 from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
@@ -254,6 +255,13 @@ async def compiled(
         message = f"{wanted.param} cannot be enforced: {error}"
         raise bad_request(message, wanted.param, "invalid_value") from error
     return partial(grammar.begin, wanted.param)
+
+
+def check_fields(context: RequestContext, request: GenerationRequest) -> None:
+    """What can be refused without the model. Raises ApiError 400 and 404, and PromptError."""
+    adapters_of(context.service.settings, request)
+    scheduling_of(context, request)
+    wanted_grammar(request.wanted_format(()), thinking=False)
 
 
 def check_count(context: RequestContext, request: GenerationRequest, prompts: int = 1) -> None:

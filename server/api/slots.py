@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
-from qwen_serve.server.api.request import until_gone
+from qwen_serve.server.api.request import awake, until_gone
 from qwen_serve.server.api.tenant import salt_of
 from qwen_serve.server.engine import PrefixFileError, restore_prefixes, save_prefixes, slot_states
 
@@ -42,16 +42,22 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
     """Saves the prompt cache, which all slots share, to a file (`?action=save`), reads it back (`restore`),
     or empties it (`erase`)."""
     service, query = context.service, context.http.query_params
-    engine, folder, action = service.backend.engine, service.settings.slot_save_path, query.get("action")
-    slot = context.http.path_params["slot"]
+    folder, action, slot = (
+        service.settings.slot_save_path,
+        query.get("action"),
+        context.http.path_params["slot"],
+    )
     if folder is None:
         message = "POST /slots: start the server with --slot-save-path FOLDER for it"
         raise ApiError(501, message, code="not_supported")
-    if not slot.isdecimal() or len(slot) > 4 or int(slot) >= engine.settings.parallel:
-        raise bad_request(f"there is no slot {slot[:9]!r}; they run from 0", "id_slot", "invalid_value")
     if action not in ("save", "restore", "erase"):
         raise bad_request("action: must be save, restore or erase", "action", "invalid_value")
     salt = salt_of(context.key if service.settings.prefix_by_key else "", request.cache_salt)
+    path = folder if action == "erase" else _path(folder, request.filename, salt)
+    await awake(context)
+    engine = service.backend.engine
+    if not slot.isdecimal() or len(slot) > 4 or int(slot) >= engine.settings.parallel:
+        raise bad_request(f"there is no slot {slot[:9]!r}; they run from 0", "id_slot", "invalid_value")
     began = perf_counter()
     about: dict[str, Any] = {"id_slot": int(slot)}
     components = engine.components
@@ -60,7 +66,6 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
         return JSONResponse(
             {**about, "n_erased": await until_gone(context.http, asyncio.wrap_future(future))}
         )
-    path = _path(folder, request.filename, salt)
     work = save_prefixes if action == "save" else restore_prefixes
     try:
         counting = engine.between_steps(partial(work, components, path, salt))

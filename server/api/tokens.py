@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.formats.chat import ChatRequest, check_uncut, prompt_of
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
-from qwen_serve.server.api.request import on_thread, prepared, seen
+from qwen_serve.server.api.request import awake, on_thread, prepared, seen
 from qwen_serve.server.api.serving import truncated
 from qwen_serve.server.chat.pictures import counted
 from qwen_serve.server.engine import TokenBudget
@@ -93,6 +93,7 @@ async def with_prompt(
     """`answer` in JSON to a conversation's prompt ids; a picture's placeholder token is repeated once for
     each of its tokens. Raises ApiError 400."""
     service = context.service
+    await awake(context, request.check_messages)
     engine = service.backend.engine
     given: list[GivenPicture] = []
     bare: list[int] = []
@@ -118,10 +119,11 @@ async def tokenize(
 ) -> Response:
     """The ids of a text or a conversation. Raises ApiError 400."""
     service = context.service
-    vocab = service.backend.engine.vocab
     if isinstance(request, TokenizeChatRequest):
         strings = bool(request.return_token_strs)
         return await with_prompt(context, request, lambda ids: _counted(service, ids, strings=strings))
+    await awake(context)
+    vocab = service.backend.engine.vocab
 
     def answer(interrupt: Callable[[], None]) -> dict[str, Any]:
         if isinstance(request, TokenizePromptRequest):
@@ -143,11 +145,12 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
 
     Bytes that are no UTF-8 become U+FFFD. Raises ApiError 400.
     """
+    if len(request.tokens) > MAX_TOKENS:
+        raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
+    await awake(context)
     vocab = context.service.backend.engine.vocab
 
     def answer(_: Callable[[], None]) -> Response:
-        if len(request.tokens) > MAX_TOKENS:
-            raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
         if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
             message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
             raise bad_request(message, "tokens")
@@ -165,6 +168,7 @@ async def apply_template(context: RequestContext, request: ChatRequest) -> Respo
     """The text of the prompt that a conversation would be answered with; a picture is the template's
     placeholder. Raises ApiError 400."""
     service = context.service
+    await awake(context, request.check_messages)
     engine = service.backend.engine
     vocab = engine.vocab
 
@@ -182,16 +186,17 @@ async def render(
     """The ids of the prompt that a request would be answered with, tools included, as vLLM's `.../render`; a
     list of them for a completion with several prompts. Raises ApiError 400."""
     service = context.service
-    context_size = service.backend.engine.context_size
     asked = (
         await on_thread(request.chat, context.body.size) if isinstance(request, ResponsesRequest) else request
     )
 
     def rendered(ids: list[int]) -> dict[str, Any]:
-        return {"model": service.settings.model_id, "token_ids": truncated(ids, asked, context_size)}
+        kept = truncated(ids, asked, service.backend.engine.context_size)
+        return {"model": service.settings.model_id, "token_ids": kept}
 
     if isinstance(asked, ChatRequest):
         return await with_prompt(context, asked, rendered)
+    await awake(context)
 
     def answer(interrupt: Callable[[], None]) -> Response:
         raw, check = service.backend.prompter.raw, bounded(interrupt, "prompt")

@@ -9,7 +9,7 @@ from .detokenizer import Detokenizer, StopStrings
 from .errors import PromptError
 from .generation import TextGeneration
 from .messages import plain_text
-from .prompt import Prompter, ReplyOptions
+from .prompt import Prompter, ReplyOptions, check_conversation
 from .reply import NOTHING_YET, Arguments, Content, Part, Reasoning, Reply, ReplyParser, ToolCall
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "StopStrings",
     "TextGeneration",
     "ToolCall",
+    "check_conversation",
     "plain_text",
 ]

@@ -38,6 +38,22 @@ class Options(ReplyOptions, total=False):
     """Receives the messages' pictures, in order; None for a model without vision."""
 
 
+def check_conversation(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    continue_final_message: bool,
+) -> None:
+    """Raise PromptError for what is wrong with any model and any template."""
+    try:
+        checked = check_messages(messages, [])
+        check_tools(tools)
+    except RecursionError:
+        raise PromptError("the request is nested too deeply", "messages") from None
+    if continue_final_message:
+        _final(checked)
+
+
 class Prompter:
     """Renders and tokenizes conversations, safe against injected control tokens.
 

@@ -11,9 +11,9 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from collections.abc import Sequence as ListLike
 
+    from .batch import Batch
     from .planning.adapters import AdapterSpec
     from .sequence import Adapters, Sequence
 
@@ -34,31 +34,46 @@ def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> st
 
 
 class Turns:
-    """Chooses the adapters of a step if running sequences have different ones: TURN steps each, then the ones
-    that have waited longest."""
+    """Chooses the adapters of a step if running sequences have different ones, in turns of TURN steps.
+
+    The next turn is for the tenant that has waited longest, and of its sets for the one that has waited
+    longest. So a tenant that names many sets, or many scales, has no more turns than one with a single set.
+    """
 
     def __init__(self) -> None:
         self._now: Adapters = ()
         self._left = self._steps = 0
         """Steps left of this turn, and all steps so far."""
-        self._last: dict[Adapters, int] = {}
-        """The last step of each, or the step at which it came."""
+        self._sets: dict[Adapters, int] = {}
+        """The last step of each set, or the step at which it came."""
+        self._tenants: dict[str, int] = {}
+        """The same of each tenant."""
 
-    def order(self, running: Iterable[Sequence]) -> list[Adapters]:
+    def order(self, running: ListLike[Sequence]) -> list[Adapters]:
         """The adapters of all running sequences: those whose turn it is, then the next ones in order."""
-        self._last = {
-            adapters: self._last.get(adapters, self._steps)
-            for adapters in dict.fromkeys(sequence.adapters for sequence in running)
+        steps = self._steps
+        self._sets = {
+            key: self._sets.get(key, steps) for key in dict.fromkeys(one.adapters for one in running)
         }
-        if len(self._last) == 1:
-            return [*self._last]
+        if len(self._sets) < 2:
+            self._tenants.clear()
+            return [*self._sets]
+        tenants = dict.fromkeys(one.scheduling.tenant for one in running)
+        self._tenants = {name: self._tenants.get(name, steps) for name in tenants}
+        waited = dict.fromkeys(self._sets, steps)
+        for one in running:
+            waited[one.adapters] = min(waited[one.adapters], self._tenants[one.scheduling.tenant])
         mine = self._now if self._left > 0 else None
-        return sorted(self._last, key=lambda adapters: (adapters != mine, self._last[adapters]))
+        return sorted(
+            self._sets, key=lambda adapters: (adapters != mine, waited[adapters], self._sets[adapters])
+        )
 
-    def took(self, adapters: Adapters) -> None:
-        """Count a step with these adapters."""
-        if adapters != self._now or self._left <= 0:
-            self._now, self._left = adapters, TURN
+    def took(self, batch: Batch) -> None:
+        """Count a step."""
+        if batch.adapters != self._now or self._left <= 0:
+            self._now, self._left = batch.adapters, TURN
         self._steps += 1
         self._left -= 1
-        self._last[adapters] = self._steps
+        self._sets[batch.adapters] = self._steps
+        if len(self._sets) > 1:
+            self._tenants.update((chunk.sequence.scheduling.tenant, self._steps) for chunk in batch.chunks)

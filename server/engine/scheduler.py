@@ -280,7 +280,7 @@ class Scheduler:
             if not batch.chunks:
                 self._schedule_prefills(batch, adapters)
             if batch.chunks:
-                self._turns.took(adapters)
+                self._turns.took(batch)
                 return
 
     def _admit(self) -> None:

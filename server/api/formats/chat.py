@@ -20,10 +20,11 @@ from qwen_serve.server.api.fields.thinking import ThinkingFields
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
 from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
-from qwen_serve.server.api.request import prepared, seen
+from qwen_serve.server.api.request import awake, prepared, seen
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
+    check_fields,
     compiled,
     progress_of,
     prompt_budget,
@@ -32,7 +33,16 @@ from qwen_serve.server.api.serving import (
 )
 from qwen_serve.server.api.sse import encode, event
 from qwen_serve.server.api.tenant import scheduling_of, sharing_of
-from qwen_serve.server.chat import NOTHING_YET, Arguments, Content, Reasoning, Reply, ReplyParser, ToolCall
+from qwen_serve.server.chat import (
+    NOTHING_YET,
+    Arguments,
+    Content,
+    Reasoning,
+    Reply,
+    ReplyParser,
+    ToolCall,
+    check_conversation,
+)
 from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, shown
 from qwen_serve.server.engine import MAX_LOGPROBS
 
@@ -218,6 +228,10 @@ class ChatRequest(ThinkingFields, GenerationRequest):
             raise bad_request(message, wanted.param, "invalid_value")
         return self._with_an_end(wanted)
 
+    def check_messages(self) -> None:
+        """Raises PromptError for what is wrong with the conversation, whatever the model."""
+        check_conversation(self.messages, self.offered_tools, continue_final_message=self.continues)
+
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools offered to the model."""
@@ -239,6 +253,12 @@ async def begin(
     `prefix` starts the response's id.
     """
     service = context.service
+
+    def check() -> None:
+        check_fields(context, request)
+        request.check_messages()
+
+    await awake(context, check)
     engine = service.backend.engine
     check_count(context, request)
 

@@ -17,10 +17,11 @@ from qwen_serve.server.api.fields.thinking import BUDGETS
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
 from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.logprobs import LOWEST, ChatLogprobs, TokenNames, prompt_logprobs
-from qwen_serve.server.api.request import prepared
+from qwen_serve.server.api.request import awake, prepared
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
+    check_fields,
     compiled,
     prompt_budget,
     stop_strings,
@@ -134,6 +135,7 @@ async def begin(
 ) -> tuple[ServedRequest, list[Prompt], list[str]]:
     """Submits prompts in any format. Returns them as tokens, with the text that each answer begins with.
     `prefix` starts the response's id."""
+    await awake(context, partial(check_fields, context, request))
     backend = context.service.backend
     check_count(context, request, len(request.prompt))
 

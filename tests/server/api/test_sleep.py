@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen_serve.server.api import Backend
+from qwen_serve.server.api.routes import endpoints
 from qwen_serve.server.engine import ModelLoadError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
@@ -52,7 +55,7 @@ def test_what_tells_of_the_model_does_not_wake_it_and_what_needs_it_does(start: 
     assert server.http.get("/api/tags").json()["models"][0]["name"] == "m"
     assert server.http.get("/api/ps").json() == {"models": []}
     assert "qwen_kv_cells 0.0" in server.http.get("/metrics").text
-    assert error_of(server.post("/v1/completions", prompt=5), 400)
+    assert server.post("/api/show", model="m").json()["model_info"]["general.parameter_count"]
     assert loader.begun == 1
     assert server.post("/v1/completions", prompt="x").json()["choices"][0]["text"] == "abc"
     for number, path in enumerate(("/slots", "/tokenizer_info"), 3):
@@ -60,6 +63,89 @@ def test_what_tells_of_the_model_does_not_wake_it_and_what_needs_it_does(start: 
         asleep(server)
         assert server.http.get(path).status_code == 200
         assert loader.begun == number
+
+
+def test_a_wrong_request_does_not_wake_it(start: Start, tmp_path: Path) -> None:
+    """What needs neither the vocabulary nor the template is checked before the model is loaded."""
+    loader = Loader()
+    options: dict[str, Any] = {
+        "lora": f"sql={tmp_path}/sql.gguf",
+        "slot_save_path": tmp_path,
+        "scheduling_policy": "fcfs",
+    }
+    server = asleep(start("abc", load=loader, sleep_idle_seconds=SOON_S, alias="m", **options))
+    users: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    wrong: list[tuple[str, dict[str, Any], int, str | None]] = [
+        ("/v1/completions", {"prompt": 5}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "x", "model": "sqll"}, 404, "model"),
+        ("/v1/completions", {"prompt": "x", "lora": [{"id": 7, "scale": 1.0}]}, 400, "lora"),
+        ("/v1/completions", {"prompt": "x", "priority": 3}, 400, "priority"),
+        ("/completion", {"prompt": "x", "guided_json": "{"}, 400, "guided_json"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": users, "model": "sqll"}, 404, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "cat"}]}, 400, "messages[0].role"),
+        ("/v1/chat/completions", {"messages": users, "tools": [{}]}, 400, "tools[0].function"),
+        ("/v1/chat/completions", {"messages": users, "tool_choice": "required"}, 400, "tool_choice"),
+        (
+            "/v1/chat/completions",
+            {"messages": users, "continue_final_message": True},
+            400,
+            "continue_final_message",
+        ),
+        ("/v1/messages", {"messages": users, "model": "sqll", "max_tokens": 5}, 404, None),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "cat"}], "model": "m"}, 400, None),
+        ("/v1/responses", {"input": 5, "model": "m"}, 400, "input"),
+        ("/api/chat", {"messages": [{"role": "cat"}], "model": "m"}, 400, None),
+        ("/apply-template", {"messages": [{"role": "cat"}]}, 400, "messages[0].role"),
+        ("/tokenize", {"messages": [{"role": "cat"}]}, 400, "messages[0].role"),
+        ("/slots/0?action=forget", {}, 400, "action"),
+        ("/slots/0?action=save", {"filename": "../x"}, 400, "filename"),
+        ("/nowhere", {}, 404, None),
+    ]
+    for path, body, status, param in wrong:
+        answer = server.post(path, **body)
+        assert answer.status_code == status, (path, body, answer.text)
+        if param is not None:
+            assert answer.json()["error"]["param"] == param, (path, body)
+    assert server.http.post("/v1/completions", content="{").status_code == 400
+    assert loader.begun == 1
+    assert server.service.status == "sleeping"
+
+
+@pytest.mark.slow
+def test_every_endpoint_that_needs_the_model_wakes_it(start: Start, tmp_path: Path) -> None:
+    loader = Loader()
+    server = asleep(start("abc", load=loader, sleep_idle_seconds=SOON_S, slot_save_path=tmp_path))
+    users: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+    chat: dict[str, Any] = {"model": "m", "messages": users, "max_tokens": 5}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/completion": {"prompt": "x"},
+        "/invocations": {"prompt": "x"},
+        "/v1/chat/completions": chat,
+        "/v1/responses": {"input": "Hi"},
+        "/v1/messages": chat,
+        "/v1/messages/count_tokens": chat,
+        "/api/chat": {"model": "m", "messages": users},
+        "/api/generate": {"model": "m"},
+        "/tokenize": {"content": "x"},
+        "/detokenize": {"tokens": [5]},
+        "/apply-template": chat,
+        "/v1/chat/completions/render": chat,
+        "/v1/completions/render": {"prompt": "x"},
+        "/v1/responses/render": {"input": "Hi"},
+        "/slots/99?action=erase": {},
+    }
+    posted = {
+        route.path for route in endpoints() if "POST" in (route.methods or ()) and route.include_in_schema
+    }
+    assert {path.replace("99?action=erase", "{slot}") for path in bodies} == posted - {"/api/show"}
+    for number, (path, body) in enumerate(bodies.items(), 2):
+        answer = server.post(path, **body)
+        assert answer.status_code == (400 if "slots" in path else 200), (path, answer.text)
+        assert loader.begun == number, path
+        server.engine.closed = False
+        asleep(server)
 
 
 def test_it_does_not_sleep_while_it_answers(start: Start) -> None:

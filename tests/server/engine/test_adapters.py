@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,11 @@ from qwen_serve.server.engine.planning.adapters import AdapterSpec
 from tests.adapters import merge, write_adapter
 from tests.conftest import NANO
 from tests.server.engine.helpers import EXACT, running, standing_still
-from tests.server.engine.scheduling import commit, scheduler, sequence
+from tests.server.engine.scheduling import advance, commit, scheduler, sequence
 
 if TYPE_CHECKING:
     from qwen_serve.server.engine import Adapters, Engine, Generation
+    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 
 PROMPT = list(range(300, 340))
 SELECTIONS: list[Adapters] = [(), ((0, 1.0),), ((1, 1.0),), ((0, -1.0),), ((0, 1.0), (1, 0.5))]
@@ -197,6 +199,39 @@ def test_new_ones_come_behind_those_who_wait() -> None:
         assert waited <= 3 * TURN
         commit(s, batch)
         steps += 1
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_a_tenant_with_many_scales_has_no_more_turns_than_one_with_a_single_set(
+    policy: SchedulingPolicy,
+) -> None:
+    """One names a new scale in each request and always has seven of them running."""
+    s = scheduler(slots=8, batch=64, budget=64, policy=policy)
+    turns = Counter[str]()
+
+    def add(tenant: str, adapters: Adapters, tokens: int) -> None:
+        one = sequence(4, max_tokens=tokens, tenant=tenant)
+        one.adapters = adapters
+        s.add(one)
+
+    add("modest", ((0, 1.0),), 10_000)
+    for step in range(60 * TURN):
+        while len(s.running) + len(s.waiting) < 8:
+            add("greedy", ((0, 2.0 + step + len(s.waiting) / 8),), 20)
+        batch = advance(s)
+        turns.update(chunk.sequence.scheduling.tenant for chunk in batch.chunks)
+    assert turns["modest"] >= 0.45 * turns.total()
+
+
+def test_who_shares_a_set_shares_its_turn() -> None:
+    """It counts as a turn of each: sharing it with many others gains or loses nobody anything."""
+    s = scheduler(slots=4, batch=64, budget=64)
+    for tenant, scale in [("a", 1.0), ("b", 1.0), ("c", 1.0), ("d", 2.0)]:
+        one = sequence(4, max_tokens=1000, tenant=tenant)
+        one.adapters = ((0, scale),)
+        s.add(one)
+    scales = [advance(s).adapters[0][1] for _ in range(10 * TURN)]
+    assert scales == ([1.0] * TURN + [2.0] * TURN) * 5
 
 
 # --- files -------------------------------------------------------------------------------------------------

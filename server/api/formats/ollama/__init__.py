@@ -1,7 +1,7 @@
 """Ollama's API."""
 
 from .answer import ollama_chat, ollama_generate
-from .models import OLLAMA_VERSION, ShowRequest, model_tags, running_models, show
+from .models import OLLAMA_VERSION, ShowRequest, model_details, model_tags, running_models, show
 from .request import OllamaChatRequest, OllamaGenerateRequest
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "OllamaChatRequest",
     "OllamaGenerateRequest",
     "ShowRequest",
+    "model_details",
     "model_tags",
     "ollama_chat",
     "ollama_generate",

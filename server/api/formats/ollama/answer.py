@@ -14,7 +14,7 @@ from qwen_serve.server.api.formats import completions
 from qwen_serve.server.api.formats.chat import begin
 from qwen_serve.server.api.formats.ollama.request import NAMES
 from qwen_serve.server.api.formats.translation import renamed
-from qwen_serve.server.api.request import on_thread
+from qwen_serve.server.api.request import awake, on_thread
 from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -52,7 +52,7 @@ def as_response(text: str = "", thinking: str = "", calls: list[Shape] | None = 
 async def ollama_chat(context: RequestContext, request: OllamaChatRequest) -> Response:
     """Answer a conversation, as Ollama does: in lines of JSON, unless `stream` is false."""
     if not request.messages:
-        return loaded(context, request.model, as_message())
+        return await loaded(context, request.model, as_message())
     asked = await on_thread(request.chat, context.body.size)
     request.messages = []  # frees the messages for the time of the answer
     served, reply = await begun(context, asked)
@@ -62,7 +62,7 @@ async def ollama_chat(context: RequestContext, request: OllamaChatRequest) -> Re
 async def ollama_generate(context: RequestContext, request: OllamaGenerateRequest) -> Response:
     """Answer a question, or continue a `raw` text, as Ollama does."""
     if not request.prompt:
-        return loaded(context, request.model, as_response())
+        return await loaded(context, request.model, as_response())
     if request.raw:
         served, _, _ = await completions.begin(context, request.completion(), PREFIX)
         [generation] = served.generations
@@ -82,8 +82,9 @@ async def begun(context: RequestContext, asked: ChatRequest) -> tuple[ServedRequ
     return served, reply
 
 
-def loaded(context: RequestContext, model: str, nothing: Shape) -> Response:
+async def loaded(context: RequestContext, model: str, nothing: Shape) -> Response:
     """Answers a request without a prompt, which asks only to load the model."""
+    await awake(context)
     name = model or context.service.settings.model_id
     return JSONResponse({"model": name, **moment(), **nothing, "done": True, "done_reason": "load"})
 

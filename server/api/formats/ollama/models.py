@@ -52,7 +52,11 @@ def running_models(service: Service) -> dict[str, Any]:
 
 async def show(context: RequestContext, _: ShowRequest) -> Response:
     """Describe the model, as Ollama does."""
-    service = context.service
+    return JSONResponse(context.service.tell(model_details))
+
+
+def model_details(service: Service) -> dict[str, Any]:
+    """The description of the model."""
     backend = service.backend
     engine = backend.engine
     params = backend.defaults.of("instruct")
@@ -66,18 +70,16 @@ async def show(context: RequestContext, _: ShowRequest) -> Response:
     capabilities = ["completion", "tools"]
     capabilities += ["thinking"] if backend.prompter.can_think else []
     capabilities += ["vision"] if engine.encoder is not None else []
-    return JSONResponse(
-        {
-            "modelfile": f"# served by qwen-serve\nFROM {service.settings.model.name}\n",
-            "parameters": "\n".join(f"{name:30} {value}" for name, value in parameters.items()),
-            "template": backend.prompter.template,
-            "license": engine.metadata.get("general.license", ""),
-            "details": _details(service),
-            "model_info": {"general.parameter_count": engine.n_params, **_typed(engine.metadata)},
-            "capabilities": capabilities,
-            "modified_at": _started(service),
-        }
-    )
+    return {
+        "modelfile": f"# served by qwen-serve\nFROM {service.settings.model.name}\n",
+        "parameters": "\n".join(f"{name:30} {value}" for name, value in parameters.items()),
+        "template": backend.prompter.template,
+        "license": engine.metadata.get("general.license", ""),
+        "details": _details(service),
+        "model_info": {"general.parameter_count": engine.n_params, **_typed(engine.metadata)},
+        "capabilities": capabilities,
+        "modified_at": _started(service),
+    }
 
 
 def _entry(service: Service) -> dict[str, Any]:
