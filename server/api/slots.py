@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
+from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.request import awake, until_gone
 from qwen_serve.server.api.tenant import salt_of
 from qwen_serve.server.engine import PrefixFileError, restore_prefixes, save_prefixes, slot_states
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.engine import Engine
+
+FILE_WORK = ThreadPoolExecutor(1, "slot-files")
+"""One file at a time. A slow disk keeps no step and no other request waiting."""
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -42,11 +47,8 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
     """Saves the prompt cache, which all slots share, to a file (`?action=save`), reads it back (`restore`),
     or empties it (`erase`)."""
     service, query = context.service, context.http.query_params
-    folder, action, slot = (
-        service.settings.slot_save_path,
-        query.get("action"),
-        context.http.path_params["slot"],
-    )
+    folder, action = service.settings.slot_save_path, query.get("action")
+    slot = context.http.path_params["slot"]
     if folder is None:
         message = "POST /slots: start the server with --slot-save-path FOLDER for it"
         raise ApiError(501, message, code="not_supported")
@@ -60,16 +62,14 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
         raise bad_request(f"there is no slot {slot[:9]!r}; they run from 0", "id_slot", "invalid_value")
     began = perf_counter()
     about: dict[str, Any] = {"id_slot": int(slot)}
-    components = engine.components
     if action == "erase":
-        future = engine.between_steps(partial(components.cache.erase, salt))
+        future = engine.between_steps(partial(engine.components.cache.erase, salt))
         return JSONResponse(
             {**about, "n_erased": await until_gone(context.http, asyncio.wrap_future(future))}
         )
     work = save_prefixes if action == "save" else restore_prefixes
     try:
-        counting = engine.between_steps(partial(work, components, path, salt))
-        found = await until_gone(context.http, asyncio.wrap_future(counting))
+        found = await until_gone(context.http, in_thread(partial(work, engine, path, salt), 0, FILE_WORK))
     except (OSError, PrefixFileError) as error:
         raise bad_request(f"filename: {request.filename} is not used: {error}", "filename") from error
     done, moved = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")

@@ -59,8 +59,8 @@ class Engine:
         stages.done("plan")
         self._profile = StepProfile()
         self.components = components = build_engine(self.plan, self._profile, stages)
-        self._scheduler, self._runner = components.scheduler, components.runner
-        self._speculator = components.speculator
+        self._scheduler, self._speculator = components.scheduler, components.speculator
+        self._runner = components.runner
         self.vocab = components.vocab
         self.metadata = components.model.metadata()
         """The GGUF's scalar keys, as text."""
@@ -78,7 +78,7 @@ class Engine:
         self.dries = DrySamplers(components.model, self.context_size)
         """Building a request's DRY sampler is slow: do it once, on another thread, before submitting."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock, self._warm = threading.Lock(), threading.Event()
         self._open: dict[Generation, OutputQueue] = {}
         """Unfinished requests. Event loops add, the engine's thread removes; both hold the lock."""
         self._places = Places(self.settings.parallel, self.settings.max_queue)
@@ -87,7 +87,6 @@ class Engine:
         self._queues: Mapping[asyncio.AbstractEventLoop, OutputQueue] = {}
         """Replaced as a whole under the lock: event loops add to it while the engine's thread iterates."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._warm = threading.Event()
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -155,11 +154,12 @@ class Engine:
 
         Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
         """
-        if max_tokens is not None and max_tokens < 0:
+        if (max_tokens or 0) < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
         if prompt.pictures and params.prompt_logprobs is not None:
             raise InvalidPrompt("rows of pictures have no log-probabilities: prompt_logprobs is for text")
         loop, room = asyncio.get_running_loop(), self.context_size - len(prompt)
+        limit = room if max_tokens is None else min(max_tokens, room)
         salt = salt_with(salt, adapters, self.adapters)
         with self._lock:
             if self._error:
@@ -180,23 +180,22 @@ class Engine:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
             self._places.take(scheduling.tenant)
             self._open[generation] = self._queues[loop]
-            limit = room if max_tokens is None else min(max_tokens, room)
             add = partial(self._add, generation, prompt, params, limit, constraint, salt, adapters)
             self._post(generation, add)
         return generation
 
     def between_steps(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` on the engine's thread between two steps. Raises EngineDead."""
-        if self._error:
-            raise EngineDead(self._error)
+        """Run `work` on the engine's thread between two steps. This and the future raise EngineDead."""
         future: Future[Result] = Future()
-        self._inbox.put(lambda: run(future, work))
+        with self._lock:
+            if self._error:
+                raise EngineDead(self._error)
+            self._inbox.put(lambda: run(future, work, self._error))
         return future
 
     def stats(self) -> EngineStats:
         """Counters since the start and the current load; safe from any thread."""
-        running = 0 if self._error else len(self._scheduler.running)
-        cells = self.components.states.cells
+        running, cells = 0 if self._error else len(self._scheduler.running), self.components.states.cells
         return EngineStats(
             running=running,
             waiting=max(0, len(self._open) - running),
@@ -396,8 +395,7 @@ class Engine:
         """End a request between two steps, in any state; do nothing if it has already ended."""
         if generation not in self._open:
             return
-        sequence = self._sequences.get(generation)
-        if sequence is None:  # `_add` made none
+        if (sequence := self._sequences.get(generation)) is None:  # `_add` made none
             self._close(generation, done, [])
             return
         self._scheduler.remove(sequence, failed=isinstance(done, Exception))
@@ -447,4 +445,6 @@ class Engine:
             queue.put(generation, [], GenerationError(message))
         self._listeners.clear()
         self._flush()
+        while not self._inbox.empty():  # fails what waits in `between_steps`
+            self._inbox.get()()
         self._warm.set()  # releases `wait_ready`

@@ -199,11 +199,12 @@ class Components:
             return
         started = perf_counter()
         try:
-            taken = self.cache.take_in(self.prefix_file(path).read())
+            taken = [node for one in self.prefix_file(path).read() if (node := self.cache.take_in(one))]
+            self.cache.refresh(taken)
         except PrefixFileError as error:
             log.warning("%s is not used: %s", path, error)
             return
-        log.info("prefix cache: %d states from %s in %.1f s", taken, path, perf_counter() - started)
+        log.info("prefix cache: %d states from %s in %.1f s", len(taken), path, perf_counter() - started)
 
     def write_prefixes(self) -> None:
         """Write the prefix cache's states to `prefix_file` for the next server; a failure is logged."""
@@ -221,12 +222,13 @@ class Components:
             return
         try:
             file = self.prefix_file(path)
-            count, size = file.write(self.cache.entries(), settings.prefix_file_mib * 1024**2)
+            written = file.write(self.cache.entries(), settings.prefix_file_mib * 1024**2)
         except OSError as error:
             log.error("the prefix cache was not written to %s: %s", path, error)
             return
         seconds = perf_counter() - started
-        log.info("prefix cache: %d states, %.0f MiB, to %s in %.1f s", count, size / 1024**2, path, seconds)
+        what, mib = "prefix cache: %d states, %.0f MiB, to %s in %.1f s", written.size / 1024**2
+        log.info(what, written.entries, mib, path, seconds)
 
     def prefix_file(self, path: Path) -> PrefixFile:
         """A file for states of this model, with this build, device and settings."""

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from .errors import GenerationError
+from .errors import EngineDead, GenerationError
+from .prefix_cache.file import Counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
     from concurrent.futures import Future
     from pathlib import Path
 
     from .engine import Engine
-    from .loading import Components
-    from .prefix_cache.file import Entry
     from .sampling import SamplingParams
 
 
 Result = TypeVar("Result")
 
 
-def run(future: Future[Result], work: Callable[[], Result]) -> None:
-    """Set `future` to what `work` returns or raises."""
+def run(future: Future[Result], work: Callable[[], Result], error: str | None) -> None:
+    """Set `future` to what `work` returns or raises, or to EngineDead if the engine ended with an `error`."""
     if future.set_running_or_notify_cancel():
         try:
+            if error:
+                raise EngineDead(error)
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
@@ -67,39 +69,32 @@ def slot_states(engine: Engine) -> list[SlotState]:
     return states
 
 
-@dataclass
-class Counted:
-    """Counts the entries of one salt."""
+def save_prefixes(engine: Engine, path: Path, salt: str) -> Counted:
+    """Write the states for requests with this salt, as `--prefix-file` does.
 
-    salt: str
-    longest: int = 0
-    """Tokens of the longest prefix."""
-    size: int = 0
-    """Bytes of all of them."""
-
-    def of(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Yield the entries of the salt, and count them."""
-        for entry in entries:
-            if entry.salt == self.salt:
-                self.longest = max(self.longest, len(entry.tokens))
-                self.size += entry.tokens.nbytes + entry.state.nbytes
-                yield entry
-
-
-def save_prefixes(components: Components, path: Path, salt: str) -> Counted:
-    """Write the states for requests with this salt, as `--prefix-file` does. Engine's thread only. Raises
-    OSError, and GenerationError if the model's file was overwritten."""
+    Not on the engine's thread: that one copies a state at a time, between two steps. Raises OSError,
+    EngineDead, and GenerationError if the model's file was overwritten.
+    """
+    components = engine.components
     if components.plan.spec.file.overwritten:
         raise GenerationError("the model's file was overwritten: states may be of either")
-    counted = Counted(salt)
+    copies = components.cache.entries(salt)
+    entries = iter(lambda: engine.between_steps(partial(next, copies, None)).result(), None)
     limit = components.plan.settings.prefix_file_mib * 1024**2
-    components.prefix_file(path).write(counted.of(components.cache.entries()), limit)
-    return counted
+    return components.prefix_file(path).write((entry for entry in entries if entry is not None), limit)
 
 
-def restore_prefixes(components: Components, path: Path, salt: str) -> Counted:
-    """Load a file's states for requests with this salt, as far as they fit. Engine's thread only. Raises
-    PrefixFileError."""
-    counted = Counted(salt)
-    components.cache.take_in(counted.of(components.prefix_file(path).read()))
+def restore_prefixes(engine: Engine, path: Path, salt: str) -> Counted:
+    """Load a file's states for requests with this salt, as far as they fit.
+
+    Not on the engine's thread: that one takes a state at a time, between two steps. Raises PrefixFileError
+    and EngineDead.
+    """
+    cache, counted = engine.components.cache, Counted()
+    taken = []
+    for entry in engine.components.prefix_file(path).read():
+        if entry.salt == salt:
+            counted.add(entry)
+            taken.append(engine.between_steps(partial(cache.take_in, entry)).result())
+    engine.between_steps(partial(cache.refresh, taken)).result()
     return counted

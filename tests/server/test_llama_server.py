@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from qwen_serve.server.engine.prefix_cache import file
 from tests.server.serving import Served, serving
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
@@ -103,6 +106,34 @@ def test_slots(http: httpx.Client) -> None:
     assert following["n_decoded"] > 0
     assert following["n_decoded"] + following["n_remain"] == 4000
     assert "Once" not in json.dumps(slot)
+
+
+@pytest.mark.parametrize(("action", "part"), [("save", "_put"), ("restore", "_get")])
+def test_a_slow_disk_keeps_no_request_waiting(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, action: str, part: str
+) -> None:
+    def act(what: str) -> httpx.Response:
+        return http.post("/slots/0", params={"action": what}, json={"filename": "slow.bin"})
+
+    completed(http, "The disk was slow, and everybody slept. " * 30)
+    assert act("save").json()["n_saved"] > 64
+    begun, may_go_on, real = threading.Event(), threading.Event(), getattr(file, part)
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert may_go_on.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(file, part, slow)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            acting = pool.submit(act, action)
+            assert begun.wait(60)
+            assert len(completed(http, return_tokens=True)["tokens"]) == 24
+            assert not acting.done()
+        finally:
+            may_go_on.set()
+        assert acting.result().json()[f"n_{action}d"] > 64
 
 
 def test_what_is_kept_goes_to_a_file_and_back(http: httpx.Client) -> None:

@@ -19,6 +19,7 @@ from .tree import Node, Tree
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
 
@@ -364,13 +365,17 @@ class PrefixCache:
 
     # --- across a restart ----------------------------------------------------------------------------------
 
-    def entries(self) -> Iterator[Entry]:
-        """The checkpoints, the most recently used first, those on the device before those in host memory.
+    def entries(self, salt: str | None = None) -> Iterator[Entry]:
+        """The checkpoints, the most recently used first, those on the device before those in host memory;
+        with `salt` only those of its requests.
 
-        They are copied one at a time. One that cannot be copied is left out.
+        They are copied one at a time, and steps may come between. One that is gone by then, or cannot be
+        copied, is left out.
         """
         for node in [*reversed(self._held), *reversed(self._host.nodes)]:
             if node.depth < MIN_RESTORE or (node.seq_id is None and node.saved is None):
+                continue
+            if salt is not None and self._tree.salt_of(node) != salt:
                 continue
             try:
                 state = node.saved or self._states.save(self._seq_id(node))
@@ -381,27 +386,27 @@ class PrefixCache:
             tokens = np.concatenate([above.tokens for above in reversed([*node.path()])])
             yield Entry(self._tree.salt_of(node), tokens, state.trunk)
 
-    def take_in(self, entries: Iterable[Entry]) -> int:
-        """Keep as many `entries` as fit: on the device, then in host memory. Return how many."""
-        resident: list[Node] = []
-        taken = 0
-        for entry in entries:
-            length = len(entry.tokens)
-            node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
-            saved = SavedState(entry.state, (None,) * len(self._states.hidden_drafters), length)
-            fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
-            if node.depth % self.chunk or node.seq_id is not None:
-                pass
-            elif fits and self._bring_back(node, saved):
-                resident.append(node)
-                taken += 1
-            elif not fits and self._host.used + saved.nbytes <= self._host.budget:
+    def take_in(self, entry: Entry) -> Node | None:
+        """Keep a checkpoint if it fits: on the device, else in host memory. Return its node, or None."""
+        length = len(entry.tokens)
+        node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
+        saved = SavedState(entry.state, (None,) * len(self._states.hidden_drafters), length)
+        fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
+        taken = False
+        if node.depth % self.chunk == 0 and node.seq_id is None:
+            if fits:
+                taken = self._bring_back(node, saved)
+            elif node.saved is None and self._host.used + saved.nbytes <= self._host.budget:
                 self._host.put(node, saved)
-                taken += 1
-            self._tree.prune(node)
-        for node in reversed(resident):
-            self._touch(node)
-        return taken
+                taken = True
+        self._tree.prune(node)
+        return node if taken else None
+
+    def refresh(self, nodes: ListLike[Node | None]) -> None:
+        """Make the first of `nodes` the most recently used checkpoint, and so on; None is passed over."""
+        for node in reversed(nodes):
+            if node in self._held:
+                self._touch(node)
 
     def stats(self) -> PrefixStats:
         """Counters, and what the cache holds now."""

@@ -39,6 +39,26 @@ class Entry:
     tokens: npt.NDArray[np.int32]
     state: npt.NDArray[np.uint8]
 
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.state.nbytes
+
+
+@dataclass
+class Counted:
+    """How many entries there were."""
+
+    entries: int = 0
+    longest: int = 0
+    """Tokens of the longest one."""
+    size: int = 0
+    """Bytes of all of them."""
+
+    def add(self, entry: Entry) -> None:
+        self.entries += 1
+        self.longest = max(self.longest, len(entry.tokens))
+        self.size += entry.nbytes
+
 
 class PrefixFile:
     """Reads and writes the file at `path`. `made_by`: what a state depends on (model, build, settings)."""
@@ -47,29 +67,27 @@ class PrefixFile:
         self.path = path
         self._made_by = json.loads(json.dumps(made_by))
 
-    def write(self, entries: Iterable[Entry], max_bytes: int) -> tuple[int, int]:
+    def write(self, entries: Iterable[Entry], max_bytes: int) -> Counted:
         """Replace the file by entries of at most `max_bytes` in all, written under a temporary name first.
 
-        An entry that does not fit beside the earlier ones is left out. Returns the number of entries written
-        and their bytes. Raises OSError.
+        An entry that does not fit beside the earlier ones is left out and not counted. Raises OSError.
         """
         salts: list[str] = []
-        size = 0
+        written = Counted()
         with replacing(self.path, sync=True) as part:
             # readable by the owner only, since it holds users' prompts
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w+b") as file, zipfile.ZipFile(file, "w") as archive:
                 for entry in entries:
-                    each = entry.tokens.nbytes + entry.state.nbytes
-                    if size + each > max_bytes:
+                    if written.size + entry.nbytes > max_bytes:
                         continue
                     _put(archive, f"{len(salts)}/tokens.npy", entry.tokens)
                     _put(archive, f"{len(salts)}/state.npy", entry.state)
                     salts.append(entry.salt)
-                    size += each
+                    written.add(entry)
                 about = {"format": FORMAT, "made_by": self._made_by, "salts": salts}
                 archive.writestr("about.json", json.dumps(about))
-        return len(salts), size
+        return written
 
     def read(self) -> Iterator[Entry]:
         """Yield the entries one at a time. Raises PrefixFileError, also if `made_by` differs."""

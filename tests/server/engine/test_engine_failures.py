@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +34,7 @@ from tests.server.engine.helpers import (
 )
 from tests.server.engine.inside import at_rest
 from tests.server.engine.test_engine import ENDLESS, PROMPT, ask_for, first, rest
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -245,3 +248,15 @@ def test_the_model_describes_itself(engine: Engine) -> None:
     assert engine.description.startswith("qwen35")
     assert engine.n_params > 1_000_000
     assert engine.size_bytes > 4 * engine.n_params * 0.9
+
+
+def test_what_waits_for_a_step_is_told_that_none_will_come(engine: Engine) -> None:
+    with standing_still(engine):
+        waiting = engine.between_steps(lambda: "done")
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_until(lambda: engine._closing)  # noqa: SLF001 - `close` blocks from here on
+    closing.join()
+    for asking in (waiting.result, partial(engine.between_steps, lambda: "done")):
+        with pytest.raises(EngineDead, match="was closed"):
+            asking()

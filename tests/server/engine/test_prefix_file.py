@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
 import zipfile
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine import Engine, SamplingParams, restore_prefixes, save_prefixes
 from qwen_serve.server.engine.prefix_cache import PrefixFile, PrefixFileError
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
+from tests.server.engine.helpers import (
+    EXACT,
+    Request,
+    answers_alone,
+    ask,
+    ask_all,
+    random_prompt,
+    running,
+    settings,
+)
 from tests.server.engine.test_deterministic import requests
 
 if TYPE_CHECKING:
@@ -74,6 +85,33 @@ async def test_to_the_host_tier_what_the_device_has_no_id_for(nano_f32: Path, tm
                 before = engine.stats().prompt_tokens
                 await ask(engine, Request(prompt, 4))
                 assert engine.stats().prompt_tokens - before == (1 if restarted else 200)
+
+
+@pytest.mark.slow
+async def test_states_are_saved_and_restored_while_others_are_taken_and_evicted(
+    nano_f32: Path, tmp_path: Path
+) -> None:
+    """Steps come between the copies, and what is saved half-way is still what was read."""
+    rng = random.Random(4)
+    prompts = [random_prompt(rng, rng.randrange(140, 400)) for _ in range(24)]
+    alone = answers_alone(nano_f32, prompts, 8)
+    options: dict[str, Any] = {"prefix_checkpoints": 5, "prefix_host_mib": 4, "ctx_size": 4096}
+    file = tmp_path / "states"
+
+    async def asked(engine: Engine, some: list[int]) -> None:
+        answers = await ask_all(engine, [Request(prompts[index], 8) for index in some])
+        assert [answer.tokens for answer in answers] == [alone[index] for index in some]
+
+    with running(nano_f32, **options, **EXACT) as engine:
+        for start in range(0, 24, 4):
+            some = [rng.randrange(start + 4) for _ in range(4)] + [*range(start, start + 4)]
+            work = restore_prefixes if start % 8 else save_prefixes
+            await asyncio.gather(asyncio.to_thread(work, engine, file, ""), asked(engine, some))
+        assert save_prefixes(engine, file, "").entries > 0
+        assert engine.between_steps(partial(engine.components.cache.erase, "")).result() > 0
+        assert restore_prefixes(engine, file, "").entries > 0
+        await asked(engine, [*range(24)])
+        assert engine.stats().prefix.hits > 0
 
 
 @pytest.mark.slow
