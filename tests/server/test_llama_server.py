@@ -53,10 +53,19 @@ def test_an_answer_whole_and_streamed(http: httpx.Client) -> None:
     assert completed(http, return_tokens=True)["tokens"] == tokens
 
 
-def test_a_chat_tells_of_a_long_prompts_progress(http: httpx.Client) -> None:
-    messages = [{"role": "user", "content": PROMPT}]
-    body = {"messages": messages, "max_tokens": 4, "stream": True, "return_progress": True, "n": 2}
-    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}]}),
+        ("/v1/completions", {"prompt": PROMPT, "cache_prompt": False}),
+        ("/v1/completions", {"prompt": PROMPT, "cache_prompt": False, "echo": True, "logprobs": 1}),
+    ],
+)
+def test_a_stream_tells_of_a_long_prompts_progress(
+    http: httpx.Client, path: str, asked: dict[str, Any]
+) -> None:
+    body = {**asked, "max_tokens": 4, "stream": True, "return_progress": True, "n": 2}
+    with http.stream("POST", path, json=body) as answer:
         chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     for index in range(2):
         own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
@@ -65,7 +74,12 @@ def test_a_chat_tells_of_a_long_prompts_progress(http: httpx.Client) -> None:
         assert processed == sorted(processed)
         assert processed[-1] == told[-1]["total"] > 300
         assert all("prompt_progress" in chunk for chunk in own[: len(told)]), "before the first token"
-        assert own[0]["choices"][0]["delta"]["role"] == "assistant"
+        if "messages" in asked:
+            assert own[0]["choices"][0]["delta"]["role"] == "assistant"
+        else:
+            text = "".join(chunk["choices"][0]["text"] for chunk in own[len(told) :])
+            assert text.startswith(PROMPT) is ("echo" in asked)
+            assert not any(chunk["choices"][0]["text"] for chunk in own[: len(told)])
 
 
 def test_samplers_act(http: httpx.Client) -> None:

@@ -87,6 +87,7 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
     lora: list[LoraChoice] | None = Field(None, max_length=256)
 
     @model_validator(mode="after")
@@ -146,7 +147,7 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
     @property
     def reports_progress(self) -> bool:
         """Whether a stream reports how much of the prompt has been read."""
-        return False
+        return bool(self.return_progress)
 
     @property
     def whole(self) -> bool:

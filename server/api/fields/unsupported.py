@@ -24,7 +24,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adaptive_target": (-1,),
     "t_max_predict_ms": (0, -1),
     "return_tokens": (False,),
-    "return_progress": (False,),
     "response_fields": ([],),
     "parse_tool_calls": (True,),
     "grammar_lazy": (False,),

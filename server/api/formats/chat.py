@@ -26,7 +26,6 @@ from qwen_serve.server.api.serving import (
     check_count,
     check_fields,
     compiled,
-    progress_of,
     prompt_budget,
     stop_strings,
     truncated,
@@ -137,8 +136,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: values
         for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
-        if name
-        not in ("add_generation_prompt", "continue_final_message", "mm_processor_kwargs", "return_progress")
+        if name not in ("add_generation_prompt", "continue_final_message", "mm_processor_kwargs")
     }
 
     messages: Annotated[
@@ -160,11 +158,6 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     separate_reasoning: bool | None = None
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
-    return_progress: bool | None = None
-
-    @property
-    def reports_progress(self) -> bool:
-        return bool(self.return_progress)
 
     @property
     def pixel_bounds(self) -> PixelBounds:
@@ -395,11 +388,11 @@ class ChatWriter(ChunkWriter):
         self._replies = replies
         self._logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
         self._started: set[int] = set()
-        self._unread = set(range(len(replies))) if served.request.reports_progress else set()
-        """Choices that report their prompt's progress until they have a token."""
 
     async def write(self, index: int, part: Part | None) -> bytes:
-        told = self._progress(index, read=part != NOTHING_YET) if index in self._unread else b""
+        told = b""
+        if index in self._unread:
+            told = self._progress(index, self._choice(index, {}), read=part != NOTHING_YET)
         if part == NOTHING_YET:
             return told
         delta: dict[str, Any] = {} if part is None else delta_of(part)
@@ -407,12 +400,6 @@ class ChatWriter(ChunkWriter):
         logprobs = self._logprobs[index].new()
         choice = self._choice(index, delta, logprobs, reason)
         return told + (self._finished(choice) if part is None else event(self._chunk(choice)))
-
-    def _progress(self, index: int, *, read: bool) -> bytes:
-        if read:
-            self._unread.discard(index)
-        progress = progress_of(self._replies[index].generation, read=read)
-        return event({**self._chunk(self._choice(index, {})), "prompt_progress": progress})
 
     def _choice(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qwen_serve.server.api.serving import progress_of
 from qwen_serve.server.api.sse import EventWriter, ending, event
 
 if TYPE_CHECKING:
@@ -17,9 +18,18 @@ class ChunkWriter(EventWriter):
         self._served, self._kind = served, kind
         self._left = len(served.generations)
         self._last: dict[str, Any] = {}
+        self._unread = set(range(self._left)) if served.request.reports_progress else set()
+        """Choices that report their prompt's progress until they have a token."""
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._served.envelope(self._kind, [choice]), **self._served.of_chunk()}
+
+    def _progress(self, index: int, choice: dict[str, Any], *, read: bool) -> bytes:
+        """The prompt's progress; `read` says that a token has come, after which there is nothing to tell."""
+        if read:
+            self._unread.discard(index)
+        progress = progress_of(self._served.generations[index], read=read)
+        return event({**self._chunk(choice), "prompt_progress": progress})
 
     def _finished(self, choice: dict[str, Any]) -> bytes:
         """The end of a choice, unless it is the last."""

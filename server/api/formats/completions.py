@@ -284,7 +284,8 @@ async def text_of(generation: TextGeneration) -> str:
 
 
 class CompletionWriter(ChunkWriter):
-    """The response as events: echoes, texts, a finish reason for each choice."""
+    """The response as events: echoes, the prompt's progress if requested, texts, a finish reason for each
+    choice."""
 
     def __init__(self, served: ServedRequest, answers: Sequence[Answer]) -> None:
         super().__init__(served, KIND)
@@ -297,14 +298,18 @@ class CompletionWriter(ChunkWriter):
         return b"" if self._scored else b"".join(map(self._echo, sorted(self._unechoed)))
 
     async def write(self, index: int, part: str | None) -> bytes:
-        answer, echo = self._answers[index], b""
+        answer, told = self._answers[index], b""
+        if index in self._unread:
+            told = self._progress(index, choice(index, "", None, None), read=part != "")
+        if part == "":
+            return told
         if self._scored and index in self._unechoed:
-            echo = await self._served.written(partial(self._echo, index))
+            told += await self._served.written(partial(self._echo, index))
         logprobs = answer.logprobs.new(last=part is None)
         if part is not None:
-            return echo + event(self._chunk(choice(index, part, None, logprobs)))
+            return told + event(self._chunk(choice(index, part, None, logprobs)))
         reason = self._served.check(answer.generation.finish_reason)
-        return echo + self._finished(choice(index, "", reason, logprobs))
+        return told + self._finished(choice(index, "", reason, logprobs))
 
     def _echo(self, index: int) -> bytes:
         self._unechoed.discard(index)

@@ -39,7 +39,7 @@ class LlamaCompletionRequest(CompletionRequest):
         **{
             name: values
             for name, values in CompletionRequest.unsupported.items()
-            if name not in ("return_tokens", "return_progress", "response_fields", "n_cmpl")
+            if name not in ("return_tokens", "response_fields", "n_cmpl")
         },
         "echo": (False,),
         "prompt_logprobs": (),
@@ -47,7 +47,6 @@ class LlamaCompletionRequest(CompletionRequest):
 
     n_cmpl: int | None = Field(None, ge=1, le=128)
     return_tokens: bool | None = None
-    return_progress: bool | None = None
     response_fields: list[str] | None = Field(None, fail_fast=True, max_length=MAX_FIELDS)
 
     @property
@@ -57,10 +56,6 @@ class LlamaCompletionRequest(CompletionRequest):
     @property
     def answer_logprobs(self) -> int | None:
         return self.n_probs or self.logprobs or None
-
-    @property
-    def reports_progress(self) -> bool:
-        return bool(self.return_progress)
 
     def sampling_params(self, defaults: SamplingParams, vocab: Vocab, **asked: Any) -> SamplingParams:
         """As for other requests, with llama.cpp's order and its penalty window."""

@@ -132,6 +132,18 @@ def test_stream(start: Start) -> None:
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
 
 
+def test_progress_of_the_prompt_comes_before_the_first_token(start: Start) -> None:
+    server = start("ab")
+    told, *rest = events(server, "/v1/completions", prompt="Hello", return_progress=True)[:-1]
+    assert told["prompt_progress"].keys() == {"total", "cache", "processed", "time_ms"}
+    assert (told["prompt_progress"]["total"], told["prompt_progress"]["processed"]) == (5, 5)
+    assert told["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}]
+    assert [chunk["choices"][0]["text"] for chunk in rest] == ["a", "b", ""]
+    assert not any("prompt_progress" in chunk for chunk in rest)
+    whole = server.post("/v1/completions", prompt="Hello", return_progress=True).json()
+    assert "prompt_progress" not in whole
+
+
 def test_a_stream_of_several_choices(start: Start) -> None:
     server = start(lambda text: text.upper() * 3, delay=0.001)
     *chunks, done = events(server, "/v1/completions", prompt=["ab", "cd"], n=2)
