@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
+from qwen_serve.common.hub import DownloadError, fetch_blobs, first_line
 from qwen_serve.convert.checkpoint import INDEX, PREPROCESSOR_FILES, TEXT_FILES
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.progress import size
 from qwen_serve.convert.tensors import FLOAT_TYPES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
@@ -70,9 +70,9 @@ def resolve(src: str, revision: str | None = None) -> Source:
         return _recognise(path)
     if not HUB_ID.fullmatch(src):
         raise ConvertError(f"--src {src}: no such file or folder, and not a hub id such as Qwen/Qwen3.5-4B")
-    if not constants.HF_HUB_OFFLINE:
-        _check_room(src, revision)
     try:
+        if not constants.HF_HUB_OFFLINE:
+            _fetch_weights(src, revision)
         downloaded = Path(snapshot_download(src, revision=revision, allow_patterns=list(PATTERNS)))
     except GatedRepoError:
         raise ConvertError(
@@ -84,9 +84,11 @@ def resolve(src: str, revision: str | None = None) -> Source:
         ) from None
     except RevisionNotFoundError:
         raise ConvertError(f"--revision {revision}: {src} has no such revision") from None
+    except DownloadError as error:
+        raise ConvertError(f"--src {src}: {error}") from None
     except Exception as error:  # of whichever HTTP library the installed hub client is built on
         raise ConvertError(
-            f"--src {src}: no such folder, and it could not be fetched from the hub: {_first_line(error)}"
+            f"--src {src}: no such folder, and it could not be fetched from the hub: {first_line(error)}"
         ) from None
     return Source(downloaded, repo_id=src, revision=downloaded.name)
 
@@ -108,7 +110,7 @@ def resolve_config(src: str) -> Path:
         return Path(hf_hub_download(src, "config.json"))
     except Exception as error:  # of whichever HTTP library the installed hub client is built on
         raise ConvertError(
-            f"no such folder, and it could not be fetched from the hub: {_first_line(error)}"
+            f"no such folder, and it could not be fetched from the hub: {first_line(error)}"
         ) from None
 
 
@@ -122,25 +124,10 @@ def _recognise(path: Path) -> Source:
     return Source(path)
 
 
-def _check_room(repo_id: str, revision: str | None) -> None:
+def _fetch_weights(repo_id: str, revision: str | None) -> None:
     try:
         info = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
-    except Exception:  # unreachable or refused: the download reports it, unless the cache is complete
+    except Exception:  # unreachable or refused: snapshot_download reports it, unless the cache is complete
         return
-    missing = sum(
-        file.size or 0
-        for file in info.siblings or []
-        if file.rfilename.endswith(".safetensors")
-        and not isinstance(try_to_load_from_cache(repo_id, file.rfilename, revision=info.sha), str)
-    )
-    cache = Path(constants.HF_HUB_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
-    if missing > (free := shutil.disk_usage(cache).free):
-        raise ConvertError(
-            f"--src {repo_id}: {size(missing)} to download, {size(free)} free under {cache}; "
-            "make room, or point HF_HOME to a larger disk"
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    files = info.siblings or []
+    fetch_blobs(info, [one for one in files if any(fnmatch(one.rfilename, pattern) for pattern in PATTERNS)])

@@ -1,28 +1,22 @@
 """Fetches GGUFs from the Hugging Face hub once, into the hub's own cache.
 
 `hf:owner/repo:Q4_K_M` is a repository and a quant, as in its files' names. Cached files are served without
-the network. An interrupted download resumes, and a file gets its name in the cache only if its sha256 is the
-hub's: huggingface_hub starts again in each process, and compares only sizes.
+the network.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
-import shutil
 import sys
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_MININTERVAL", "10")  # at most one line in ten seconds in a log
 
-from huggingface_hub import HfApi, constants, hf_hub_download, hf_hub_url
+from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-from huggingface_hub.file_download import http_get, repo_folder_name
-from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # a lazy import
 
+from qwen_serve.common.hub import DownloadError, fetch_blobs, first_line, repo_folder
 from qwen_serve.server.hub_files import (
     DEFAULT_QUANT,
     HubError,
@@ -34,11 +28,6 @@ from qwen_serve.server.hub_files import (
     tower_beside,
     tower_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 
 def fetch(repo: str, quant: str | None, *, vision: bool) -> Path:
@@ -66,20 +55,15 @@ def fetch(repo: str, quant: str | None, *, vision: bool) -> Path:
     # the tower first: once the model is complete, everything is
     wanted = [siblings[name] for name in (*([tower] if tower else []), *files)]
     try:
-        _check_room(repo, wanted)
-        paths = [_download(repo, info, file) for file in wanted]
-    except HubError:
-        raise
+        fetch_blobs(info, wanted)
+        paths = [Path(hf_hub_download(repo, file.rfilename)) for file in wanted]
+    except DownloadError as error:
+        raise HubError(f"hf:{repo}: {error}") from None
     except Exception as error:
         raise HubError(
-            f"hf:{repo}: could not be fetched: {_first_line(error)}; the same command goes on from there"
+            f"hf:{repo}: could not be fetched: {first_line(error)}; the same command goes on from there"
         ) from None
     return cached or paths[-len(files)]
-
-
-def repo_folder(repo: str) -> Path:
-    """A repository's folder in the hub's cache."""
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
 def _cached(repo: str, quant: str | None) -> Path | None:
@@ -93,67 +77,6 @@ def _cached(repo: str, quant: str | None) -> Path | None:
     return None
 
 
-def _download(repo: str, info: ModelInfo, file: RepoSibling) -> Path:
-    """Downloads a file into the cache, under the hub client's name for it; returns its path there."""
-    # files in git itself are small and have no sha256; larger ones are fetched by Xet, which verifies them
-    if file.lfs is not None and file.lfs.size < constants.MAX_HTTP_DOWNLOAD_SIZE:
-        blob = repo_folder(repo) / "blobs" / file.lfs.sha256
-        if not blob.exists():
-            blob.parent.mkdir(parents=True, exist_ok=True)
-            url = hf_hub_url(repo, file.rfilename, revision=info.sha)
-            _download_blob(url, blob, file.lfs.size, f"hf:{repo}: {file.rfilename}")
-    return Path(hf_hub_download(repo, file.rfilename))
-
-
-def _download_blob(url: str, blob: Path, n_bytes: int, what: str) -> None:
-    part = blob.with_name(f"{blob.name}.incomplete")
-    with part.open("ab+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{what}: another process is fetching it; waiting for it", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if blob.exists():
-            return
-        if file.seek(0, os.SEEK_END) > n_bytes:
-            file.truncate(0)
-        name = PurePosixPath(what).name
-        http_get(
-            url,
-            file,
-            resume_size=file.tell(),
-            headers=build_hf_headers(),
-            expected_size=n_bytes,
-            displayed_filename=name,
-        )
-        file.flush()
-        file.seek(0)
-        if (digest := hashlib.file_digest(file, "sha256").hexdigest()) != blob.name:
-            part.unlink()
-            raise HubError(
-                f"{what}: what came has the sha256 {digest}, the hub's is {blob.name}; it was removed, the "
-                "same command fetches it again"
-            )
-        part.replace(blob)
-
-
-def _check_room(repo: str, files: Iterable[RepoSibling]) -> None:
-    """Raises HubError if the disk has too little room for the rest of the download."""
-    folder = repo_folder(repo)
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = 0
-    for file in files:
-        blob = folder / "blobs" / (file.lfs.sha256 if file.lfs else "")
-        if file.lfs and not blob.exists():
-            part = blob.with_name(f"{blob.name}.incomplete")
-            missing += (file.size or 0) - (part.stat().st_size if part.exists() else 0)
-    if missing > (free := shutil.disk_usage(folder).free):
-        raise HubError(
-            f"hf:{repo}: {missing / 1e9:,.1f} GB to download, {free / 1e9:,.1f} GB free under "
-            f"{constants.HF_HUB_CACHE}; make room, or point HF_HOME to a larger disk"
-        )
-
-
 def _refusal(error: Exception) -> str:
     if isinstance(error, GatedRepoError):
         return "access is gated; accept its terms on the hub and set HF_TOKEN"
@@ -161,8 +84,4 @@ def _refusal(error: Exception) -> str:
         return "the hub knows no such model (private? set HF_TOKEN)"
     if constants.HF_HUB_OFFLINE:
         return "is not in the cache, and HF_HUB_OFFLINE keeps it from being fetched"
-    return f"is not in the cache, and the hub ({constants.ENDPOINT}) is out of reach: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"is not in the cache, and the hub ({constants.ENDPOINT}) is out of reach: {first_line(error)}"

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 REPO, COMMIT = "Someone/Tiny-1B", "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -56,7 +59,7 @@ class Hub(BaseHTTPRequestHandler):
             self.end_headers()
 
     def lfs(self, name: str, n_bytes: int) -> dict[str, Any] | None:
-        if not name.endswith(".gguf"):
+        if not name.endswith((".gguf", ".safetensors")):
             return None
         return {"sha256": _digest(self.folder / name), "size": n_bytes, "pointerSize": 134}
 
@@ -106,6 +109,24 @@ def serving(folder: Path) -> Iterator[tuple[str, type[Hub]]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def in_place_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, bytes]
+) -> Iterator[type[Hub]]:
+    """The hub's client asks a server with these files, and finds an empty cache, `folder`/hub."""
+    for name, data in files.items():
+        path = folder / "repository" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    with serving(folder / "repository") as (endpoint, handler):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield handler
 
 
 def _digest(file: Path) -> str:

@@ -63,5 +63,5 @@ def test_a_download_larger_than_the_disk_is_not_begun(hub: tuple[str, type[Hub]]
     hub[1].claimed_bytes = 10**16
     done = convert(hub[0], REPO, tmp_path)
     assert done.returncode == 1
-    assert f"error: --src {REPO}: 20,000 TB to download" in done.stderr
+    assert f"error: --src {REPO}: 20,000,000.0 GB to download" in done.stderr
     assert not list((tmp_path / "hf").rglob("*.safetensors"))

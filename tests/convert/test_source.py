@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from huggingface_hub import constants
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.source import resolve
 from tests.checkpoints import write_checkpoint
+from tests.fake_hub import REPO, in_place_of_the_hub
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -67,6 +69,27 @@ def test_whatever_the_hub_client_raises_is_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("qwen_serve.convert.source.snapshot_download", fail)
     with pytest.raises(ConvertError, match=r"could not be fetched from the hub: the wire$"):
         resolve("Someone/Tiny-1B")
+
+
+WEIGHTS = bytes(range(256)) * 1200
+
+
+def test_a_checkpoint_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no part of a checkpoint is not fetched."""
+    first = "model-00001-of-00002.safetensors"
+    files = {"config.json": b"{}", first: WEIGHTS, first.replace("1", "2", 1): b"second", "a.gguf": b"no"}
+    blobs = tmp_path / "hub" / f"models--{REPO.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete").write_bytes(WEIGHTS[:100_000])
+    with in_place_of_the_hub(monkeypatch, tmp_path, files) as hub:
+        source = resolve(REPO)
+        assert {path.name: path.read_bytes() for path in source.path.iterdir()} == {
+            name: data for name, data in files.items() if name != "a.gguf"
+        }
+        assert [part for method, _, part in hub.asked if method == "GET" and part] == ["bytes=100000-"]
+        asked = len(hub.asked)
+        assert resolve(REPO) == source
+        assert not [path for method, path, _ in hub.asked[asked:] if "/resolve/" in path]
 
 
 def test_neither_folder_nor_hub_id() -> None:

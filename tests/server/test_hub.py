@@ -19,7 +19,7 @@ from qwen_serve.server.engine import Engine, EngineSettings
 from qwen_serve.server.hub_files import HubError, choose, models_of, tower_of
 from qwen_serve.server.settings import find_mmproj, find_model
 from qwen_serve.server.weights import WeightsError, resolve
-from tests.fake_hub import REPO, Hub, serving
+from tests.fake_hub import REPO, Hub, in_place_of_the_hub
 
 PUBLISHED = [
     "README.md",
@@ -71,23 +71,15 @@ def test_what_is_not_there_or_not_clear(quant: str | None, names: list[str], sai
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     """One with a model in two quants, one of them in two parts, and a tower; the caches are empty."""
-    folder = tmp_path / "repository"
-    for name, data in {
+    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "ours"))
+    files = {
         "Tiny-Q4_K_M.gguf": WEIGHTS,
         "Q8_0/Tiny-Q8_0-00001-of-00002.gguf": b"first",
         "Q8_0/Tiny-Q8_0-00002-of-00002.gguf": b"second",
         "mmproj-F16.gguf": b"tower",
         "README.md": b"a model",
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "ours"))
-    with serving(folder) as (endpoint, handler):
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    }
+    with in_place_of_the_hub(monkeypatch, tmp_path, files) as handler:
         yield handler
 
 

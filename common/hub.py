@@ -1,0 +1,110 @@
+"""Downloads from the Hugging Face hub into the hub's own cache, which resume and are checked by sha256.
+
+huggingface_hub starts an interrupted file again (2.4 removes what came), and compares only sizes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.file_download import http_get, repo_folder_name
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # a lazy import
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+
+class DownloadError(Exception):
+    """A file cannot be downloaded; the message says why."""
+
+
+def repo_folder(repo: str) -> Path:
+    """A repository's folder in the hub's cache."""
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+
+
+def fetch_blobs(info: ModelInfo, files: Iterable[RepoSibling]) -> None:
+    """Downloads the content of large `files` of a model, under the hub client's names for it; the client
+    finds it there. `info` has the metadata of files.
+
+    Files in git itself are left to the client: they are small and have no sha256. Those that Xet alone serves
+    are left to it, too.
+
+    Raises:
+        DownloadError: the disk has too little room, or a file differs from the hub's.
+    """
+    blobs = repo_folder(info.id) / "blobs"
+    missing: dict[Path, RepoSibling] = {}
+    for file in files:
+        cached = try_to_load_from_cache(info.id, file.rfilename, revision=info.sha)
+        if file.lfs is not None and not isinstance(cached, str):
+            missing[blobs / file.lfs.sha256] = file
+    blobs.parent.mkdir(parents=True, exist_ok=True)
+    _check_room(blobs.parent, missing)
+    for blob, file in missing.items():
+        if file.lfs is not None and file.lfs.size < constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
+            blob.parent.mkdir(exist_ok=True)
+            url = hf_hub_url(info.id, file.rfilename, revision=info.sha)
+            _download(url, blob, file.lfs.size, file.rfilename)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a message of one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _download(url: str, blob: Path, n_bytes: int, name: str) -> None:
+    part = _part(blob)
+    with part.open("ab+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{name}: another process is fetching it; waiting for it", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if blob.exists():
+            return
+        if file.seek(0, os.SEEK_END) > n_bytes:
+            file.truncate(0)
+        http_get(
+            url,
+            file,
+            resume_size=file.tell(),
+            headers=build_hf_headers(),
+            expected_size=n_bytes,
+            displayed_filename=PurePosixPath(name).name,
+        )
+        file.flush()
+        file.seek(0)
+        if (digest := hashlib.file_digest(file, "sha256").hexdigest()) != blob.name:
+            part.unlink()
+            raise DownloadError(
+                f"{name}: what came has the sha256 {digest}, the hub's is {blob.name}; it was removed, the "
+                "same command fetches it again"
+            )
+        part.replace(blob)
+
+
+def _part(blob: Path) -> Path:
+    return blob.with_name(f"{blob.name}.incomplete")
+
+
+def _check_room(folder: Path, missing: dict[Path, RepoSibling]) -> None:
+    n_bytes = sum(
+        (file.size or 0) - (part.stat().st_size if (part := _part(blob)).exists() else 0)
+        for blob, file in missing.items()
+        if not blob.exists()
+    )
+    if n_bytes > (free := shutil.disk_usage(folder).free):
+        raise DownloadError(
+            f"{n_bytes / 1e9:,.1f} GB to download, {free / 1e9:,.1f} GB free under "
+            f"{constants.HF_HUB_CACHE}; make room, or point HF_HOME to a larger disk"
+        )
