@@ -59,7 +59,7 @@ COMMANDS = {
         {
             "answers": Command(
                 "The same requests alone and in company: is every answer the same, bit for bit?",
-                "qwen_serve.bench.servers.answers:answers",
+                "qwen_serve.bench.load.answers:answers",
             )
         },
     ),

@@ -107,7 +107,7 @@ class Words(Vocabulary):
         return "x " * len(ids)
 
 
-@pytest.mark.parametrize("name", ["dflash", "record"])
+@pytest.mark.parametrize("name", ["dflash", "llama-server"])
 async def test_the_texts_to_be_made_for_one_are_long_enough(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +138,6 @@ async def test_the_texts_to_be_made_for_one_are_long_enough(
 def test_an_unknown_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "nothing"]) == 1
     assert (
-        "there are card, card-quick, dflash, hackathon, hackathon-one-card, nano, record, verify"
+        "there are card, card-quick, dflash, hackathon, hackathon-one-card, llama-server, nano, verify"
         in capsys.readouterr().err
     )
