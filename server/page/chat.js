@@ -8,7 +8,7 @@ import { fromText, toJson, toMarkdown } from "./exchange.js";
 import { MessageView } from "./message.js";
 import { askForKey, closeSettings, fields, openSettings, set, settings, settingsAreOpen, showFacts, watchSettings } from "./settings.js";
 import { conversations, conversationsWith, messagesOf, remove, save, whenBlocked, whenChanged } from "./store.js";
-import { attached, readAll, watchFiles } from "./pictures.js";
+import { attached, example, readAll, watchFiles } from "./pictures.js";
 import { model, props } from "./stream.js";
 
 const input = $("input"), log = $("log"), scroll = $("scroll"), search = $("search");
@@ -448,6 +448,7 @@ function buttons() {
   $("theme").title = `Colours: ${settings.theme}`;
   $("think").setAttribute("aria-pressed", settings.think);
   $("attach").title = `Add ${seeing ? "pictures and " : ""}text files; or paste or drop them`;
+  $("example").hidden = !seeing;
   $("schema-chip").hidden = !settings.schema.trim();
   $("schema-chip").setAttribute("aria-pressed", settings.useSchema);
   const send = $("send");
@@ -589,6 +590,12 @@ async function identify() {
 
 watchSettings(buttons, () => { identify(); input.focus(); });
 watchFiles(() => seeing, take);
+$("example").addEventListener("click", async () => {
+  const { file, question } = await example();
+  input.value = question;
+  input.dispatchEvent(new Event("input"));
+  await take([file]);
+});
 whenChanged(hear);
 whenBlocked(() => notify("Another tab has an older version of this page. Close it, and your conversations are here."));
 buttons();

@@ -32,6 +32,22 @@ async function read(file) {
   return dataUrl(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.9 }));
 }
 
+/** A picture to try: three red circles. With `question`, which asks for their number. */
+export async function example() {
+  const canvas = new OffscreenCanvas(112, 80);
+  const context = canvas.getContext("2d");
+  context.fillStyle = "rgb(200 215 230)";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.fillStyle = "rgb(214 40 40)";
+  for (const [x, y] of [[20, 20], [56, 60], [92, 20]]) {
+    context.beginPath();
+    context.arc(x, y, 10, 0, 2 * Math.PI);
+    context.fill();
+  }
+  const file = new File([await canvas.convertToBlob({ type: "image/png" })], "circles.png", { type: "image/png" });
+  return { file, question: "How many circles are there?" };
+}
+
 const isPicture = ({ type }) => type.startsWith("image/");
 
 /** Calls `add` with what each file is: a picture's data URL, or a text file. `room` says how many there are by then. */

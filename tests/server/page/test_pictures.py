@@ -156,6 +156,24 @@ def test_what_is_too_large_is_made_smaller(seeing: Served, page: Any) -> None:
     page.get_by_text("“c.png” is no picture that this browser can read.").wait_for()
 
 
+@needs_vision
+def test_a_picture_to_try(seeing: Served, page: Any) -> None:
+    """Nothing is sent before the user does."""
+    page.goto(seeing.url)
+    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
+    page.reload()
+    sent = bodies(page)
+    page.locator("#example").click()
+    page.locator("#pictures img").wait_for()
+    assert page.input_value("#input") == "How many circles are there?"
+    assert not sent
+    page.locator("#send:enabled").click()
+    page.locator(".figures").wait_for()
+    (picture,) = sent_pictures(sent[0])
+    assert Image.open(BytesIO(picture)).size == (112, 80)
+    assert not page.locator("#example").is_visible()
+
+
 def test_it_attaches_as_many_as_are_read() -> None:
     source = (FOLDER / "pictures.js").read_text(encoding="utf-8")
     assert f"const MOST = {MAX_IMAGES};" in source
@@ -166,4 +184,5 @@ def test_where_nothing_sees(start: Start, page: Any) -> None:
     page.locator("#model").get_by_text("fake").wait_for()
     give(page, "paste", ("1.png", "image/png", png(1)))
     page.get_by_text("This model sees no pictures.").wait_for()
+    assert not page.locator("#example").is_visible()
     assert not page.locator("#pictures").is_visible()
