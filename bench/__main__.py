@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a folder, or by a file such as bench/latency.py
+if not __package__:  # run as a folder (`python bench`), or through a file such as bench/latency.py
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from qwen_serve.bench.cli import main

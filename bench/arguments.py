@@ -1,5 +1,4 @@
-"""The options that several commands share, as dataclasses: a command takes them as parameters, a program
-too."""
+"""Options that several commands share, as dataclasses, for commands and programs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ Natural = Annotated[int, Parameter(validator=Number(gte=0))]
 
 
 def comma_separated(read: Callable[[str], T]) -> Parameter:
-    """For a tuple that is written with commas: ``Annotated[tuple[int, ...], comma_separated(positive)]``."""
+    """For a tuple written with commas: ``Annotated[tuple[int, ...], comma_separated(positive)]``."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> tuple[T, ...]:
         return tuple(
@@ -51,7 +50,7 @@ def parsed_by(read: Callable[[str], T]) -> Parameter:
 
 
 def named_values(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """What a flag said as NAME=VALUE, once for each name; BenchError that names the flag else."""
+    """Values of a flag given as NAME=VALUE, each name once; otherwise BenchError, which names the flag."""
     pairs = [text.partition("=") for text in texts]
     if wrong := [name for name, equals, _ in pairs if not equals]:
         raise BenchError(f"{flag} {wrong[0]}: want NAME=VALUE")
@@ -59,14 +58,14 @@ def named_values(texts: Sequence[str], flag: str) -> dict[str, str]:
 
 
 def positive(text: str) -> int:
-    """An integer of at least 1; ValueError else."""
+    """An integer of at least 1; ValueError otherwise."""
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{text}: want an integer of at least 1")
     return int(text)
 
 
 def positive_number(text: str) -> float:
-    """A number above 0; ValueError else."""
+    """A number above 0; ValueError otherwise."""
     try:
         value = float(text)
     except ValueError:
@@ -86,15 +85,15 @@ class ServerOptions:
     """The server that is measured."""
 
     url: str = "http://127.0.0.1:8080"
-    """Where the server listens."""
+    """URL of the server."""
     model: str | None = None
-    """`model` in the requests (else none is named, but in chats the one that the server lists)."""
+    """`model` of the requests (default: none; in chats the one that the server lists)."""
     api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
-    """Sent as a bearer token."""
+    """API key, sent as a bearer token."""
     timeout: float = 600.0
-    """Seconds a request may take."""
+    """Seconds that a request may take."""
     name: str | None = None
-    """The server's name in the tables (else the URL)."""
+    """The server's name in the tables (default: its URL)."""
 
 
 @Parameter(name="*")
@@ -103,35 +102,35 @@ class StoreOptions:
     """Where a run is recorded."""
 
     out: Path = Path("results")
-    """The store: a folder in which the run gets one of its own."""
+    """The store: a folder in which each run gets a folder."""
     card: str | None = None
-    """The server's graphics card (else nvidia-smi's, for a local server)."""
+    """The server's graphics card (default: what nvidia-smi says, for a local server)."""
     note: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """A sentence to be kept with the run; may be repeated."""
+    """A sentence to keep with the run; may be repeated."""
 
     def begin(self, verb: str, settings: Mapping[str, Any], *, local: bool = True) -> Run:
-        """A run in this store. ``local``: the servers run on this machine, and on its card."""
+        """A new run in this store. ``local``: the servers use this machine and its card."""
         return Run.begin(self.out, verb, settings=settings, card=self.card, local=local, notes=self.note)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """What made-up prompts are like, and who counts their tokens."""
+    """What made-up prompts look like, and who counts their tokens."""
 
     tokenizer: str | None = None
-    """A .gguf, a folder with tokenizer.json, or a hub id (else the server's /tokenize)."""
+    """A .gguf, a folder with tokenizer.json, or a hub id (default: the server's /tokenize)."""
     prompts: Literal["natural", "words"] = "natural"
     """Distinct prompts are paragraphs of natural text in random order, or random words."""
     text: Path | None = None
-    """Cut distinct prompts from this text instead, nothing of it twice."""
+    """Cut distinct prompts from this text instead, using no part twice."""
     seed: int = 0
-    """Of the made-up prompts."""
+    """Seed of the made-up prompts."""
     stop_at_eos: Annotated[bool, Parameter(negative=())] = False
     """Let answers to made-up prompts end early."""
 
     def settings(self) -> dict[str, str | int | bool]:
-        """What a manifest records of them."""
+        """The settings that a manifest records."""
         made = {"text": str(self.text)} if self.text is not None else {"prompts": self.prompts}
         tokenizer = {"tokenizer": self.tokenizer} if self.tokenizer is not None else {}
         return {**made, **tokenizer, "seed": self.seed, "stop_at_eos": self.stop_at_eos}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """``where``: module:function, None where only its ``parts`` do something; ``parts``: its own commands."""
+    """``where``: module:function, None if only its ``parts`` do something; ``parts``: its subcommands."""
 
     what: str
     where: str | None = None
@@ -150,7 +150,7 @@ RENAMED = {
     "clients": "conformance clients",
     "variants": "sweep variants",
 }
-"""What was a command of its own."""
+"""Former commands -> where they are now."""
 
 
 GROUPS = {
@@ -173,7 +173,7 @@ HELP = """Measure any OpenAI-shaped server. Every run is recorded in a store (--
 
 
 def make_app(words: Sequence[str]) -> App:
-    """What ``words`` ask for brings its own help; the others' would import everything there is."""
+    """Load only the help of the command that ``words`` ask for; the others would import everything."""
     from cyclopts import App, Group
 
     app = App(
@@ -181,7 +181,7 @@ def make_app(words: Sequence[str]) -> App:
         help=HELP,
         result_action="return_value",
         version_flags=(),
-        suppress_keyboard_interrupt=False,  # main says what it says of it
+        suppress_keyboard_interrupt=False,  # main prints the help instead
     )
     app["--help"].group = Group("Help", sort_key=len(GROUPS))
     asked, part_asked = (*words[:2], None, None)[:2]
@@ -192,7 +192,7 @@ def make_app(words: Sequence[str]) -> App:
         for name in names
     }
     for name, command in COMMANDS.items():
-        group = groups.get(name)  # a new one stands under "Commands" until it has a heading
+        group = groups.get(name)  # a new command is under "Commands" until it has a heading
         if command.where is not None and not (command.parts and name == asked):
             app.command(command.where, name=name, help=None if name == asked else command.what, group=group)
             continue
@@ -215,8 +215,7 @@ def _function(where: str) -> Callable[..., Any]:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit with 143: what is measured is kept, and servers that were started are
-    stopped."""
+    """SIGTERM raises SystemExit with 143, so that measurements are kept and started servers are stopped."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -232,7 +231,7 @@ INSTALL = "pip install 'qwen-serve[bench]'"
 
 
 def help_without_extras(asked: str | None, missing: str | None) -> str:
-    """What there is, where the packages that bring each command's own help are not installed."""
+    """The list of commands, if the packages for a command's own help are not installed."""
     shown = {asked: COMMANDS[asked]} if asked in COMMANDS else COMMANDS
     lines = [f"  {name:15} {command.what}" for name, command in shown.items()]
     need = f"Commands and their options need the extra `bench` ({missing} is missing): {INSTALL}"
@@ -240,8 +239,9 @@ def help_without_extras(asked: str | None, missing: str | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Exit status: the command's; 1 after a BenchError, 130 after Ctrl-C; exits with
-    143 after SIGTERM, with 2 for wrong options; returns 2 for a command that has another name now."""
+    """Run a command line and return its exit status: the command's, 1 after a BenchError, 130 after Ctrl-C, 2
+    for a renamed command. Exits with 143 after SIGTERM and with 2 for wrong options.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in RENAMED:
         print(f"error: {words[0]}: it is now `qwen-bench {RENAMED[words[0]]}`", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Failures of a benchmark that its user can mend."""
+"""Errors of a benchmark that its user can fix."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class BenchError(Exception):
-    """Anything the user can mend; a command prints it as ``error: ...`` and exits with 1."""
+    """An error that the user can fix; a command prints it as ``error: ...`` and exits with 1."""
 
 
 class UnreachableError(BenchError):
-    """No HTTP answer at all: nothing listens, the name is unknown, or the time is up."""
+    """No HTTP answer: nothing listens, the name is unknown, or the time limit passed."""
 
 
 class ServerError(BenchError):
@@ -28,6 +28,6 @@ class ServerError(BenchError):
 
 
 def first_problem(error: ValidationError, whole: str) -> str:
-    """The first field that is wrong, and how; ``whole`` stands for the field where it is none alone."""
+    """The first field that is wrong, and how; ``whole`` replaces the field if no single one is wrong."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"

@@ -1,4 +1,4 @@
-"""``python bench/latency.py``: another spelling of ``qwen-bench latency``."""
+"""``python bench/latency.py``: the same as ``qwen-bench latency``."""
 
 import runpy
 import sys

@@ -1,4 +1,4 @@
-"""Every quantity that is recorded, by name: its unit, which way is better, and what it is.
+"""Every recorded quantity by name: its unit, which direction is better, and its meaning.
 
 A row of the store names one of these; what is not here cannot be recorded. The names of requests' quantities
 are those of the field: TTFT, ITL as the mean time of a token after the first (vLLM's TPOT; a chunk that
@@ -13,7 +13,7 @@ Better = Literal["lower", "higher"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``better`` None: it describes, and is neither good nor bad."""
+    """``better`` None: the quantity is descriptive, neither good nor bad."""
 
     unit: str
     better: Better | None
@@ -43,7 +43,7 @@ METRICS: dict[str, Metric] = {
     "goodput": Metric("req/s", "higher", "requests a second within the limits of --goodput"),
     "spot_checks_failed": Metric("answers", "lower", "sums answered wrongly"),
     "refused": Metric("requests", None, "requests answered with 429"),
-    # --- of servers compared
+    # --- of a comparison of servers
     "ms_per_token": Metric("ms", "lower", "request latency by output tokens"),
     "same_answers": Metric("answers", None, "answers equal to the reference's"),
     "compared_answers": Metric("answers", None, "prompts that both answered"),
@@ -69,10 +69,10 @@ METRICS: dict[str, Metric] = {
     # --- of a type of the KV cache
     "kv_bytes": Metric("bytes", "lower", "keys and values of a token, all layers"),
     "retrieved": Metric("%", "higher", "tokens of random numbers foreseen when they come again"),
-    # --- of passes of the engine alone, of a batch of sequences
+    # --- of single passes of the engine, for a batch of sequences
     "step_time": Metric("ms", "lower", "time of a step"),
     "sample_time": Metric("ms", "lower", "processor time to choose the tokens of a step"),
-    # --- of a quality gate, or a subtask of one
+    # --- of a quality gate, or one of its subtasks
     "score": Metric("%", "higher", "score"),
     "score_low": Metric("%", None, "lower end of the score's 95% interval"),
     "score_high": Metric("%", None, "upper end of the score's 95% interval"),
@@ -87,7 +87,7 @@ METRICS: dict[str, Metric] = {
     "cut_thinking": Metric("answers", "lower", "answers that were still thinking then"),
     "empty_answers": Metric("answers", "lower", "replies without an answer"),
     "retries": Metric("requests", "lower", "requests that had to be sent again"),
-    # --- of weights: a GGUF, and how far it is from its reference (the cell says at which positions)
+    # --- of weights: a GGUF, and its distance from its reference (the cell says at which positions)
     "size": Metric("MB", "lower", "size of the GGUF"),
     "bits_per_weight": Metric("bits", "lower", "bits per weight"),
     "scored_tokens": Metric("tokens", None, "positions compared"),

@@ -1,4 +1,4 @@
-"""Where and with what a run was made: this machine, the card, versions, and what a server says of itself."""
+"""The conditions of a run: this machine, the card, versions, and what a server says about itself."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ LOCAL = {"127.0.0.1", "localhost", "::1"}
 
 
 def host() -> dict[str, str]:
-    """This machine, which is the client's: system, processor, cores and memory."""
+    """This machine, which runs the client: system, processor, cores and memory."""
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -27,7 +27,7 @@ def host() -> dict[str, str]:
 
 
 def card() -> tuple[str | None, str | None]:
-    """(name and memory, driver) of this machine's cards, as nvidia-smi tells; None where there are none."""
+    """(name and memory, driver) of this machine's cards, according to nvidia-smi; None without cards."""
     found = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     if found is None:
         return None, None
@@ -36,12 +36,12 @@ def card() -> tuple[str | None, str | None]:
 
 
 def is_local(url: str) -> bool:
-    """Whether the server behind ``url`` runs on this machine, and therefore on its card."""
+    """Whether the server at ``url`` runs on this machine, and so uses its card."""
     return urlsplit(url).hostname in LOCAL
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter, as far as they are installed."""
+    """Versions of Python and of the relevant packages that are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -53,12 +53,12 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str | None:
-    """Of this checkout, ``-dirty`` where it holds changes; None outside of one."""
+    """This checkout's commit, with ``-dirty`` if it has changes; None outside of a checkout."""
     return _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
 
 
 async def about_server(client: Client) -> dict[str, str]:
-    """Its URL, its Server header, its model, and the build where /props or /version tell it."""
+    """The server's URL, Server header and model, and its build if /props or /version gives it."""
     about = {"url": client.url}
     for path, keys in (("/v1/models", ()), ("/version", ("version",)), ("/props", ("build_info",))):
         try:

@@ -1,4 +1,4 @@
-"""``python bench/quality.py``: another spelling of ``qwen-bench quality``."""
+"""``python bench/quality.py``: the same as ``qwen-bench quality``."""
 
 import runpy
 import sys

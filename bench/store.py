@@ -42,7 +42,7 @@ Status = Literal["running", "finished", "stopped"]
 
 
 class Manifest(BaseModel):
-    """How a run came about. ``card`` and ``driver`` are the servers', ``host`` the client's machine.
+    """The conditions of a run. ``card`` and ``driver`` are the servers', ``host`` the client's machine.
 
     ``subjects``: what is known of each, such as its command line, URL or settings. ``seconds``: wall time.
     ``status``: "stopped" after an error or an interruption, "running" too where the process was killed.
@@ -113,8 +113,8 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, keep: Callable[[Mapping[str, Any]], bool]) -> Self:
-        """Go on with a run that was measured in part, or is to be measured further. Rows that are not to be
-        kept, such as those of a round that was cut, are dropped.
+        """Continue a run that was interrupted, or is to be extended. Rows that should go, such as those of an
+        incomplete round, are dropped.
 
         Raises BenchError for a folder that holds no run, or a broken one.
         """
@@ -127,7 +127,7 @@ class Run:
         return cls(folder, manifest)
 
     def add(self, subject: str, workload: str, cell: str, round: int, values: Mapping[str, float]) -> None:
-        """Append the values of one request, or of a whole cell, by the names of `METRICS`.
+        """Add the values of one request, or of a whole cell, by the names of `METRICS`.
 
         Raises KeyError for an unknown metric, ValueError for a value that is no finite number.
         """
@@ -141,24 +141,24 @@ class Run:
             _write_whole(self._rows, "".join(line + "\n" for line in lines).encode())
 
     def describe(self, subject: str, **about: Any) -> None:
-        """Take down what is known of a subject, beside what was known before."""
+        """Record facts about a subject, in addition to earlier ones."""
         self.manifest.subjects[subject] = {**self.manifest.subjects.get(subject, {}), **about}
         self._save()
 
     def note(self, text: str) -> None:
-        """Keep a sentence that every view of the run has to show, and say it on stderr."""
+        """Keep a sentence that every view of the run shows, and print it on stderr."""
         print(f"note: {text}", file=sys.stderr, flush=True)
         self.manifest.notes.append(text)
         self._save()
 
     def close(self, status: Status = "finished") -> None:
-        """End the run; what it holds stays."""
+        """End the run; its rows stay."""
         os.close(self._rows)
         self.manifest.status = status
         self._save()
 
     def results(self) -> "Results":
-        """What has been recorded so far."""
+        """The rows so far."""
         return load([self.folder])
 
     def __enter__(self) -> Self:

@@ -1,1 +1,1 @@
-"""What figures mean: statistics of measurements, and the model of what a card could do."""
+"""Statistics of measurements, and a model of what a card could do."""

@@ -1,4 +1,4 @@
-"""What cards can do: published datasheets, and the time of a pass by them.
+"""What cards can do: published datasheets, and the time of a pass estimated from them.
 
     estimate = kernels x launch + max(bytes / bandwidth, operations / compute)
 
@@ -48,15 +48,16 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Reached:
-    """What an engine makes of a card: shares of its bandwidth and of its F16 rate, and seconds to launch a
-    kernel."""
+    """What an engine reaches on a card: shares of its bandwidth and of its F16 rate, and seconds to launch a
+    kernel.
+    """
 
     bandwidth: float = 1.0
     compute: float = 1.0
     launch: float = 0.0
 
     def terms(self, card: Card, work: Work) -> NDArray[np.float64]:
-        """The seconds of one pass, an estimate: bytes being moved, arithmetic, launches."""
+        """An estimate of one pass, in seconds: moving bytes, arithmetic and launches."""
         memory = work.n_bytes / (card.bandwidth * self.bandwidth)
         compute = work.operations / (card.compute * self.compute)
         launch = work.kernels * self.launch
@@ -78,23 +79,25 @@ class Drafts:
 
     @property
     def tokens(self) -> float:
-        """Expected tokens a verification, the one after the accepted drafts included."""
+        """Expected tokens of a verification, including the one after the accepted drafts."""
         return sum(self.acceptance**i for i in range(self.count + 1))
 
     @property
     def rejected(self) -> float:
-        """The chance that a draft is not right to its end."""
+        """Probability that a draft contains a wrong token."""
         return 1 - self.acceptance**self.count
 
     @property
     def recomputed(self) -> float:
-        """Expected tokens of a verification that were right before a wrong one: after a copy of the state is
-        gone back to, they are computed again with the next draft."""
+        """Expected tokens of a verification that were right before a wrong one. After a rollback to a copy of
+        the state they are computed again with the next draft.
+        """
         return self.tokens - 1 - self.count * self.acceptance**self.count
 
     def snapshots(self, geometry: Geometry) -> int:
-        """States that our server keeps behind the newest by default: of a draft no longer than that, what is
-        wrong is taken back for nothing."""
+        """States before the newest one that our server keeps by default. Rejected tokens of a draft no longer
+        than that are rolled back at no cost.
+        """
         if self.block is not None:
             return self.count
         from qwen_serve.server.engine.planning.fit import (
@@ -107,7 +110,7 @@ class Drafts:
 def prefill_passes(
     geometry: Geometry, tokens: int, drafts: Drafts | None = None, *, cached: bool, ubatch: int = UBATCH
 ) -> Iterator[tuple[Work, float]]:
-    """Reading a prompt: passes and how often each; ``cached``: all but its last token is there already."""
+    """Passes that read a prompt, each with its count; ``cached``: only its last token is missing."""
     passes = [geometry.decode(tokens - 1)] if cached else [*geometry.prefill(tokens, ubatch=ubatch)]
     if drafts is not None and drafts.block is not None:
         rows = 1 if cached else tokens
@@ -118,12 +121,14 @@ def prefill_passes(
 def decode_passes(
     geometry: Geometry, prompt: int, tokens: int, drafts: Drafts | None
 ) -> Iterator[tuple[Work, float]]:
-    """The `tokens - 1` output tokens after the first, which the prefill gives: passes, how often each."""
+    """Passes for the `tokens - 1` output tokens after the first, which the prefill gives; each with its
+    count.
+    """
     done, left = 0.0, float(tokens - 1)
     snapshots = drafts.snapshots(geometry) if drafts is not None else 0
     while left > 1e-9:
         context, gained = prompt + done, drafts.tokens if drafts is not None else 1.0
-        share = min(1.0, left / gained)  # the last step may be needed in part only
+        share = min(1.0, left / gained)  # of the last step, only a part may be needed
         if drafts is None:
             yield geometry.decode(context), share
         else:
@@ -141,6 +146,6 @@ def decode_passes(
 
 
 def _rollback(geometry: Geometry, drafts: Drafts) -> Work:
-    """A sequence's recurrent state copied on the card before a verification, and back after a rejection."""
+    """A sequence's recurrent state, copied on the card before a verification and back after a rejection."""
     copies = 1 + drafts.rejected
     return Work(2 * copies * geometry.state_bytes, kernels=copies)

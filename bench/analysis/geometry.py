@@ -34,7 +34,7 @@ DELTA_OPERATIONS = 7  # per element of the recurrent state and token: decay 1, r
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass costs. `integer`: the weights are quantized, so products may run on 8-bit integers."""
+    """Costs of a pass. `integer`: the weights are quantized, so products may use 8-bit integers."""
 
     n_bytes: float = 0.0
     operations: float = 0.0
@@ -97,7 +97,7 @@ class Geometry:
 
     @classmethod
     def load(cls, path: Path, *, kv_bytes: float = 2.0) -> Geometry:
-        """Of a GGUF file. Raises BenchError: unreadable, or of another architecture."""
+        """The shapes of a GGUF file. Raises BenchError if it is unreadable or has another architecture."""
         try:
             return cls(read_header(path).tensors.values(), kv_bytes=kv_bytes)
         except (LlamaError, BenchError) as error:
@@ -105,16 +105,16 @@ class Geometry:
 
     @property
     def head(self) -> TensorInfo:
-        """The output head, which is the embedding where the two are tied."""
+        """Bytes of the output head, which is the embedding if the two are tied."""
         return self._head
 
     @property
     def state_bytes(self) -> float:
-        """Recurrent state of one sequence, all layers."""
+        """Bytes of the recurrent state of one sequence, all layers."""
         return F32_BYTES * sum(block.state + block.conv for block in self.trunk)
 
     def decode(self, context: float, *, sequences: int = 1) -> Work:
-        """One token for each of `sequences`, which have `context` tokens behind them."""
+        """A pass of one token for each of `sequences`, which have `context` tokens each before it."""
         return self.verify(1, context, sequences=sequences)
 
     def verify(self, rows: float, context: float, *, sequences: int = 1, snapshots: int = 0) -> Work:
@@ -134,7 +134,7 @@ class Geometry:
             yield self._pass(self.trunk, rows, start + first, outputs=1 if last else 0)
 
     def draft_step(self, context: float) -> Work:
-        """One token from the MTP block. Raises BenchError if the file has none."""
+        """A pass of the MTP block for one token. Raises BenchError if the file has no such block."""
         if self.draft is None:
             raise BenchError("--drafter mtp: the model has no MTP block")
         work = self._pass([self.draft], 1, context, outputs=1)
@@ -156,7 +156,7 @@ class Geometry:
         for block in blocks:
             n_bytes += (
                 sequences * self.kv_bytes * block.kv * (context + 2 * rows)
-            )  # all read, the new written
+            )  # all states read, the new ones written
             n_bytes += sequences * F32_BYTES * 2 * (block.state + block.conv)
             operations += sequences * (4.0 * block.queries * seen + DELTA_OPERATIONS * block.state * rows)
         return Work(n_bytes, operations, kernels, self.quantized)

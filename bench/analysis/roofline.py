@@ -1,4 +1,4 @@
-"""What a request would take on a card, by a GGUF's tensors: an estimate, and a bound by the datasheet."""
+"""Estimates what a request takes on a card from a GGUF's tensors, with a lower bound from the datasheet."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from qwen_serve.bench.load.protocol import CATEGORIES
 from qwen_serve.bench.terminal import Cell, Table
 
 KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Of one element of the KV cache, block scales included."""
+"""Bytes of one element of the KV cache, block scales included."""
 CASES = ("prompt read", "prompt cached", "prompt read, drafts", "prompt cached, drafts")
 
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
@@ -25,7 +25,7 @@ Reach = Annotated[float, Parameter(validator=Number(gt=0, lte=1))]
 
 
 def card_named(text: str) -> Card:
-    """A card, however its letters are written; ValueError names those there are."""
+    """A card, in upper or lower case; ValueError lists the known ones."""
     if (name := text.upper()) not in CARDS:
         raise ValueError(f"{text}: want some of {', '.join(CARDS)}")
     return CARDS[name]
@@ -45,7 +45,7 @@ def roofline(
     drafter: Literal["ngram", "mtp", "dflash"] = "ngram",
     draft_model: Path | None = None,
 ) -> int:
-    """What a request would take on a card: an estimate, and what no engine can be below.
+    """What a request would take on a card: an estimate, and a time that no engine can beat.
 
     Bytes, operations and kernels of each pass follow from the file's tensors. The bound takes the datasheet's
     bandwidth and its highest rate of operations (8-bit integers where weights are quantized) and no launches.
@@ -100,7 +100,7 @@ def roofline(
 def predict(
     card: Card, reached: Reached, geometry: Geometry, drafts: Drafts | None, ubatch: int
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """By category and case, the milliseconds of its request on ``card`` by what they are."""
+    """By category and case, the milliseconds of its request on ``card``, by part."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for category in CATEGORIES.values():
         prompt, tokens = category.prompt_tokens, category.max_tokens
@@ -129,7 +129,7 @@ def passes_table(
     cards: Sequence[Card],
     reached: Reached,
 ) -> Table:
-    """What single passes move and compute."""
+    """Bytes, operations and kernels of single passes."""
     rows: list[list[Cell]] = []
     for what, work in passes(geometry, drafts, ubatch):
         row: list[Cell] = [what, work.n_bytes / 1e9, work.operations / 1e9, round(work.kernels)]
@@ -143,7 +143,7 @@ def passes_table(
 
 
 def passes(geometry: Geometry, drafts: Drafts | None, ubatch: int) -> Iterator[tuple[str, Work]]:
-    """Single passes worth looking at."""
+    """The single passes in the table."""
     yield f"prefill, {ubatch} rows from 0", next(geometry.prefill(ubatch, ubatch=ubatch))
     for category in CATEGORIES.values():
         yield f"decode at {category.prompt_tokens:,}", geometry.decode(category.prompt_tokens)

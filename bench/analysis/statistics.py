@@ -18,22 +18,23 @@ from scipy import stats
 from qwen_serve.bench.metrics import METRICS
 
 DEFAULT_ROUNDS = 10
-"""At this many a difference of 6% is found where rounds scatter by 3%; fewer settle nothing below 10%."""
+"""With this many rounds, a difference of 6% is found if rounds scatter by 3%; fewer settle nothing below 10%.
+"""
 
 LEAST_ROUNDS = 8
-"""With fewer there is no interval: what few rounds scatter by is hardly known, and one that is far off
-decides."""
+"""With fewer rounds there is no interval: their scatter is hardly known, and one outlier decides."""
 
 LEVEL = 0.95
 ALIKE = 1e-12
-"""Of logarithms: what the same figures differ by from rounding."""
+"""Difference between logarithms of equal figures, from rounding."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as good as the reference: above 1 is better, whichever way the metric counts.
+    """How many times as good as the reference: above 1 is better, whichever direction of the metric is
+    better.
 
     ``low`` and ``high`` bound 95%; None where ``rounds`` are too few for an interval. ``paired`` False: of
     different runs, so that a drift of the machine between them is in the ratio and not in its interval.
@@ -47,7 +48,7 @@ class Ratio:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval leaves 1 out."""
+        """Whether the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
@@ -57,7 +58,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """With its interval, and what that settles."""
+        """The ratio with its interval, and what that settles."""
         if self.low is None:
             return f"{self.value:.3g}x, fewer than {LEAST_ROUNDS} rounds"
         known = "" if self.told_apart or self.low == self.high else ", not told apart"
@@ -67,8 +68,9 @@ class Ratio:
 
 
 def compare_subjects(frame: pd.DataFrame, subject: str, reference: str, metric: str) -> Ratio | None:
-    """Over all cells that both have, each counting alike: paired by round where they were measured in one
-    run, else unpaired. None without any, or where the metric has no better side."""
+    """One ratio over all cells that both have, all cells with equal weight: paired by round if they were
+    measured in one run, else unpaired. None without any, or if neither direction of the metric is better.
+    """
     better = METRICS[metric].better
     if better is None or subject == reference:
         return None
@@ -104,7 +106,7 @@ def times_as_good(frame: pd.DataFrame, subject: str, reference: str, metric: str
 
 
 def interval(logs: Floats) -> Ratio:
-    """The geometric mean of paired ratios, given as their logarithms, one a round."""
+    """The geometric mean of paired ratios, given as logarithms, one a round."""
     value, rounds = float(np.exp(logs.mean())), len(logs)
     if rounds < LEAST_ROUNDS:
         return Ratio(value, None, None, rounds)
@@ -115,8 +117,9 @@ def interval(logs: Floats) -> Ratio:
 
 
 def unpaired(subject: Iterable[float], reference: Iterable[float], *, lower_is_better: bool) -> Ratio | None:
-    """For runs of different times, whose rounds do not belong together (Welch's interval): what drifted
-    between them is not seen by it, so a small difference it tells apart may still be the machine's."""
+    """A ratio of runs at different times, whose rounds do not belong together (Welch's interval). The
+    interval does not cover drift between the runs, so a small difference may be the machine's.
+    """
     ours, theirs = (np.log(np.fromiter(values, dtype=np.float64)) for values in (subject, reference))
     if not len(ours) or not len(theirs):
         return None
@@ -139,7 +142,7 @@ def by_round(frame: pd.DataFrame, metric: str) -> pd.Series:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles of ``count`` values, in their own unit."""
+    """Percentiles of ``count`` values, in the unit of the values."""
 
     p10: float
     p50: float
@@ -149,7 +152,7 @@ class Spread:
 
 
 def percentiles(frame: pd.DataFrame, metric: str, *keys: str) -> dict[tuple[str, ...], Spread]:
-    """Of all values of a metric, by the values of the columns ``keys``, in the order they were measured."""
+    """Percentiles of all values of a metric, by the columns ``keys``, in the order of measurement."""
     groups = frame[frame["metric"] == metric].groupby(list(keys), sort=False)["value"]
     counts = groups.size()
     if counts.empty:

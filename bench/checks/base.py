@@ -1,4 +1,4 @@
-"""What a check is, the register of all checks, and the server under test as they see it."""
+"""Checks, their register, and the server under test as they see it."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +21,7 @@ Answer = Mapping[str, Any]
 
 
 class FailedError(Exception):
-    """The server breaks the contract; the message says what was wanted and what came."""
+    """The server breaks the contract; the message says what was expected and what came."""
 
 
 class SkippedError(Exception):
@@ -39,7 +39,7 @@ class Target:
     oversized_bytes: int
 
     async def ask(self, path: str, **fields: Any) -> Answer:
-        """POST a good request: FailedError unless 200 and an object come back."""
+        """POST a good request; FailedError unless it returns 200 and an object."""
         reply = await self.client.request("POST", path, body=fields)
         expect(reply.status == 200, f"want 200, got {reply.status}: {error_text(reply)}")
         answer = reply.json()
@@ -47,7 +47,7 @@ class Target:
         return answer  # type: ignore[no-any-return]
 
     async def complete(self, prompt: Any = PROMPT, **fields: Any) -> Answer:
-        """A greedy raw completion of 16 tokens, unless ``fields`` say otherwise."""
+        """A greedy raw completion of 16 tokens; ``fields`` override that."""
         return await self.ask(
             COMPLETIONS, **{"prompt": prompt, "max_tokens": 16, "temperature": 0.0, **fields}
         )
@@ -57,7 +57,7 @@ class Target:
         return str((await self.complete(prompt, **fields))["choices"][0]["text"])
 
     async def chat(self, messages: Any = None, **fields: Any) -> Answer:
-        """A greedy chat completion of at most 64 tokens, unless ``fields`` say otherwise."""
+        """A greedy chat completion of at most 64 tokens; ``fields`` override that."""
         body = {"messages": messages or MESSAGES, "max_tokens": 64, "temperature": 0.0, **fields}
         return await self.ask(CHAT, **body)
 
@@ -69,13 +69,13 @@ class Target:
         return [json.loads(data) for data in events[:-1]]
 
     async def needs(self, method: str, path: str) -> None:
-        """SkippedError where the server has no such endpoint."""
+        """SkippedError if the server has no such endpoint."""
         reply = await self.client.request(method, path, body={} if method == "POST" else None)
         if reply.status in (404, 405, 501):
             raise SkippedError(f"the server has no {method} {path}")
 
     def tokenizer(self) -> Vocabulary:
-        """The independent tokenizer; SkippedError where there is none."""
+        """The independent tokenizer; SkippedError without one."""
         if self.vocabulary is None:
             raise SkippedError("needs a tokenizer: the server has no /tokenize, and --tokenizer names none")
         return self.vocabulary
@@ -94,7 +94,7 @@ CHECKS: list[Check] = []
 
 
 def check(what: str) -> Callable[[Callable[[Target], Awaitable[None]]], Callable[[Target], Awaitable[None]]]:
-    """Register a function as a check named after its module and itself."""
+    """Register a function as a check, named after its module and itself."""
 
     def register(function: Callable[[Target], Awaitable[None]]) -> Callable[[Target], Awaitable[None]]:
         theme = function.__module__.rpartition(".")[2]
@@ -105,13 +105,13 @@ def check(what: str) -> Callable[[Callable[[Target], Awaitable[None]]], Callable
 
 
 def expect(condition: object, message: str) -> None:
-    """FailedError with ``message`` unless the condition holds."""
+    """FailedError with ``message`` if the condition is false."""
     if not condition:
         raise FailedError(message)
 
 
 def expect_equal(found: object, wanted: object, what: str) -> None:
-    """FailedError that shows both sides unless they are equal."""
+    """FailedError that shows both sides if they differ."""
     expect(found == wanted, f"{what}: want {_show(wanted)}, got {_show(found)}")
 
 

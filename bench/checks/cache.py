@@ -1,4 +1,4 @@
-"""The prefix cache: who shares prefixes with whom, and what is told of it."""
+"""The prefix cache: who shares prefixes with whom, and what responses reveal of it."""
 
 from uuid import uuid4
 

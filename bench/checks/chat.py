@@ -1,4 +1,4 @@
-"""Conversations: roles, content parts, tools, and content that tries to be more than content."""
+"""Conversations: roles, content parts, tools, and content that imitates control tokens."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Many at once: nothing crosses over."""
+"""Many requests at once: no answer contains parts of another."""
 
 import asyncio
 
@@ -34,7 +34,8 @@ async def no_mixing(target: Target) -> None:
 
     alone = [await whole(index) for index in range(CLIENTS)]
     together = await asyncio.gather(*((whole if index % 2 else streamed)(index) for index in range(CLIENTS)))
-    # Batched arithmetic may break a near-tie another way (not in F32): one may; crossing over would be many.
+    # In another batch a near-tie may fall the other way (not in F32). One such answer is allowed; mixed-up
+    # answers would be many.
     other = [index for index in range(CLIENTS) if alone[index] != together[index]]
     expect(
         len(other) <= 1,

@@ -1,4 +1,4 @@
-"""``qwen-bench conformance``: runs the checks, a line each, and records how they ended."""
+"""``qwen-bench conformance``: runs the checks, prints a line for each, and records the outcomes."""
 
 import asyncio
 import json
@@ -29,21 +29,21 @@ VALUES: Mapping[Status, dict[str, float]] = {
     "FAIL": {"passed": 0},
     "skip": {"skipped": 1},
 }
-"""What a row says of each outcome."""
+"""How a row names each outcome."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class CheckedServer(ServerOptions):
-    """The server that is checked."""
+    """The server to check."""
 
     timeout: float = 120.0
-    """Seconds a check may take."""
+    """Seconds that a check may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One check: ``detail`` says what was wrong, or why it was skipped."""
+    """One check's outcome: ``detail`` says what was wrong, or why it was skipped."""
 
     status: Status
     detail: str
@@ -119,7 +119,7 @@ async def conformance(
 
 
 async def run_check(check: Check, target: Target, limit: float) -> Outcome:
-    """Run one check; a broken connection or more than ``limit`` seconds fail it, too."""
+    """Run one check; a broken connection or more than ``limit`` seconds is a failure, too."""
     began = perf_counter()
     status: Status = "pass"
     detail = ""
@@ -137,7 +137,7 @@ async def run_check(check: Check, target: Target, limit: float) -> Outcome:
 
 
 def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Check]:
-    """The checks that --only and --skip leave. Raises BenchError for a pattern that fits none."""
+    """The checks that --only and --skip leave. Raises BenchError for a pattern that matches none."""
     for pattern in (*only, *skip):
         if not any(fnmatch(check.name, pattern) for check in CHECKS):
             raise BenchError(f"no check is named {pattern!r}: see --list")
@@ -150,7 +150,7 @@ def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Check]:
 
 
 async def context_of(client: Client) -> int | None:
-    """The tokens that one sequence may have, as vLLM's or llama-server's model card says."""
+    """Maximum tokens of one sequence, as vLLM's or llama-server's model card says."""
     reply = await client.request("GET", "/v1/models")
     try:
         card = json.loads(reply.text)["data"][0]
@@ -168,7 +168,7 @@ async def _is_up(client: Client) -> bool:
 
 
 def conformance_tables(results: Results) -> list[Table]:
-    """For each run and server the counts by theme; failures with their reasons are its notes."""
+    """For each run and server the counts by theme; its notes are the failures with their reasons."""
     made: list[Table] = []
     for (run, subject), rows in results.of(workload=WORKLOAD).groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]

@@ -1,4 +1,4 @@
-"""Tokens and properties as vLLM and llama-server offer them; endpoints that are not offered."""
+"""Tokens and properties as in vLLM and llama-server; endpoints that are not served."""
 
 import json
 

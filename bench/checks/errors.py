@@ -28,7 +28,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A bad field: ``on`` says which kind of request it is put into; its name must show in the error."""
+    """A bad field: ``on`` says which kind of request gets it; the error must name it."""
 
     name: str
     field: str
@@ -137,7 +137,7 @@ BASES["any"] = BASES["prompt"] + BASES["messages"]
 
 
 def expect_refusal(reply: Reply, where: str, field: str | None = None) -> None:
-    """A 4xx with a complete error object, which names ``field`` in `param` or in the message."""
+    """A 4xx with a complete error object that names ``field`` in `param` or in the message."""
     expect(400 <= reply.status < 500, f"{where}: want a 4xx, got {reply.status}: {clip(reply.text, 120)}")
     error = reply.json().get("error")
     expect(isinstance(error, dict), f"{where}: want an error object, got {clip(reply.text, 120)}")
@@ -155,13 +155,13 @@ async def _post(target: Target, path: str, **sent: Any) -> Reply:
 
 
 def bad_field(row: Row) -> Callable[[Target], Awaitable[None]]:
-    """A check that puts the row's value into good requests."""
+    """A check that puts the row's value into valid requests."""
     key = "messages" if row.on == "messages" and row.field in ("role", "content") else row.field
 
     async def run(target: Target) -> None:
         for path, base in BASES[row.on]:
             if path == INVOCATIONS and row.value in (MISSING, None):
-                continue  # `request_empty` has this case: there either field will do
+                continue  # `request_empty` has this case: the error may name either field
             body = {"max_tokens": 4, **base, key: row.value}
             if row.value is MISSING:
                 del body[key]

@@ -1,4 +1,4 @@
-"""Log-probabilities: in OpenAI's two shapes and vLLM's, of what is generated and of what is given."""
+"""Log-probabilities of generated and of given tokens, in OpenAI's two shapes and vLLM's."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from qwen_serve.bench.checks.base import CHAT, COMPLETIONS, MESSAGES, PROMPT, An
 from qwen_serve.bench.checks.base import expect_equal as equal
 
 SHAPE_NOISE = 0.5
-"""What a log-probability may move where the same tokens are computed in batches of another shape."""
+"""Allowed difference of a log-probability if the same tokens are computed in batches of another shape."""
 
 
 def _of(answer: Answer) -> Any:

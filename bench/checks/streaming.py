@@ -1,4 +1,4 @@
-"""Server-sent events: their form, their sum, usage, early goodbyes."""
+"""Server-sent events: their format, their concatenation, usage, clients that leave early."""
 
 import asyncio
 from contextlib import aclosing
@@ -119,7 +119,7 @@ async def characters(target: Target) -> None:
     chunks = await target.chunks(COMPLETIONS, prompt=prompt, echo=True, max_tokens=24, temperature=0.0)
     expect(_text(chunks).startswith(prompt), f"echoed prompt: got {_text(chunks)[:60]!r}")
     streamed, whole = _text(chunks)[len(prompt) :], await target.text(prompt, max_tokens=24)
-    # two greedy runs may part by rounding; then what counts is that nothing is broken but, perhaps, the end
+    # two greedy runs may diverge by rounding; then only the end may differ, and nothing may be broken
     if "\ufffd" in streamed.rstrip("\ufffd"):
         equal(streamed, whole, "text")
 

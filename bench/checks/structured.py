@@ -1,4 +1,4 @@
-"""Answers that must look a certain way, calls that must be made, thoughts that must end."""
+"""Answers in a given format, forced tool calls, and thinking budgets."""
 
 import json
 import re

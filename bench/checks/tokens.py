@@ -1,4 +1,4 @@
-"""Rules about single tokens, and how many there are."""
+"""Rules about single tokens, and limits on the number of tokens."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Whether the clients people use work with a server: `qwen-bench conformance clients`."""
+"""`qwen-bench conformance clients`: whether clients that people use work with a server."""

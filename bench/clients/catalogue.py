@@ -1,4 +1,4 @@
-"""The clients, what each needs, and what must be true after each of its snippets in docs/clients.md has run.
+"""The clients, their packages, and what must hold after each of their snippets in docs/clients.md has run.
 
 A client is an environment of its own (pip requirements, or npm packages) and checks by snippet: Python that
 runs behind a Python snippet, with its variables, or after one in another language with what that printed as
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ClientProgram:
-    """One client."""
+    """A client."""
 
     checks: Mapping[str, str]
     pip: tuple[str, ...] = ()
@@ -20,7 +20,7 @@ class ClientProgram:
 
     @property
     def main_package(self) -> str:
-        """The one whose version is shown, without extras."""
+        """The package whose version is shown, without extras."""
         return (self.pip + self.npm)[0].partition("[")[0].partition("=")[0]
 
 

@@ -11,12 +11,12 @@ from qwen_serve.bench.errors import BenchError
 
 
 def cache_folder() -> Path:
-    """Where the clients are installed unless somebody says otherwise."""
+    """Default folder for the clients."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen-bench" / "clients"
 
 
 def install(program: ClientProgram, folder: Path) -> None:
-    """Fills ``folder``, once for each list of packages. Raises BenchError with the installer's own words."""
+    """Fills ``folder``, once for each list of packages. Raises BenchError with the installer's message."""
     done = folder / "installed.json"
     wanted = json.dumps([program.pip, program.npm])
     if done.is_file() and done.read_text() == wanted:
@@ -34,7 +34,7 @@ def install(program: ClientProgram, folder: Path) -> None:
 
 
 def version_of(program: ClientProgram, folder: Path) -> str:
-    """Of the client's main package."""
+    """The version of the client's main package."""
     name = program.main_package
     if program.npm:
         return str(json.loads((folder / "node_modules" / name / "package.json").read_text())["version"])
@@ -43,7 +43,7 @@ def version_of(program: ClientProgram, folder: Path) -> str:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """What it prints. Raises BenchError."""
+    """The command's output. Raises BenchError."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""``qwen-bench conformance clients``: each snippet of docs/clients.md, run by its client."""
+"""``qwen-bench conformance clients``: runs each snippet of docs/clients.md with its client."""
 
 import contextlib
 import os
@@ -33,12 +33,12 @@ class ServedTo(ServerOptions):
     """The server that the clients talk to."""
 
     timeout: float = 180.0
-    """Seconds a snippet may take."""
+    """Seconds that a snippet may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One snippet: ``detail`` says what was wrong."""
+    """One snippet's outcome: ``detail`` says what was wrong."""
 
     status: Literal["pass", "FAIL", "skip"]
     detail: str
@@ -89,7 +89,7 @@ def clients(
 
 
 def prepare(client: str, folder: Path) -> tuple[str, str]:
-    """Installs a client: its version, or else why it cannot be run here."""
+    """Installs a client; returns its version, or why it cannot run here."""
     try:
         install(CLIENTS[client], folder)
         return version_of(CLIENTS[client], folder), ""
@@ -106,7 +106,7 @@ def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
     with tempfile.TemporaryDirectory() as work:
         if snippet.language == "python":
             text += f"\n{check}\n"
-        # a module finds node_modules beside itself, or above
+        # a module finds node_modules in its own folder, or above
         home = folder if snippet.language == "javascript" else Path(work)
         script = home / f"snippet-{snippet.name}.{EXTENSIONS[snippet.language]}"
         script.write_text(text, encoding="utf-8")
@@ -123,7 +123,7 @@ def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
         detail = last_line(errors or printed) or f"exit status {status}"
     elif snippet.language != "python":
         try:
-            exec(check, {"printed": printed})  # the catalogue's own
+            exec(check, {"printed": printed})  # the catalogue's Python
         except Exception as error:
             detail = f"{type(error).__name__}: {error} {last_line(errors)}"
     seconds = perf_counter() - began
@@ -131,7 +131,9 @@ def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
 
 
 def environment(program: ClientProgram, folder: Path, work: str) -> dict[str, str]:
-    """The client's programs first on the path, a home of its own, and no keys of other services."""
+    """An environment with the client's programs first on the path, a home of its own, and no keys of other
+    services.
+    """
     path = f"{folder / 'bin'}:{folder / 'node_modules' / '.bin'}:{os.environ['PATH']}"
     kept = {
         name: value
@@ -144,7 +146,9 @@ def environment(program: ClientProgram, folder: Path, work: str) -> dict[str, st
 def execute(
     command: list[str], folder: Path, variables: dict[str, str], limit: float
 ) -> tuple[int | None, str, str]:
-    """Exit status (None: out of time), stdout, stderr. Whatever the command started ends with it."""
+    """Exit status (None after a timeout), stdout and stderr. Everything that the command started ends with
+    it.
+    """
     with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("w+b") as err:
         process = subprocess.Popen(
             command,
@@ -171,7 +175,7 @@ def execute(
 
 
 def last_line(text: str) -> str:
-    """Where most programs say what was wrong: the last line that names an error, else the last one."""
+    """The line that most programs explain an error in: the last that names an error, else the last one."""
     lines = [line.strip() for line in text.splitlines() if any(char.isalnum() for char in line)]
     wrong = [line for line in lines if ERROR.search(line)]
     return (wrong or lines or [""])[-1][:300]

@@ -1,4 +1,4 @@
-"""The snippets of docs/clients.md, which are what people copy and what is run."""
+"""The snippets of docs/clients.md, as they are copied and run."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ FENCE = re.compile(r"^```(\w+) ([\w-]+)\.(\w+)\n(.*?)^```$", re.MULTILINE | re.D
 SETUP = "setup"
 URL = "http://127.0.0.1:8080"
 TASKS = {"gsm8k": "clients_generate", "arc_easy": "clients_loglikelihood"}
-"""lm-eval's tasks that the page names, and those put in their place: no data set is fetched."""
+"""lm-eval's tasks on the page, and the tasks used instead, which fetch no data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Snippet:
         return f"{self.client}.{self.name}"
 
     def pointed_at(self, url: str, key: str | None, tasks: Path) -> str:
-        """The text for a server elsewhere."""
+        """The text with another server's address."""
         text = self.text.replace(URL, url)
         if key:
             text = text.replace('"none"', f'"{key}"').replace("TOKEN=none", f"TOKEN={key}")
@@ -41,7 +41,7 @@ class Snippet:
 
 
 def read_snippets(page: Path = PAGE) -> list[Snippet]:
-    """In the order of the page, a client's `setup` in front of each of its others.
+    """In the order of the page, a client's `setup` before each of its other snippets.
 
     Raises BenchError where there is no page, as in an installed package.
     """

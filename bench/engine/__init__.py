@@ -1,1 +1,3 @@
-"""The engine without a server: what single operations of its llama.cpp contexts cost on this machine."""
+"""Measurements of the engine without a server: costs of single operations of llama.cpp contexts on this
+machine.
+"""

@@ -1,4 +1,4 @@
-"""What each way to draft gives, and what its steps are made of."""
+"""What each way to draft gains, and the parts of its steps."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,18 @@ from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.settings import Speculation
 
 ROOM = 256
-"""Cells of a sequence beyond its own tokens, for drafts and for what llama.cpp allocates at a time."""
+"""Cells of a sequence beyond its own tokens, for drafts and for llama.cpp's allocation granularity."""
 
 PARAMS = SamplingParams(ignore_eos=True)
 
 DRAFT = "draft"
 
 OWN = ("speculation", "draft_model")
-"""Settings in which the ways differ."""
+"""Settings that differ between the ways."""
 
 
 def read_way(text: str) -> str:
-    """A value of the engine's `speculation`, with +draft for the draft model beside it; ValueError else."""
+    """A value of the engine's `speculation`, with +draft to add the draft model; ValueError otherwise."""
     speculation, plus, beside = text.partition("+")
     known = get_args(Speculation)
     if speculation not in known or (plus and (beside != DRAFT or speculation in ("off", DRAFT))):
@@ -53,7 +53,9 @@ Ways = Annotated[tuple[str, ...], comma_separated(read_way)]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Requests of one length, so many ``at_once``, in ``waves``: the next begins when all have ended."""
+    """Requests of one length, ``at_once`` of them in each of ``waves``: a wave begins when the last has
+    ended.
+    """
 
     input_tokens: int
     at_once: int
@@ -65,12 +67,12 @@ class Cell:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of a turn, with the wave that is not timed."""
+        """Requests of a turn, including the untimed wave."""
         return (1 + self.waves) * self.at_once * self.input_tokens
 
 
 def make_cells(input_tokens: Positives, concurrency: Positives, requests: int) -> list[Cell]:
-    """One for each length and concurrency, of at least so many requests."""
+    """A load for each length and concurrency, with at least this many requests."""
     return [Cell(length, n, -(-requests // n)) for length in input_tokens for n in concurrency]
 
 
@@ -89,7 +91,8 @@ def drafts(
     set: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds to the first token and a token after it by the way to draft, and what steps spend them on.
+    """Milliseconds to the first token and a token after it, by the way to draft, and what steps spend them
+    on.
 
     Each way has an engine of its own, without a prefix cache; all are loaded at once and answer the same
     requests in turns, each turn after one wave that is not timed. Ratios are against "off".
@@ -166,7 +169,7 @@ def _possible_ways(gguf: Path, draft_model: Path | None) -> list[str]:
 
 
 def _start(way: str, given: dict[str, Any], draft_model: Path | None, stack: ExitStack) -> Engine:
-    """An engine that drafts so, warm; the stack closes it."""
+    """A warm engine that drafts this way; the stack closes it."""
     speculation, _, beside = way.partition("+")
     wanted = DRAFT in (speculation, beside)
     if wanted and draft_model is None:
@@ -185,7 +188,7 @@ def _start(way: str, given: dict[str, Any], draft_model: Path | None, stack: Exi
 
 
 def _cut(engine: Engine, text: Path, count: int) -> Iterator[int]:
-    """The first ``count`` tokens of the text. Raises BenchError where it has fewer."""
+    """The first ``count`` tokens of the text. Raises BenchError if it is shorter."""
     try:
         ids = engine.vocab.tokenize(text.read_text(encoding="utf-8"), special=False)
     except (OSError, UnicodeDecodeError) as error:
@@ -234,7 +237,7 @@ async def _wave(engine: Engine, prompts: Sequence[Prompt], tokens: int) -> list[
 
 
 async def answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]:
-    """TTFT and ITL of a request, as its listener sees them."""
+    """TTFT and ITL of a request, as its listener measures them."""
     submitted = perf_counter()
     arrivals = [
         (perf_counter(), len(tokens)) async for tokens in engine.submit(prompt, PARAMS, max_tokens=count)
@@ -244,7 +247,9 @@ async def answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]
 
 
 async def _counters(engine: Engine) -> Counters:
-    """What a server's /metrics would say, once the last step is booked, which is after its tokens are out."""
+    """The figures of a server's /metrics, once the last step is counted, which happens after its tokens are
+    sent.
+    """
     stats = engine.stats()
     while sum(totals.steps for totals in stats.step_totals) < stats.steps:
         await asyncio.sleep(0.001)

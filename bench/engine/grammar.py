@@ -30,8 +30,8 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "minItems": 100_000,
     },
 }
-"""Neither has an end within reach. In a text nearly every token may come, as in most of real answers; in the
-lists few may, among them hardly one of those that an untrained model thinks the best."""
+"""Schemas whose end is out of reach. In a text nearly every token is allowed, as in most real answers. In the
+lists few are, hardly any of them likely for an untrained model."""
 
 FREE = "free"
 
@@ -52,7 +52,7 @@ def grammar(
     times: Positive = 5,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds a step of so many answers together, free and kept to JSON schemas, turn by turn.
+    """Milliseconds a step of several answers together, unconstrained and with JSON schemas, in turns.
 
     Parameters
     ----------
@@ -86,8 +86,9 @@ def grammar(
 
 
 def _watch(engine: Engine) -> list[float]:
-    """For each step from now on, the processor's seconds that choosing its tokens takes of the engine's
-    thread."""
+    """From now on, record for each step the processor seconds that choosing its tokens takes on the engine's
+    thread.
+    """
     runner, speculator = engine._runner, engine._speculator
     collect, verify = runner.collect, speculator.verify
     choosing: list[float] = []
@@ -145,7 +146,7 @@ async def _compare(
 async def _answer(
     engine: Engine, n: int, tokens: int, params: SamplingParams, begin: Callable[[], Constraint | None]
 ) -> float:
-    """Seconds of a step of `n` answers: median."""
+    """Median seconds of a step of `n` answers."""
     moments: list[float] = []
 
     async def one(index: int) -> None:

@@ -1,4 +1,4 @@
-"""``qwen-bench engine kv-cache``: what a type of the KV cache costs and saves, beside f16.
+"""``qwen-bench engine kv-cache``: what a type of the KV cache costs and saves compared with f16.
 
 Every type reads the same tokens of the same model, so that all that differs is how keys and values are kept.
 """
@@ -30,13 +30,13 @@ from qwen_serve.server.engine.settings import EngineSettings
 VERB = "kv-cache"
 PLAIN = "plain"
 ROTATION = "LLAMA_ATTN_ROT_DISABLE"
-"""llama.cpp turns heads by a Hadamard matrix before it quantizes them, unless this says otherwise."""
+"""llama.cpp rotates heads by a Hadamard matrix before it quantizes them, unless this variable forbids it."""
 
 LOGIT_BYTES = 64 * 2**20
-"""Of one cache's logits at a time."""
+"""Memory for one cache's logits at a time."""
 
 MARGIN = 64
-"""Cells beyond the text, for the steps that are timed."""
+"""Cells beyond the text, for the timed steps."""
 
 Rows = NDArray[np.float32]
 Tokens = NDArray[np.int32]
@@ -44,7 +44,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class KvType:
-    """Types of keys and values; ``rotated``: as llama.cpp does it with quantized ones."""
+    """Types of keys and values; ``rotated``: with llama.cpp's rotation of quantized ones."""
 
     keys: str
     values: str
@@ -52,13 +52,13 @@ class KvType:
 
     @property
     def name(self) -> str:
-        """As `read_kv_type` reads it."""
+        """The name that `read_kv_type` reads."""
         both = self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
         return both if self.rotated else f"{both}:{PLAIN}"
 
 
 def read_kv_type(text: str) -> KvType:
-    """TYPE or KEYS/VALUES, with :plain for one without llama.cpp's rotation; ValueError else."""
+    """TYPE or KEYS/VALUES, with :plain for no rotation; ValueError otherwise."""
     types, colon, rotation = text.partition(":")
     keys, _, values = types.partition("/")
     if {keys, values or keys} - set(CACHE_TYPES) or (colon and rotation != PLAIN):
@@ -169,7 +169,7 @@ def read_text(
 
 
 class Cache:
-    """A context with one type of cache, and the rows it gives for tokens that are read."""
+    """A context with one type of cache, and the logits of tokens that it reads."""
 
     def __init__(self, model: Model, kv_type: KvType, n_ctx: int, threads: int) -> None:
         self.kv_type = kv_type
@@ -193,7 +193,7 @@ class Cache:
             )
 
     def read(self, tokens: Tokens, start: int, *, scored: bool) -> Rows:
-        """Go on with these tokens from position ``start``; their logits [tokens, n_vocab], or none."""
+        """Read these tokens from position ``start`` on; return their logits [tokens, n_vocab], or none."""
         context, n = self.context, len(tokens)
         context.tokens[:n] = tokens
         context.positions[:n] = range(start, start + n)
@@ -207,7 +207,7 @@ class Cache:
         self.context.remove(0)
 
     def time(self, recorder: Recorder, times: int) -> None:
-        """Steps of one token, after the text that was read last."""
+        """Seconds of steps of one token each, after the text that was read last."""
         token = np.zeros(1, np.int32)
         for at in range(-UNTIMED, min(times, MARGIN - UNTIMED)):
             began = perf_counter()
@@ -218,7 +218,7 @@ class Cache:
 
 @contextmanager
 def rotation(wanted: bool) -> Iterator[None]:
-    """Contexts made meanwhile turn the heads of quantized caches, or do not."""
+    """While this is active, new contexts rotate the heads of quantized caches, or do not."""
     before = os.environ.get(ROTATION)
     os.environ[ROTATION] = "0" if wanted else "1"
     try:
@@ -231,7 +231,7 @@ def rotation(wanted: bool) -> Iterator[None]:
 
 
 def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[list[Rows]]:
-    """The second half's logits by every cache, a piece at a time."""
+    """The second half's logits of every cache, a piece at a time."""
     middle, size = len(tokens) // 2, caches[0].rows
     for cache in caches:
         cache.forget()
@@ -245,8 +245,9 @@ def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[list[Rows
 def score(
     caches: Sequence[Cache], chunks: Sequence[Tokens], what: str
 ) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """By each cache, for every token of the second halves [chunks, tokens]: the KL divergence from the first
-    cache's distribution of what comes next, and the first choice."""
+    """By cache, for every token of the second halves [chunks, tokens]: the KL divergence of the next token's
+    distribution from the first cache's, and the first choice.
+    """
     found: list[tuple[list[Rows], list[NDArray[np.int64]]]] = [([], []) for _ in caches]
     with Bar(what, total=len(chunks), unit="chunks") as bar:
         for chunk in chunks:
@@ -262,7 +263,7 @@ def score(
 
 
 def diverge(caches: Sequence[Cache], chunks: Sequence[Tokens], recorder: Recorder) -> None:
-    """KL divergence from the first cache's distributions, and how often the first choice is the same."""
+    """KL divergence from the first cache's distributions, and the share of equal first choices."""
     found = score(caches, chunks, "divergence")
     for cache, (divergence, choices) in zip(caches, found, strict=True):
         name = cache.kv_type.name
@@ -273,7 +274,7 @@ def diverge(caches: Sequence[Cache], chunks: Sequence[Tokens], recorder: Recorde
 
 
 def retrieve(caches: Sequence[Cache], passages: Sequence[Tokens], recorder: Recorder) -> None:
-    """Of every token of a passage's second reading but the first, whether it was foreseen."""
+    """For every token of a passage's second reading except the first: whether it was predicted."""
     following = np.stack([passage[len(passage) // 2 + 1 :] for passage in passages])
     right = [choices[:, :-1] == following for _, choices in score(caches, passages, "retrieval")]
     for cache, found in zip(caches, right, strict=True):

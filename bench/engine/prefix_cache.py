@@ -1,4 +1,4 @@
-"""What holding and sharing states costs."""
+"""Costs of holding and sharing states."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ from qwen_serve.bench.engine.recording import UNTIMED, Recorder, make_context, r
 from qwen_serve.llamacpp import Model
 
 STREAMS = 8
-"""Sequences that decode side by side."""
+"""Sequences that decode together."""
 
 TOKEN = 300
-"""Any token does: no step's time depends on what it says."""
+"""Any token will do: it does not affect the time of a step."""
 
 RESTORES = 3
 
 
 class Bench:
-    """A context with one pool of cells for all sequences, and how many tokens each of them has."""
+    """A context with one pool of cells for all sequences, and the number of tokens of each."""
 
     def __init__(self, model: Model, recorder: Recorder, *, cells: int, sequences: int, ubatch: int) -> None:
         self.context = make_context(
@@ -61,7 +61,7 @@ class Bench:
         rows: int = 1,
         forget: bool = False,
     ) -> None:
-        """Record several runs after some others; after each the sequences may be forgotten."""
+        """Record several runs after some untimed others; ``forget`` the sequences after each, if asked to."""
         for round in range(1 - UNTIMED, times + 1):
             spent = self.run(sequences, length, rows)
             if round >= 1:
@@ -70,7 +70,7 @@ class Bench:
                 self.remove(sequence)
 
     def fill(self, sequence: int, count: int) -> None:
-        """Give a sequence so many tokens more."""
+        """Add this many tokens to a sequence."""
         for start in range(0, count, self.context.n_batch):
             self.run([sequence], min(count - start, self.context.n_batch))
 
@@ -93,8 +93,8 @@ def prefix_cache(
     times: Positive = 20,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds of a decode step by the cells that are occupied but not used by it; of reading a prompt;
-    of copying, saving and restoring a sequence.
+    """Milliseconds of a decode step by the number of occupied cells that it does not use, of reading a
+    prompt, and of copying, saving and restoring a sequence.
 
     The defaults of the prefix cache's settings come from these figures.
 
@@ -120,7 +120,7 @@ def prefix_cache(
 def _measure(
     model: Model, recorder: Recorder, resident: Sequence[int], piece: int, ubatch: int, times: int
 ) -> None:
-    """Steps, by what checkpoints occupy beside them; what it takes to share, save and restore one."""
+    """Record steps by the cells that checkpoints occupy, and the costs to share, save and restore one."""
     pieces = resident[-1] // piece
     first = STREAMS + 4
     cells = resident[-1] + piece + 256 * first + 4 * 2048

@@ -1,4 +1,4 @@
-"""What the engine's measurements share: the model, timing, and rows in the store."""
+"""Shared by the engine's measurements: the model, timing, and rows in the store."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.server.engine.errors import EngineError
 
 UNTIMED = 3
-"""Runs of a shape before it is timed: kernels are loaded, graphs built and captured."""
+"""Untimed runs of a shape: they load kernels, and build and capture graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Recorder:
     workload: str
 
     def time(self, cell: str, action: Callable[[], object], times: int, *, metric: str = "step_time") -> None:
-        """Run it untimed, then ``times`` times, each a round."""
+        """Run it untimed, then ``times`` times, each time as a round."""
         for _ in range(UNTIMED):
             action()
         for round in range(1, times + 1):
@@ -43,13 +43,13 @@ class Recorder:
         self.add(cell, round, metric, 1000 * (perf_counter() - started))
 
     def add(self, cell: str, round: int, metric: str, value: float) -> None:
-        """A value that was measured otherwise."""
+        """Add a value that was measured elsewhere."""
         self.run.add(self.subject, self.workload, cell, round, {metric: value})
 
 
 @contextmanager
 def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) -> Iterator[Run]:
-    """A run for figures of a model, whose tables are printed in the end.
+    """A run for figures of a model; at the end, its tables are printed.
 
     Raises BenchError for a file that is not there, cannot be loaded, or when llama.cpp refuses something.
     """
@@ -67,7 +67,7 @@ def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) 
 def recorded(
     gguf: Path, verb: str, workload: str, store: StoreOptions, settings: dict[str, Any]
 ) -> Iterator[tuple[Model, Recorder]]:
-    """The model on the GPU, if there is one, and a run for its figures; raises as `begun`."""
+    """The model, on the GPU if there is one, and a run for its figures; raises as `begun`."""
     with begun(gguf, verb, store, settings) as run:
         model = Model(gguf, n_gpu_layers=-1 if supports_gpu() else 0)
         try:
@@ -78,7 +78,7 @@ def recorded(
 
 
 def make_context(model: Model, *, n_seq: int, n_ctx: int, **options: Any) -> Context:
-    """A context as the engine's are, with f16 keys and values and one thread."""
+    """A context like the engine's, with f16 keys and values and one thread."""
     given = {"n_batch": 512, "n_ubatch": 512, "n_outputs": n_seq, **options}
     return Context(
         model,

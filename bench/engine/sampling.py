@@ -1,4 +1,4 @@
-"""What each way to the next tokens costs: a step that decodes a token of each of so many sequences."""
+"""Costs of each way to sample: a step that decodes a token of each of several sequences."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ DRAWS = {
     ),
     "top-p 0.95": SamplingParams(temperature=1.0, top_p=0.95),
 }
-"""What is drawn by, at temperature 1: from candidates, and the last from whole rows."""
+"""Samplers at temperature 1: over candidates, and the last over whole rows."""
 
 
 def sampling(
@@ -34,7 +34,7 @@ def sampling(
     times: Positive = 10,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds of a step that ends with a token of each sequence on the host, by the way it gets there.
+    """Milliseconds of a step until a token of each sequence is on the host, by where it is sampled.
 
     From raw rows, from each device sampler, from llama.cpp's own greedy samplers; with one request among them
     that needs its whole row, read out or copied with all the others; and what another device sampler for a
@@ -75,7 +75,7 @@ def sampling(
 
 
 def _draw(context: Context, vocab: Vocab, recorder: Recorder, rows: Positives, times: int) -> None:
-    """What the host alone does for a step's tokens at a temperature, each by a sampler of its own."""
+    """Host time to sample a step's tokens at a temperature, each with a sampler of its own."""
     for what, params in DRAWS.items():
         for n in sorted(rows):
             samplers = [Sampler(params, vocab, []) for _ in range(n)]
@@ -95,7 +95,7 @@ def _one_other(context: Context, recorder: Recorder, most: int, times: int) -> N
     """One request among the others that needs its whole row; and a change of device sampler."""
     context.set_sampler(most - 1, DeviceSampler.ROW)
     recorder.time(f"device sampler BEST and one ROW, {most} rows", lambda: decode(context, most), times)
-    # without any sampler for an id llama.cpp copies whole rows of all ids to the host
+    # if an id has no sampler, llama.cpp copies whole rows of all ids to the host
     C.llama_set_sampler(context._handle, most - 1, None)
     cell = f"device sampler BEST and one row without a sampler, {most} rows"
     recorder.time(cell, lambda: decode(context, most), times)
@@ -139,7 +139,7 @@ def _sampled_by_llama_cpp(context: Context, n: int) -> None:
 
 
 def _take(rows: Rows) -> None:
-    """What a sampler reads of each row."""
+    """The part of each row that a sampler reads."""
     for row, kind in enumerate(rows.kinds):
         if kind in (DeviceSampler.TOP_K, DeviceSampler.LOGPROBS):
             rows.candidates(row)

@@ -41,8 +41,9 @@ Option = bool | int | float | str | list[str | int | float]
 
 
 class Part(BaseModel):
-    """One command, such as "latency" or "engine drafts". ``peers``: names of the experiment's peers, for the
-    command of that name."""
+    """A command, such as "latency" or "engine drafts". ``peers``: names of the experiment's peers, for the
+    command of that name.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,7 +54,7 @@ class Part(BaseModel):
 
 
 class Experiment(BaseModel):
-    """What a file says."""
+    """The contents of a file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,7 +66,9 @@ class Experiment(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> "Experiment":
-        """A file, or the name of one that comes along. Raises BenchError that names what is wrong."""
+        """The contents of a file, given by path or by a bundled name. Raises BenchError that names what is
+        wrong.
+        """
         if not path.is_file():
             path = FOLDER / f"{path}.toml"
         try:
@@ -83,7 +86,7 @@ class Experiment(BaseModel):
         return made
 
     def words(self, part: Part, variables: Mapping[str, str], changed: Mapping[str, Option]) -> list[str]:
-        """The part's command line, but for --out."""
+        """The part's command line without --out."""
         common = self.options if part.command == "peers" else {}
         options = {**common, **part.options, **(changed if part.command == "peers" else {})}
         words = part.command.split()
@@ -104,7 +107,8 @@ def experiment(
     option: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """A series of measurements that a TOML file describes; what the store has of it is not run again.
+    """Run a series of measurements that a TOML file describes. Parts that the store already has are not run
+    again.
 
     Parameters
     ----------
@@ -147,7 +151,7 @@ def experiment(
 
 
 def run_part(words: Sequence[str]) -> str:
-    """Run a part in a process of its own. Returns how it went."""
+    """Run a part in a separate process. Returns its outcome."""
     process = subprocess.Popen(
         [sys.executable, "-m", "qwen_serve.bench", *words],
         env={**os.environ, **PYTHON_PATH},
@@ -163,7 +167,7 @@ def run_part(words: Sequence[str]) -> str:
 
 
 def finished_run(words: Sequence[str], folder: Path) -> Path | None:
-    """The last finished run of a command in a part's store; None where there is none."""
+    """The last finished run of a command in a part's store; None without one."""
     wanted = ["qwen-bench", *words]
     found = manifests(folder).items()
     done = [run for run, one in found if one.command == wanted and one.status == "finished"]

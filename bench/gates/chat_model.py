@@ -24,7 +24,7 @@ PATH = "/v1/chat/completions"
 THINK_START, THINK_END = "<think>", "</think>"
 # 200: a stream that broke off or a body cut short
 TRANSIENT = {200, 408, 425, 429, 500, 502, 503, 504}
-FIRST_DELAY = 0.5  # seconds before the second attempt; doubled for each further one
+FIRST_DELAY = 0.5  # seconds before the second attempt; doubled for each one after it
 MAX_DELAY = 30.0
 
 
@@ -53,7 +53,7 @@ class ChatModel(LM):  # type: ignore[misc]
     """
 
     MULTIMODAL = True
-    """What lm-eval asks of a model before it gives it pictures."""
+    """What lm-eval requires of a model that takes pictures."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ChatModel(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """The server has the tokenizer; lm-eval wants a name for its cache keys."""
+        """The server has the tokenizer; lm-eval needs a name for its cache keys."""
         return self.model
 
     def apply_chat_template(
@@ -96,7 +96,7 @@ class ChatModel(LM):  # type: ignore[misc]
         return json.dumps(chat_history, ensure_ascii=False)
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Ask all requests and return the texts to score, in order. Raises BenchError when one fails."""
+        """Send all requests and return the texts to score, in order. Raises BenchError when one fails."""
         answers = asyncio.run(self._ask_all(requests))
         for request, answer in zip(requests, answers, strict=True):
             self.answers[request.task_name, request.doc_id] = answer
@@ -151,8 +151,9 @@ class ChatModel(LM):  # type: ignore[misc]
     def _body(
         self, messages: str, settings: Mapping[str, Any], media: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """The request of lm-eval's ``messages`` and generation settings, under OpenAI's names. ``media``:
-        under "visual" the pictures of the last message, as data URLs."""
+        """A request from lm-eval's ``messages`` and generation settings, with OpenAI's names. ``media``: the
+        pictures of the last message under "visual", as data URLs.
+        """
         rest = dict(settings)
         stop = rest.pop("until", None) or []
         tokens = rest.pop("max_gen_toks", None)
@@ -175,7 +176,7 @@ class ChatModel(LM):  # type: ignore[misc]
         truncated = self.thinking is True and cut and not ended
         return Answer(
             reasoning=text if truncated and not reasoning else reasoning,
-            # what was thought so far is no answer
+            # unfinished thinking is not an answer
             text="" if truncated else text,
             finish_reason=completion.finish_reason,
             truncated=truncated,
@@ -186,7 +187,7 @@ class ChatModel(LM):  # type: ignore[misc]
 
 
 def split_thinking(text: str, reasoning: str) -> tuple[str, str, bool]:
-    """(thinking, answer, whether the thinking is seen to have ended).
+    """(thinking, answer, whether the end of thinking was found).
 
     Servers either part the two themselves, or leave ``...</think>`` inline, with or without the opening tag
     (the template has it already).

@@ -1,4 +1,4 @@
-"""From right and wrong to a score with a 95% interval, and to what was lost against a reference."""
+"""Computes a score with a 95% interval from right and wrong answers, and losses against a reference."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from scipy.stats import binomtest, norm
 
 Z = float(norm.ppf(0.975))  # two-sided 95%
 
-# one item's outcomes, each 0 to 1: a single one, or one an instruction in IFEval
+# one item's outcomes, each 0 to 1: one, or in IFEval one for each instruction
 Outcomes = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A score between 0 and 1, and what the whole benchmark's may be given the items that were drawn."""
+    """A score between 0 and 1, and an interval for the whole benchmark, given the drawn items."""
 
     score: float
     low: float
@@ -23,14 +23,14 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """The same items answered twice: those that only the reference got right, and those that it did not."""
+    """The same items answered twice: the items that only the reference got right, and the reverse."""
 
     lost: int
     gained: int
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Outcomes, Outcomes]]) -> "Paired":
-        """Counts (answer, reference) pairs; of an item with several outcomes, which had more right."""
+        """Counts (answer, reference) pairs; for an item with several outcomes, which one had more right."""
         differences = [sum(found) - sum(known) for found, known in pairs]
         return cls(sum(one < 0 for one in differences), sum(one > 0 for one in differences))
 
@@ -45,12 +45,12 @@ class Paired:
 
     @property
     def worse(self) -> bool:
-        """Whether more is lost than chance explains, at 5%."""
+        """Whether the loss is more than chance explains, at 5%."""
         return self.lost > self.gained and self.p_value < 0.05
 
     @property
     def p_text(self) -> str:
-        """The p value in words, as exactly as is of use."""
+        """The p value in words, as precise as useful."""
         p = self.p_value
         return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
@@ -59,7 +59,7 @@ class Paired:
 
 
 def estimate(strata: Sequence[Sequence[Outcomes]]) -> Estimate:
-    """The mean over strata (subtasks) of each one's mean outcome, with a Wilson interval.
+    """The mean of the strata's (subtasks') mean outcomes, with a Wilson interval.
 
     A plain proportion gets Wilson's interval (J. Am. Stat. Assoc. 22, 1927) on its number of items. Where
     items bring several outcomes or strata weigh the same whatever their size, the number of items is replaced
@@ -88,5 +88,5 @@ def wilson(rate: float, size: float) -> tuple[float, float]:
     """The 95% score interval of a proportion seen in ``size`` trials; scipy's wants a whole number."""
     centre = (rate + Z**2 / (2 * size)) / (1 + Z**2 / size)
     half = Z / (1 + Z**2 / size) * sqrt(rate * (1 - rate) / size + Z**2 / (4 * size**2))
-    # the bounds are within 0 and 1, but for rounding at a rate of 0 or 1
+    # the bounds are within 0 and 1 except for rounding at a rate of 0 or 1
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))

@@ -1,4 +1,4 @@
-"""What a gate is: lm-eval tasks, a metric, a mode to ask in, and a threshold."""
+"""A gate: lm-eval tasks, a metric, how to ask, and a threshold."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +52,7 @@ MMLU_PRO_SUBJECTS = (
     "psychology",
 )
 
-# Thresholds and baselines: the competition's, for Qwen3.5-4B in BF16; gsm8k: the hackathon's check.
+# Thresholds and baselines: the competition's for Qwen3.5-4B in BF16; gsm8k: the hackathon's check.
 OFFICIAL = (
     Gate(
         name="mmlu_pro",
@@ -91,9 +91,9 @@ OFFICIAL = (
     ),
 )
 
-# The shapes of the first three on the bundled model's held-out items.
+# The first three gates on the bundled model's held-out items.
 NANO_NAMES = ("nano_knowledge", "nano_instructions", "nano_reasoning")
-# Questions about pictures, for a server that has the vision tower: asked for by name.
+# Questions about pictures, for a server with the vision tower; only if asked for by name.
 NANO_PICTURES = "nano_pictures"
 NANO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "nano"
 

@@ -1,4 +1,6 @@
-"""All gates through one server: load everything, then ask gate by gate and record each when it is done."""
+"""Runs all gates against one server: loads all data first, then asks gate by gate and records each when it is
+done.
+"""
 
 import asyncio
 import logging
@@ -33,7 +35,7 @@ class Loaded:
 
 
 def probe(server: ServerOptions) -> tuple[str, dict[str, str]]:
-    """One short chat: the model's name for requests, and what the server says of itself.
+    """One short chat. Returns the model's name for requests and what the server says about itself.
 
     Raises BenchError if nothing answers, or not rightly.
     """
@@ -50,7 +52,7 @@ def probe(server: ServerOptions) -> tuple[str, dict[str, str]]:
 
 
 def load_gates(options: GateOptions) -> list[Loaded]:
-    """Every gate with its datasets: one that cannot be loaded should not end a run of hours. BenchError."""
+    """Load every gate's datasets first, so that a missing one ends no run of hours. Raises BenchError."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     gates, reference = choose_gates(options.tasks, options.nano)
     return [
@@ -91,7 +93,7 @@ def ask_gates(
     model: str,
     samples: Path,
 ) -> None:
-    """Put each gate through the server; its rows and replies are safe from what comes after it.
+    """Run each gate against the server. Its rows and replies are kept if a later one fails.
 
     Raises BenchError when an answer cannot be had.
     """

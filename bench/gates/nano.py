@@ -19,11 +19,11 @@ from qwen_serve.bench.gates.gate import NANO_NAMES, NANO_PICTURES, Gate
 from qwen_serve.bench.gates.tasks import Config, Tasks, definition, make_task
 
 SHARES = {"nano_knowledge": 0.90, "nano_instructions": 0.95, "nano_reasoning": 0.90, NANO_PICTURES: 0.95}
-THINKING_TOKENS = 2_048  # ten times what its worked answers take
+THINKING_TOKENS = 2_048  # ten times as long as its worked answers
 CATEGORY_PREFIX = "nano_knowledge_"
 
 
-Recorded = Mapping[str, list[float]]  # outcomes by item id
+Recorded = Mapping[str, list[float]]  # outcomes, by item id
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def read_reference(folder: Path) -> Reference:
         raise BenchError(f"{path}: the recorded full-precision answers cannot be read: {error}") from error
     outcomes: dict[str, Recorded] = {}
     for name in (*NANO_NAMES, NANO_PICTURES):
-        if name == NANO_PICTURES and "pictures" not in content:  # of a model without a vision tower
+        if name == NANO_PICTURES and "pictures" not in content:  # from a model without a vision tower
             continue
         family = name.removeprefix("nano_")
         try:
@@ -67,7 +67,7 @@ def read_items(path: Path) -> list[dict[str, Any]]:
 
 
 def nano_gates(folder: Path, reference: Reference) -> list[Gate]:
-    """The gates that ``reference`` has, thresholds at their share of what it scores on all held-out items."""
+    """The gates that ``reference`` has, with thresholds as shares of its score on all held-out items."""
     questions = read_items(folder / "heldout" / "knowledge.jsonl")
     subjects = {str(question["question_id"]): str(question["category"]) for question in questions}
     subtasks = tuple(CATEGORY_PREFIX + subject for subject in sorted(set(subjects.values())))
@@ -112,12 +112,12 @@ def nano_gates(folder: Path, reference: Reference) -> list[Gate]:
 
 
 def nano_tasks(gate: Gate, folder: Path) -> Tasks:
-    """The tasks of one of `nano_gates` on the files in ``folder``/heldout."""
+    """The tasks of one of `nano_gates`, on the files in ``folder``/heldout."""
     return BUILDERS[gate.name](gate, folder / "heldout")
 
 
 def knowledge_tasks(gate: Gate, files: Path) -> Tasks:
-    """MMLU-Pro's form: a task a category, five examples before each question."""
+    """MMLU-Pro's format: a task for each category, five examples before each question."""
     shape = definition("mmlu_pro_biology")
     tasks: Tasks = {}
     for name in gate.tasks:
@@ -130,13 +130,13 @@ def knowledge_tasks(gate: Gate, files: Path) -> Tasks:
 
 
 def instruction_tasks(gate: Gate, files: Path) -> Tasks:
-    """IFEval's form."""
+    """IFEval's format."""
     config = definition("ifeval") | local(train=files / "instructions.jsonl")
     return {gate.name: make_task(gate.name, config, gate)}
 
 
 def reasoning_tasks(gate: Gate, files: Path) -> Tasks:
-    """GPQA's form, the choices in the file's order."""
+    """GPQA's format, with the choices in the file's order."""
     config = definition("gpqa_diamond_cot_zeroshot") | local(train=files / "reasoning.jsonl")
     config["process_docs"] = with_choices
     return {gate.name: make_task(gate.name, config, gate)}

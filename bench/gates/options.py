@@ -1,4 +1,4 @@
-"""The options of the gates: whom to ask, what, and how much of it."""
+"""Options of the gates: the server, the tasks, and the number of items."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ ALL = "all"
 
 
 def read_limit(text: str) -> float | None:
-    """A share in (0, 1), a whole number of at least 1, or "all" (None); ValueError else."""
+    """A share in (0, 1), a whole number of at least 1, or "all" (None); ValueError otherwise."""
     if text == ALL:
         return None
     try:
@@ -26,7 +26,7 @@ def read_limit(text: str) -> float | None:
 
 
 def gate_folder(text: str) -> tuple[str, Path]:
-    """GATE=FOLDER; ValueError else."""
+    """GATE=FOLDER; ValueError otherwise."""
     name, equals, folder = text.partition("=")
     if not equals:
         raise ValueError(f"{text}: want GATE=FOLDER")
@@ -40,7 +40,7 @@ Data = Annotated[tuple[tuple[str, Path], ...], repeated(gate_folder)]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class GateServer(ServerOptions):
-    """The server that is asked; long thinking takes its time."""
+    """The server that is asked, with a timeout for long thinking."""
 
     timeout: float = 3600.0
     """Seconds a request may take."""
@@ -49,30 +49,30 @@ class GateServer(ServerOptions):
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class GateOptions:
-    """What is asked, and how."""
+    """Which gates are asked, and how."""
 
     tasks: str = "nano"
     """nano, official, gates (mmlu_pro, ifeval, gpqa_diamond, gsm8k, nano_knowledge, nano_instructions,
     nano_reasoning, nano_pictures), or tasks of lm-eval that generate text."""
     limit: Limit = None
-    """Items of each subtask: a share below 1, a number, or all (all)."""
+    """Items of each subtask: a share below 1, a number, or all (default)."""
     seed: int = 0
-    """Of the draw of a limited run's items."""
+    """Seed for drawing the items of a limited run."""
     first: Annotated[bool, Parameter(negative=())] = False
-    """The first items, as lm-eval's own --limit takes them, not a draw."""
+    """Take the first items, as lm-eval's own --limit does, instead of drawing them."""
     concurrency: Positive = 8
-    """Requests under way at once."""
+    """Concurrent requests."""
     retries: Natural = 4
-    """Further attempts after a passing failure."""
+    """Further attempts after a transient failure."""
     single_turn: Annotated[bool, Parameter(negative=())] = False
-    """Few-shot examples in one message with the question (lm-eval: a message each)."""
+    """Few-shot examples in one message with the question (default: a message each, as in lm-eval)."""
     data: Data = ()
     """GATE=FOLDER: a dataset's local copy in Hugging Face's layout, instead of the hub; may be repeated."""
     nano: Path = NANO_FOLDER
     """A model's folder with heldout/ and reference.json, for the nano gates."""
 
     def settings(self) -> dict[str, Any]:
-        """What decides the scores beside the server, for the manifest."""
+        """The settings that affect scores, for the manifest."""
         return {
             "tasks": self.tasks,
             "limit": self.limit,

@@ -10,7 +10,8 @@ from qwen_serve.bench.terminal import Cell, Table
 
 
 def paired(first: Path, second: Path, /) -> int:
-    """Is one of two models better, item by item? Which items did the first alone get right, which the second?
+    """Is one of two models better, item by item? Which items did only the first get right, which only the
+    second?
 
     Of an item with several outcomes (IFEval's instructions) counts which model had more of them right. p: how
     often two equally good models would differ by as much (McNemar's exact test). It holds for one gate looked
@@ -32,7 +33,7 @@ def paired(first: Path, second: Path, /) -> int:
 
 
 def table(first: str, second: str, pairs: list[tuple[Sample, Sample]]) -> Table:
-    """A row a gate: both scores, items that one alone got right, and p."""
+    """A row for each gate: both scores, the items that only one got right, and p."""
     gates = list(dict.fromkeys(one.gate for one, _ in pairs))
     rows = [_row(gate, [pair for pair in pairs if pair[0].gate == gate]) for gate in gates]
     if len(gates) > 1:

@@ -32,13 +32,13 @@ class Reading:
     """How the text is read."""
 
     context: Positive = 512
-    """Tokens a chunk."""
+    """Tokens of a chunk."""
     skip: Natural | None = None
-    """Tokens at the start of each chunk that are not scored (half)."""
+    """Tokens at the start of each chunk that are not scored (default: half)."""
     batch: Positive = MAX_BATCH
-    """Tokens a call, at most."""
+    """Maximum tokens of a call."""
     threads: Positive | None = None
-    """CPU threads (every CPU there is)."""
+    """CPU threads (default: all CPUs)."""
     gpu_layers: int = -1
     """Layers on the GPU, -1 for all."""
 
@@ -49,13 +49,13 @@ class Reading:
 
     @property
     def cell(self) -> str:
-        """The scored positions: nothing follows a chunk's last."""
+        """Number of scored positions; a chunk's last has no next token."""
         return positions(self.unscored, self.context - 2, self.context)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its standard error, which is taken over chunks, tokens of one text being alike."""
+    """A mean and its standard error, taken over chunks, since tokens of one text are correlated."""
 
     value: float
     error: float | None
@@ -63,7 +63,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``values`` by the names of `bench.metrics`; ``about``: what else is known of the comparison."""
+    """``values`` by the names of `bench.metrics`; ``about``: other facts about the comparison."""
 
     values: dict[str, float]
     about: dict[str, Any]
@@ -158,7 +158,7 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
 
 
 def summarize(scores: Scores) -> dict[str, float]:
-    """The figures by metric, over all scored positions but each chunk's last, after which nothing comes."""
+    """The figures by metric, over all scored positions except each chunk's last, which has no next token."""
     divergence = scores.divergence[:, :-1]
     loss, reference_loss = scores.loss[:, :-1], scores.reference_loss[:, :-1]
     same_top = estimate(scores.same_top[:, :-1].astype(np.float64))
@@ -180,13 +180,13 @@ def summarize(scores: Scores) -> dict[str, float]:
 
 
 def estimate(values: NDArray[np.float64]) -> Estimate:
-    """The mean over [chunks, positions], its error from the spread between chunks; one chunk shows none."""
+    """The mean over [chunks, positions] with its error from the spread between chunks; one chunk has none."""
     means = values.mean(axis=1)
     error = float(sem(means)) if len(means) > 1 else None
     return Estimate(value=float(means.mean()), error=error)
 
 
 def exponential(logarithm: Estimate) -> Estimate:
-    """e to the power of an estimate, the error carried over to first order."""
+    """e to the power of an estimate, with the error propagated to first order."""
     value = float(np.exp(logarithm.value))
     return Estimate(value=value, error=None if logarithm.error is None else value * logarithm.error)

@@ -1,4 +1,4 @@
-"""One gate through one server: ask, score, count."""
+"""Runs one gate against one server: asks, scores, counts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from qwen_serve.bench.gates.samples import Sample
 from qwen_serve.bench.gates.score import GateScore
 from qwen_serve.bench.gates.tasks import Tasks
 
-# lm-eval's own bar, over the writing of a task's prompts: for a terminal only, and gone when it is done
+# lm-eval's own bar, for writing a task's prompts: only on a terminal, and removed when it is done
 lm_eval_task.tqdm = partial(tqdm, desc="prompts", leave=False, disable=None)
 
 
@@ -112,7 +112,7 @@ def read_sample(
 
 
 def item_id(document: Mapping[str, Any], number: int) -> str:
-    """An item's id under the name that its benchmark gives it, else its place in the dataset."""
+    """An item's id in its benchmark, else its place in the dataset."""
     for name in ("question_id", "key", "id"):
         if name in document:
             return str(document[name])
@@ -120,7 +120,7 @@ def item_id(document: Mapping[str, Any], number: int) -> str:
 
 
 def summarize(gate: Gate, tasks: Tasks, samples: Sequence[Sample], seconds: float) -> GateScore:
-    """The gate's figures out of its samples."""
+    """The gate's figures, from its samples."""
     asked = [[sample for sample in samples if sample.task == task] for task in gate.tasks]
     known = [[sample for sample in of_task if sample.reference is not None] for of_task in asked]
     recorded = [[sample.reference or [] for sample in of_task] for of_task in known]
@@ -149,7 +149,7 @@ def summarize(gate: Gate, tasks: Tasks, samples: Sequence[Sample], seconds: floa
 
 
 def scores_by_task(gate: Gate, samples: Sequence[Sample]) -> dict[str, float]:
-    """The score of each task; empty where there is but one."""
+    """The score of each task; empty if there is only one."""
     if len(gate.tasks) == 1:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Every item that was asked, with its whole reply: JSON lines beside a run's rows."""
+"""Every asked item with its whole reply: JSON lines beside a run's rows."""
 
 from collections.abc import Sequence
 from pathlib import Path

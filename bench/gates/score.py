@@ -1,4 +1,4 @@
-"""What a gate's answers were worth: to the store, and back from it."""
+"""A gate's score: written to the store, and read from it."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,7 +9,7 @@ from qwen_serve.bench.gates.estimate import Paired
 from qwen_serve.bench.gates.gate import Verdict, verdict
 
 WORKLOAD, SUBTASKS = "gates", "subtasks"
-"""The store's workloads: a cell each gate, and a cell each subtask of a gate that has several."""
+"""The store's workloads: a cell for each gate, and one for each subtask of a gate with several."""
 
 SHARES = ("score", "low", "high", "threshold", "baseline", "reference_score")
 METRIC_OF = {
@@ -60,19 +60,19 @@ class GateScore:
 
     @property
     def paired(self) -> Paired | None:
-        """Item by item against the recorded full-precision model; None where nothing was recorded."""
+        """Item by item against the recorded full-precision model; None without a record."""
         return None if self.lost is None or self.gained is None else Paired(self.lost, self.gained)
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether the threshold is kept; None without one."""
+        """Whether the score reaches the threshold; None without one."""
         if self.threshold is None:
             return None
         low, high = (self.score if end is None else end for end in (self.low, self.high))
         return verdict(self.score, low, high, self.threshold, complete=self.items == self.items_in_all)
 
     def values(self) -> dict[str, float]:
-        """As a row of the store has them."""
+        """The values for a row of the store."""
         known = {field: getattr(self, field) for field in METRIC_OF}
         return {
             METRIC_OF[field]: 100 * value if field in SHARES else value
@@ -91,7 +91,7 @@ class GateScore:
 
 
 def gate_scores(rows: pd.DataFrame) -> list[GateScore]:
-    """Every gate in one subject's rows of one run, in the order they were asked."""
+    """Every gate of one subject in one run's rows, in the order in which they were asked."""
     asked = rows[rows["workload"] == WORKLOAD]
     return [
         GateScore.of_values(str(gate), dict(zip(of_gate["metric"], of_gate["value"], strict=True)))

@@ -1,4 +1,4 @@
-"""lm-eval's tasks for a gate: its own definitions, our choice of data, limits and sample.
+"""lm-eval's tasks for a gate: lm-eval's definitions, with our data, limits and sample.
 
 Loading is reproducible: the choices that GPQA's definition shuffles come in the same order on every machine,
 so runs can be compared item by item.
@@ -29,7 +29,7 @@ from qwen_serve.bench.gates.gate import Gate
 FEWSHOT_SEED = 1234  # lm-eval's own default
 SHUFFLE_SEED = 0  # lm-eval's own default for `random`
 GATE_FOLDERS = ("mmlu_pro", "ifeval", "gpqa", "gsm8k")
-# these two count with nltk's sentence and word tokenizer, which is data of its own
+# these two count with nltk's sentence and word tokenizer, which needs its own data
 NEED_PUNKT = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 LM_EVAL = f"lm-eval {version('lm_eval')}"
 
@@ -38,7 +38,7 @@ Config = dict[str, Any]
 
 # IFEval's language detection draws random numbers
 langdetect.DetectorFactory.seed = 0
-# and its scorer downloads as it is imported; what is then missing, `check_punkt` says where it matters
+# its scorer downloads data when it is imported; `check_punkt` reports what is then missing
 nltk.download = partial(nltk.download, quiet=True, print_error_to=io.StringIO())
 
 
@@ -62,12 +62,14 @@ def hub_tasks(gate: Gate, data: Mapping[str, Path]) -> Tasks:
 
 
 def other_gates(name: str) -> list[Gate]:
-    """Any task, group or tag of lm-eval as gates without a threshold, one a task. BenchError if unknown."""
+    """Any task, group or tag of lm-eval as gates without a threshold, one for each task. Raises BenchError if
+    unknown.
+    """
     entry = index_entry(name)
     if entry["type"] == "task":
         return [Gate(name, (name,), main_metric(name), thinking=None, max_tokens=None)]
     members = entry["task"]
-    if members == -1:  # a group, whose members are in its file
+    if members == -1:  # a group; its members are in its file
         members = load_yaml_config(entry["yaml_path"], mode="full")["task"]
     names = [member if isinstance(member, str) else member["task"] for member in members]
     return [gate for member in names for gate in other_gates(member)]
@@ -87,13 +89,13 @@ def main_metric(name: str) -> str:
 
 
 def definition(name: str) -> Config:
-    """lm-eval's definition of a task, fresh to change."""
+    """A copy of lm-eval's definition of a task, which may be changed."""
     with contextlib.redirect_stdout(io.StringIO()):  # IFEval's scorer reports its download
         return dict(load_yaml_config(index_entry(name)["yaml_path"], mode="full"))
 
 
 def index_entry(name: str) -> dict[str, Any]:
-    """What lm-eval's index says of a name. Raises BenchError for an unknown one."""
+    """lm-eval's index entry of a name. Raises BenchError for an unknown one."""
     for everything in (False, True):
         index = task_index(everything=everything).task_index
         if name in index:
@@ -107,7 +109,7 @@ def index_entry(name: str) -> dict[str, Any]:
 
 @cache
 def task_index(*, everything: bool) -> TaskManager:
-    """lm-eval's index: all definitions take a quarter of a minute to read, those of the gates none."""
+    """lm-eval's index. Reading all definitions takes a quarter of a minute, those of the gates no time."""
     if everything:
         return TaskManager()
     root = Path(lm_eval_tasks.__file__).parent
@@ -123,13 +125,13 @@ def make_task(name: str, config: Config, gate: Gate) -> ConfigurableTask:
             task = ConfigurableTask(config={**config, "task": name})
             fix_documents(task)
     except Exception as error:
-        # whatever `datasets` throws: no network, a gated or renamed dataset, a broken file
+        # `datasets` raises many types: no network, a gated or renamed dataset, a broken file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise BenchError(
             f"{name}: the dataset {config.get('dataset_path')} cannot be loaded: {reason}"
         ) from error
     try:
-        # a missing column shows when an answer is scored: better before the asking than after
+        # a missing column would show only when an answer is scored, after all requests
         task.process_results(task.eval_docs[0], [""])
     except Exception as error:
         raise BenchError(f"{name}: the dataset's first row cannot be scored: {error!r}") from error
@@ -141,7 +143,7 @@ def make_task(name: str, config: Config, gate: Gate) -> ConfigurableTask:
 
 
 def fix_documents(task: ConfigurableTask) -> None:
-    """Process the documents once: lm-eval does so at each look, and GPQA's choices are shuffled then."""
+    """Process the documents once: lm-eval does so at each access, which shuffles GPQA's choices again."""
     process = task.config.process_docs
     if process is None:
         return
@@ -153,7 +155,7 @@ def fix_documents(task: ConfigurableTask) -> None:
 
 @contextlib.contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """No progress bars of `datasets`, and nothing reused of what an earlier shuffle left in its cache."""
+    """Disable `datasets`' progress bars, and its cache of an earlier shuffle."""
     datasets.disable_progress_bars()
     datasets.disable_caching()
     try:
@@ -164,7 +166,7 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def check_punkt(task: ConfigurableTask) -> None:
-    """Raises BenchError before the asking, not after it, when scoring lacks nltk's data."""
+    """Raise BenchError before asking, rather than after it, if scoring lacks nltk's data."""
     if "instruction_id_list" not in task.features:
         return
     wanted = {name for names in task.eval_docs["instruction_id_list"] for name in names} & NEED_PUNKT
@@ -180,7 +182,7 @@ def check_punkt(task: ConfigurableTask) -> None:
 
 
 def messages(task: ConfigurableTask, number: int) -> list[dict[str, str]]:
-    """What a document is asked with, few-shot examples as messages of their own."""
+    """The messages of a document's request, each few-shot example as its own message."""
 
     def as_json(chat: list[dict[str, str]], add_generation_prompt: bool) -> str:
         return json.dumps(chat)

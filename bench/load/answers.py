@@ -1,4 +1,4 @@
-"""Whether an answer depends on what else is served: the same requests alone and in company, bit for bit.
+"""Whether answers depend on other requests: the same requests alone and together, bit for bit.
 
 Requests of all kinds are answered one by one by the first server. Then each server answers them one by one
 and many at once, in another order each time, while other clients leave in the middle of their answers. What
@@ -38,14 +38,14 @@ WORKLOAD = "answers"
 VERDICT = "verdict.json"
 PREFIXES = 3
 LIKELIEST = 3
-"""Tokens whose log-probabilities are compared at each place."""
+"""Alternatives whose log-probabilities are compared at each position."""
 SHOWN = 10
-"""Differences that the verdict tells of."""
+"""Differences that the verdict lists."""
 TURNS = 3
-"""Of a chat."""
+"""Turns of a chat."""
 
 SPECULATION = ("off", "ngram", "mtp", "both")
-"""Ways to draft, each of a server of its own."""
+"""Ways to draft, each with a server of its own."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -70,14 +70,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
     "tools": {"tools": [TOOL], "tool_choice": "required"},
 }
-"""What requests of each kind ask for, beside a seed and log-probabilities."""
+"""Fields of the requests of each kind, besides a seed and log-probabilities."""
 
 Share = Annotated[float, Parameter(validator=Number(gte=0, lt=1))]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A conversation, and its kind."""
+    """A conversation and its kind."""
 
     kind: str
     job: Job
@@ -85,7 +85,7 @@ class Asked:
 
 @dataclass
 class Compared:
-    """Of a server at a level. ``same``: answers that are those given alone, of so many compared."""
+    """Results of a server at a level. ``same``: answers equal to those given alone, of the compared ones."""
 
     compared: int = 0
     same: int = 0
@@ -94,10 +94,10 @@ class Compared:
     differences: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
-    """What became of drafts."""
+    """Counts of drafts."""
 
     def add(self, asked: Asked, alone: Sequence[str], found: Sequence[str]) -> None:
-        """The turns of a conversation."""
+        """Number of turns of a conversation."""
         for turn, (before, now) in enumerate(zip(alone, found, strict=False)):
             self.compared += 1
             self.same += before == now
@@ -110,7 +110,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked: the same conversations at every level, and who leaves."""
+    """The load: the same conversations at every level, and clients that leave."""
 
     asked: Sequence[Asked]
     tokens: int
@@ -118,7 +118,7 @@ class Load:
     seed: int
 
     async def alone(self, target: Target) -> list[list[str]]:
-        """The answers to each conversation, one after the other. Raises BenchError where one fails."""
+        """The answers to each conversation, one after the other. Raises BenchError if one fails."""
         with Bar(f"{target.name}, alone", total=len(self.asked), unit="conversations") as bar:
             found = []
             for one in self.asked:
@@ -127,7 +127,7 @@ class Load:
         return found
 
     async def at(self, target: Target, clients: int, alone: Sequence[Sequence[str]]) -> Compared:
-        """All of them by so many clients."""
+        """Run all conversations with this many clients."""
         rng = random.Random(f"{self.seed}/{target.name}/{clients}")
         order = rng.sample(range(len(self.asked)), len(self.asked))
         found, sender, left = Compared(), Sender(target, self.tokens), iter(order)
@@ -154,7 +154,7 @@ class Load:
 
 
 async def converse(sender: Sender, job: Job) -> list[str]:
-    """The choice that each turn got, as JSON without what names the answer. Raises BenchError."""
+    """The choice of each turn, as JSON without the answer's id. Raises BenchError."""
     history: list[Mapping[str, Any]] = []
     told: list[str] = []
     for text in job.turns:
@@ -178,7 +178,7 @@ async def converse(sender: Sender, job: Job) -> list[str]:
 
 
 async def conversations(made: Prompts, count: int, tokens: int, rng: random.Random) -> list[Asked]:
-    """So many of all kinds, of up to so many tokens a turn, the same for an ``rng`` of the same state."""
+    """Conversations of all kinds, up to so many tokens a turn, the same for an ``rng`` in the same state."""
     prefixes = [await made.make(tokens, rng) for _ in range(PREFIXES)]
     found = []
     for number in range(count):
@@ -198,8 +198,7 @@ async def conversations(made: Prompts, count: int, tokens: int, rng: random.Rand
 
 
 def usual_peers(draft_model: Path | None, flags: str) -> tuple[str, ...]:
-    """Who is asked where nobody is named: a server that drafts nothing and keeps nothing, and one for each
-    way to draft."""
+    """The default servers: one without drafts and cache, and one for each way to draft."""
     server = f"server --deterministic {flags}".strip()
     peers = [f"alone={server} --speculation off --no-prefix-cache"]
     peers += [f"drafts {way}={server} --speculation {way}" for way in SPECULATION]
@@ -305,7 +304,7 @@ async def _levels(
 
 
 def _verdict(run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Sequence[int]) -> int:
-    """Say it in a line, write it in full; 0 where nothing differs and nothing failed."""
+    """Print the verdict and write it in full; 0 if nothing differs and nothing failed."""
     parts = [(server, cell, one) for server, cells in told.items() for cell, one in cells.items()]
     sums = Counter[str]()
     for _, _, one in parts:

@@ -26,19 +26,19 @@ from qwen_serve.bench.store import Run
 from qwen_serve.bench.terminal import Bar
 
 MOST_FAILURES = 3
-"""Requests in a row that may fail, each perhaps by a time-out of minutes, before a server is given up."""
+"""Failures in a row, each perhaps a time-out of minutes, after which a server is given up."""
 SUM_TOKENS = 64
 
 TOKENS = {"prompt_tokens", "cached_tokens", "claimed_tokens", "recounted_tokens", "verified_tokens"}
 WHOLE = {"failed", "latency", *TOKENS}
 STREAMED = {"failed", "ttft", "itl", "longest_gap", "chunks"}
-"""What is recorded of requests that are answered in one piece, and of streamed ones."""
+"""Metrics of requests that are answered in one piece, and of streamed ones."""
 LOADED = {*WHOLE, *STREAMED, "lateness"}
 
 
 @dataclass
 class Supply:
-    """Prompts by kind, and the tokenizer they are counted with (None: the server's usage has to do)."""
+    """Prompts by kind, and the tokenizer that counts them (None: only the server's usage counts)."""
 
     vocabulary: Vocabulary | None
     options: PromptOptions
@@ -51,11 +51,11 @@ class Supply:
 
     @property
     def counted_by(self) -> str:
-        """Whose token counts the figures rest on."""
+        """Whose token counts the figures use."""
         return self.vocabulary.source if self.vocabulary is not None else "the server's own usage"
 
     async def prompts(self, kind: Kind | None = None) -> Prompts:
-        """Of a kind, else as the options say."""
+        """The source of prompts of a kind (default: the options')."""
         text = self.options.text if kind is None else None
         wanted = kind or self.options.prompts
         if wanted not in self._made:
@@ -110,7 +110,7 @@ class Cell:
     _wrong: dict[str, list[str]] = field(default_factory=dict)
 
     async def prepare(self) -> None:
-        """Make every prompt, so that nothing but requests happens while time is taken."""
+        """Make every prompt first, so that only requests are timed."""
         self._jobs = [await self.make(round) for round in range(self.rounds + 1)]
         if self.prime is not None:
             self._primes = [await self.prime(round) for round in range(self.rounds + 1)]
@@ -149,7 +149,7 @@ class Cell:
         ]
 
     async def measure(self, target: Target, round: int, bar: Bar) -> Measured:
-        """Round ``round``, from 1. A request that fails is recorded, whatever the reason."""
+        """Round ``round``, from 1. A failed request is recorded, whatever the reason."""
         sender, jobs = self._sender(target), self._jobs[round]
         if self._primes:
             await closed_loop(sender, self._primes[round])
@@ -177,7 +177,7 @@ class Cell:
         return Measured(rows, [one.text for one in sent], [*errors, *wrong])
 
     def rng(self, round: int, *parts: object) -> random.Random:
-        """Of this cell in this round, the same for every target."""
+        """The random state of this cell in this round, the same for every target."""
         seed = self.supply.options.seed
         return random.Random("/".join(map(str, (seed, self.workload, self.name, round, *parts))))
 
@@ -200,7 +200,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A spot check: answered rightly if the sum is the last number of the answer."""
+    """A spot check: right if the sum is the last number of the answer."""
 
     left: int
     right: int
@@ -229,8 +229,7 @@ async def measuring(
     *,
     chat: bool,
 ) -> AsyncIterator[tuple[Run, Target, Supply]]:
-    """One server under load, and the run that records it. A chat names a model: the listed one, where none is
-    given."""
+    """One server under load, and the run that records it. A chat names a model: by default the listed one."""
     async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
         listed = server.model or await client.model()
         target = Target(server.name or client.url, client, listed if chat else server.model)
@@ -243,7 +242,7 @@ async def measuring(
 
 
 async def measure_counted(run: Run, target: Target, cell: Cell, round: int, bar: Bar) -> Measured:
-    """A round, recorded with what the server's own counters say of it, where it has some of ours."""
+    """A round, recorded with the growth of the server's own counters if it has some of ours."""
     before = await read_counters(target.client)
     found = await cell.measure(target, round, bar)
     for values in found.rows:
@@ -254,7 +253,7 @@ async def measure_counted(run: Run, target: Target, cell: Cell, round: int, bar:
 
 
 async def measure_alone(run: Run, target: Target, cells: Sequence[Cell]) -> list[str]:
-    """One server: cell after cell. Returns the errors of failed requests.
+    """Measure one server, cell after cell. Returns the errors of failed requests.
 
     A cell that cannot be warmed up ends the run with BenchError; what was measured before is recorded.
     """

@@ -1,4 +1,4 @@
-"""A small client for OpenAI-shaped servers that stamps the arrival of every piece of a stream.
+"""A small client for servers with OpenAI's API that records when every piece of a stream arrives.
 
 Times are ``time.perf_counter`` seconds. A request's clock starts when its encoded bytes are handed to the
 connection and stops when the last byte of the answer has arrived: preparing the body is not part of it.
@@ -22,7 +22,7 @@ KEEP_ALIVE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An HTTP answer as it came, whatever its status."""
+    """An HTTP answer of any status, unchanged."""
 
     status: int
     headers: Mapping[str, str]
@@ -30,7 +30,7 @@ class Reply:
     seconds: float
 
     def json(self) -> Any:
-        """The decoded body; ServerError when it is not JSON."""
+        """The decoded body; ServerError if it is not JSON."""
         try:
             return json.loads(self.text)
         except ValueError as error:
@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The token counts that the server claims; ``cached_tokens`` is None where it does not say."""
+    """The token counts that the server reports; ``cached_tokens`` is None if it does not."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,7 +50,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished generation. ``arrivals``: seconds from the start, one for each piece of text streamed."""
+    """A finished generation. ``arrivals``: seconds from the start, one for each streamed piece of text."""
 
     text: str
     reasoning: str
@@ -62,7 +62,7 @@ class Completion:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of each token after the first; None when there are fewer than two tokens or pieces."""
+        """Mean time of each token after the first; None with fewer than two tokens or pieces."""
         if self.usage is None or self.usage.completion_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.usage.completion_tokens - 1)
@@ -109,7 +109,7 @@ class Client:
         data: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """Send ``body`` as JSON, or ``data`` as it is. Raises UnreachableError when no answer came at all."""
+        """Send ``body`` as JSON, or ``data`` unchanged. Raises UnreachableError if no answer came."""
         started, response = await self._send(method, path, body, data, headers)
         async with response:
             try:
@@ -120,7 +120,7 @@ class Client:
             return Reply(response.status, response.headers, raw.decode("utf-8", "replace"), seconds)
 
     async def complete(self, path: str, body: Mapping[str, Any]) -> Completion:
-        """One generation in one piece: ``prompt`` or ``messages`` in ``body`` decide its shape.
+        """One generation in one piece; ``prompt`` or ``messages`` in ``body`` decides the endpoint's format.
 
         Raises ServerError for a status other than 200 or a body without a choice.
         """
@@ -144,7 +144,9 @@ class Client:
             raise ServerError(f"POST {path}: no completion in the answer: {clip(reply.text)}", 200) from error
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> Completion:
-        """One generation streamed, with usage. Raises ServerError as `complete` does, or if it tears."""
+        """One streamed generation, with usage. Raises ServerError as `complete` does, or if the stream breaks
+        off.
+        """
         text: list[str] = []
         reasoning: list[str] = []
         arrivals: list[float] = []
@@ -158,7 +160,7 @@ class Client:
         ):
             last = at
             if data == "[DONE]":
-                done = True  # and read on to the end: only a finished answer's connection is used again
+                done = True  # read to the end: only the connection of a finished answer is used again
                 continue
             chunk = _decode_event(path, data)
             usage = read_usage(chunk) or usage
@@ -206,7 +208,7 @@ class Client:
                 raise self._unreachable(path, error) from error
 
     async def model(self) -> str | None:
-        """The id of the first model the server lists; None where it has no /v1/models."""
+        """The id of the first model that the server lists; None without /v1/models."""
         reply = await self.request("GET", "/v1/models")
         try:
             return str(reply.json()["data"][0]["id"]) if reply.status == 200 else None
@@ -249,7 +251,7 @@ async def _mark_reused(_: object, context: SimpleNamespace, __: object) -> None:
 
 
 def read_usage(answer: Mapping[str, Any]) -> Usage | None:
-    """The usage block of a response or of a stream's chunk, None when it has none. Raises ServerError."""
+    """The usage block of a response or of a stream's chunk, None without one. Raises ServerError."""
     usage = answer.get("usage")
     if not usage:
         return None
@@ -262,12 +264,12 @@ def read_usage(answer: Mapping[str, Any]) -> Usage | None:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """The thinking in a message or delta; vLLM's newer spelling is ``reasoning``."""
+    """The reasoning in a message or delta; vLLM's newer name is ``reasoning``."""
     return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
 def error_text(reply: Reply) -> str:
-    """What went wrong, in the server's words: the OpenAI error's message where there is one."""
+    """The server's error message: that of an OpenAI error object if there is one."""
     try:
         return str(json.loads(reply.text)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""Sends jobs: as a closed loop of so many clients, or as an open loop at a rate, whatever is under way.
+"""Sends jobs: in a closed loop of several clients, or in an open loop at a rate.
 
 A closed loop waits with the next request until one is done, which hides queueing: a slow server is asked
 less. An open loop sends at Poisson arrivals, and times a request from when it was to be sent.
@@ -17,12 +17,12 @@ from qwen_serve.bench.load.vocabulary import Vocabulary
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COUNT_TOLERANCE = 0.02
-"""Re-tokenizing a text may legitimately give a few tokens more or fewer than were generated."""
+"""Tokenizing a text again may give a few tokens more or fewer than were generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server under load. ``model`` stands in its requests, None: they name none."""
+    """A server under load. ``model``: of its requests; None: they have none."""
 
     name: str
     client: Client
@@ -59,7 +59,7 @@ class Sent:
 
     @property
     def text(self) -> str | None:
-        """All that was generated, thinking included; None where nothing was answered."""
+        """All generated text, thinking included; None without an answer."""
         return None if self.answer is None else self.answer.reasoning + self.answer.text
 
 
@@ -81,7 +81,7 @@ class Sender:
         return self.endpoint or (CHAT if job.chat else COMPLETIONS)
 
     def body(self, job: Job, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The request that has the last of ``history`` as its prompt."""
+        """A request whose prompt is the last message of ``history``."""
         asked = {"messages": list(history)} if job.chat else {"prompt": history[-1]["content"]}
         body = {**asked, "max_tokens": self.max_tokens, "temperature": 0.0, **job.fields}
         if self.ignore_eos:
@@ -93,8 +93,7 @@ class Sender:
     async def converse(
         self, job: Job, *, began: float, planned: float | None = None, on_done: OnDone | None = None
     ) -> list[Sent]:
-        """All turns of a job, up to the first that fails. ``planned``: when the first was to be sent, None:
-        now."""
+        """All turns of a job, up to the first that fails. ``planned``: when the first was due; None: now."""
         send = self.target.client.stream if self.stream else self.target.client.complete
         history = list(job.before)
         sent: list[Sent] = []
@@ -118,7 +117,7 @@ class Sender:
 
 
 def shown(pictures: Sequence[str], text: str) -> str | list[dict[str, Any]]:
-    """A message's content: the text, behind pictures where there are any."""
+    """A message's content: the text, after its pictures, if any."""
     if not pictures:
         return text
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
@@ -128,7 +127,7 @@ def shown(pictures: Sequence[str], text: str) -> str | list[dict[str, Any]]:
 async def closed_loop(
     sender: Sender, jobs: Sequence[Job], clients: int = 1, on_done: OnDone | None = None
 ) -> list[Sent]:
-    """``clients`` take job after job until none is left: constant concurrency. In the order of the jobs."""
+    """``clients`` each do one job after the other: constant concurrency. Results in the order of the jobs."""
     began, left = perf_counter(), enumerate(jobs)
     sent: dict[int, list[Sent]] = {}
 
@@ -143,7 +142,9 @@ async def closed_loop(
 async def open_loop(
     sender: Sender, jobs: Sequence[Job], rate: float, rng: random.Random, on_done: OnDone | None = None
 ) -> list[Sent]:
-    """A job begins at each arrival of a Poisson process of ``rate`` a second. In the order of the jobs."""
+    """A job begins at each arrival of a Poisson process of ``rate`` a second. Results in the order of the
+    jobs.
+    """
     began = perf_counter()
 
     async def arrive(job: Job, at: float) -> list[Sent]:
@@ -155,7 +156,7 @@ async def open_loop(
 
 
 def arrivals(rate: float, rng: random.Random) -> Iterator[float]:
-    """Endless times in seconds, the first at 0, with exponential gaps of mean 1 / ``rate``."""
+    """Endless times in seconds, from 0 on, with exponential gaps of mean 1 / ``rate``."""
     at = 0.0
     while True:
         yield at
@@ -163,7 +164,7 @@ def arrivals(rate: float, rng: random.Random) -> Iterator[float]:
 
 
 async def values_of(one: Sent, vocabulary: Vocabulary | None) -> dict[str, float]:
-    """What there is to record of a request, by the names of `bench.metrics`.
+    """The values of a request, by the names of `bench.metrics`.
 
     Without a tokenizer the claimed tokens are the verified ones: views say whose counts they are.
     """
@@ -198,5 +199,5 @@ async def values_of(one: Sent, vocabulary: Vocabulary | None) -> dict[str, float
 
 
 def is_miscounted(claimed: float, recounted: float) -> bool:
-    """Whether a claimed token count and the tokenizer's differ by more than 2% (and by more than 2)."""
+    """Whether the reported token count and the tokenizer's differ by more than 2% (and by more than 2)."""
     return abs(recounted - claimed) > max(2, COUNT_TOLERANCE * claimed)

@@ -1,5 +1,4 @@
-"""Goodput: the requests a second that keep stated limits (DistServe, OSDI 2024; `vllm bench serve
---goodput`)."""
+"""Goodput: requests a second within given limits (DistServe, OSDI 2024; `vllm bench serve --goodput`)."""
 
 import re
 from collections.abc import Mapping
@@ -12,12 +11,12 @@ LIMIT = re.compile(r"(?P<name>\w+)[=:](?P<value>\d+(?:\.\d+)?)(?P<unit>ms|s)?")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Milliseconds by metric; a request is good if it keeps all of them."""
+    """Milliseconds by metric; a request is good if it exceeds none."""
 
     milliseconds: Mapping[str, float]
 
     def kept_by(self, values: Mapping[str, float]) -> bool:
-        """Whether a request's values are all known and none is above its limit.
+        """Whether a request's values are all known and within their limits.
 
         An answer of one token has no inter-token latency, and keeps every limit of it.
         """
@@ -34,7 +33,7 @@ class Limits:
 
 
 def read_limits(text: str) -> Limits:
-    """``ttft=500ms,itl=50ms``, without a unit milliseconds. ValueError says what would be right."""
+    """``ttft=500ms,itl=50ms``; without a unit milliseconds. ValueError says what is allowed."""
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         match = LIMIT.fullmatch(part.strip())

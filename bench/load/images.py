@@ -1,4 +1,4 @@
-"""Made-up pictures, no two alike, as data URLs: soft spots of colour, which compress as photographs do."""
+"""Made-up pictures, all different, as data URLs: soft spots of colour, which compress like photographs."""
 
 import base64
 import random
@@ -15,14 +15,14 @@ SPOT = 16
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Of a picture, in pixels."""
+    """Size of a picture, in pixels."""
 
     width: int
     height: int
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """WIDTHxHEIGHT; ValueError else."""
+        """WIDTHxHEIGHT; ValueError otherwise."""
         width, cross, height = text.partition("x")
         if not (cross and width.isdecimal() and height.isdecimal() and int(width) and int(height)):
             raise ValueError(f"{text}: want WIDTHxHEIGHT in pixels, such as 1024x768")
@@ -30,7 +30,7 @@ class Resolution:
 
     @property
     def tokens(self) -> int:
-        """Those that Qwen3.5 makes of it, about: one for 32 pixels either way."""
+        """About the number of tokens that Qwen3.5 makes of it: one for 32 by 32 pixels."""
         return -(-self.width // 32) * -(-self.height // 32)
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ DEFAULT_SIZE = Resolution(1024, 1024)
 
 
 def data_url(size: Resolution, rng: random.Random) -> str:
-    """A JPEG, the same for an ``rng`` of the same state."""
+    """A JPEG, the same for an ``rng`` in the same state."""
     rows, columns = (-(-side // SPOT) + 1 for side in (size.height, size.width))
     colours = np.frombuffer(rng.randbytes(rows * columns * 3), np.uint8).reshape(rows, columns, 3)
     image = Image.fromarray(colours).resize((size.width, size.height), Image.Resampling.BICUBIC)

@@ -30,7 +30,7 @@ from qwen_serve.bench.report.views import show
 
 Protocol = Literal["both", "official", "distinct", "images"]
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 16
-"""Of questions about pictures: what a picture costs is before the first token."""
+"""Metrics of questions about pictures: a picture's cost comes before the first token."""
 QUESTIONS = ("first question", "second question")
 ImageSizes = Annotated[tuple[Resolution, ...], comma_separated(Resolution.read)]
 IMAGE_SIZES = (DEFAULT_SIZE,)
@@ -71,7 +71,7 @@ def latency_cell(
         make=make,
         supply=supply,
         max_tokens=one.max_tokens,
-        # the official body is kept to the letter
+        # the official body is sent exactly as published
         ignore_eos=protocol == DISTINCT and not supply.options.stop_at_eos,
         stream=streamed,
         endpoint=endpoint,
@@ -80,8 +80,9 @@ def latency_cell(
 
 
 def picture_cells(size: Resolution, supply: Supply, *, warmup: int, rounds: int) -> list[Cell]:
-    """A picture a round, which is new, and another question about it, which is behind the picture like the
-    first: streamed, for the time to the first token."""
+    """Two questions about a new picture in each round: the second finds the picture read. Streamed, for the
+    time to the first token.
+    """
 
     async def ask(round: int, number: int) -> list[Job]:
         rng = random.Random(f"{supply.options.seed}/{IMAGES}/{size}/{QUESTIONS[number]}/{round}")
@@ -123,8 +124,9 @@ def latency_cells(
     counts: tuple[int, int] = (1, 1),
     images: Sequence[Resolution] = (),
 ) -> list[Cell]:
-    """Of every category and protocol a cell of whole answers and one of streamed ones, where any are wanted;
-    endpoints, rounds and counts are of either. Of pictures those of `picture_cells`."""
+    """For every category and protocol a cell of whole answers and one of streamed ones, if any;
+    ``endpoints``, ``rounds`` and ``counts`` are for either. For pictures the cells of `picture_cells`.
+    """
     if protocol == IMAGES:
         return [
             cell for size in images for cell in picture_cells(size, supply, warmup=warmup, rounds=rounds[1])
@@ -148,7 +150,7 @@ def latency_cells(
 
 
 def protocols_of(protocol: Protocol) -> Sequence[str]:
-    """Those that --protocol means."""
+    """The protocols that --protocol means."""
     return (OFFICIAL, DISTINCT) if protocol == "both" else (protocol,)
 
 
@@ -226,7 +228,8 @@ async def latency(
 
 def read_baseline(text: str) -> dict[str, float]:
     """Milliseconds by category: "official", "none", or short=2582,medium=5441,long=6576. Raises
-    BenchError."""
+    BenchError.
+    """
     if text == "official":
         return {name: one.official_ms for name, one in CATEGORIES.items()}
     found: dict[str, float] = {}

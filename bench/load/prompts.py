@@ -1,5 +1,6 @@
-"""Prompts of an exact token length, no two alike: natural text, random words, random tokens, or a user's
-text."""
+"""Prompts of exact token lengths, all different: natural text, random words, random tokens, or a
+user's text.
+"""
 
 import random
 import re
@@ -16,27 +17,29 @@ Kind = Literal["natural", "words", "tokens"]
 
 POOL_SIZE = 2048
 FIXES = 50
-CHARACTERS_A_TOKEN = 6  # more than a token of English has, so that one piece of text is usually enough
+CHARACTERS_A_TOKEN = 6  # more than a token of English has, so that one piece of text usually suffices
 WORD = re.compile(r" [A-Za-z]{2,}")
 SPECIAL = re.compile(r"\s*<.*>\s*", re.DOTALL)
 PROSE = re.compile(r"[A-Z][^\n]*(?:\n[^\n]+)*[.!?]")
 
 
 class Prompts(ABC):
-    """A supply of prompts: ids are drawn, and what they decode to is encoded again, cut and topped up until
-    the length holds."""
+    """A source of prompts: ids are drawn, decoded and encoded again, then cut or extended until the length is
+    right.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     async def make(self, tokens: int, rng: random.Random) -> str:
-        """A new text of exactly ``tokens`` tokens, the same for an ``rng`` of the same state.
+        """A new text of exactly ``tokens`` tokens, the same for an ``rng`` in the same state.
 
         Raises BenchError when it cannot be had.
         """
         ids = await self._draw(tokens, rng)
         for _ in range(FIXES):
-            text = (await self._vocabulary.decode(ids[:tokens])).strip("\ufffd")  # characters cut in two
+            # characters that were cut in two
+            text = (await self._vocabulary.decode(ids[:tokens])).strip("\ufffd")
             ids = await self._vocabulary.encode(text)
             if len(ids) == tokens:
                 return text
@@ -50,7 +53,7 @@ class Prompts(ABC):
 
 
 class NaturalPrompts(Prompts):
-    """Paragraphs of English prose in an order of its own for every prompt: none begins as another does.
+    """Paragraphs of English prose in a new order for every prompt, so that no two begin alike.
 
     They are those of the Python language reference, which every Python brings along (``pydoc_data.topics``).
     """
@@ -64,7 +67,7 @@ class NaturalPrompts(Prompts):
 
 @cache
 def prose() -> tuple[str, ...]:
-    """The paragraphs of plain sentences, without the code and the tables between them."""
+    """The paragraphs of plain sentences, without code and tables."""
     from pydoc_data.topics import topics
 
     paragraphs = (part.strip() for topic in topics.values() for part in topic.split("\n\n"))
@@ -73,7 +76,7 @@ def prose() -> tuple[str, ...]:
 
 
 class RandomPrompts(Prompts):
-    """Random tokens of the model's vocabulary, no specials.
+    """Random tokens of the model's vocabulary, without special ones.
 
     ``words`` keeps to tokens that are a whole word with its space, which read like text.
     """
@@ -84,7 +87,7 @@ class RandomPrompts(Prompts):
 
     @classmethod
     async def build(cls, vocabulary: Vocabulary, rng: random.Random, *, words: bool) -> "RandomPrompts":
-        """Draw the pool of tokens: those that have a text of their own and are not special."""
+        """Draw the pool of tokens: those with a text of their own that are not special."""
         drawn = rng.sample(range(vocabulary.size), min(POOL_SIZE, vocabulary.size))
         pool = [token for token in drawn if _is_plain(await vocabulary.decode([token]), words)]
         if len(pool) < 16:
@@ -96,8 +99,7 @@ class RandomPrompts(Prompts):
 
 
 class TextPrompts(Prompts):
-    """Consecutive slices of a text that the user names: nothing is used twice, and ``rng`` decides
-    nothing."""
+    """Consecutive slices of a user's text: no part is used twice, and ``rng`` is not used."""
 
     def __init__(self, vocabulary: Vocabulary, ids: Sequence[int]) -> None:
         super().__init__(vocabulary)

@@ -1,5 +1,4 @@
-"""The two protocols of the competition and the hackathon, as published: categories, levels, and their
-scores."""
+"""The protocols of the competition and the hackathon as published: categories, levels and their scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ TOKENS, REQUESTS, WARM_UPS = 1024, 64, 2
 
 
 def category(name: str) -> Category:
-    """By name; ValueError names those there are."""
+    """Categories by name; ValueError lists the known ones."""
     if name not in CATEGORIES:
         raise ValueError(f"{name}: want some of {', '.join(CATEGORIES)}")
     return CATEGORIES[name]

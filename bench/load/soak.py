@@ -36,11 +36,11 @@ from qwen_serve.bench.terminal import Bar, Table
 WORKLOAD = "soak"
 PREFIXES = 4
 REFERENCES = 150
-"""Jobs that are done alone first, to be compared with."""
+"""Jobs that are first done alone, to compare with."""
 KNOWN = 0.7
 """Share of these under load; the rest is new, so that the server's caches change."""
 MOST_FAILURES = 100
-"""In a row, at which the server counts as gone."""
+"""Failures in a row after which the server counts as gone."""
 DRIFTS = ("output_rate", "itl", "ttft", "resident_memory")
 TOLERATED = 1.1
 
@@ -50,7 +50,7 @@ Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 
 @dataclass
 class Window:
-    """What happened in a round. ``same``: answers that are those of the reference, of so many compared."""
+    """Results of a round. ``same``: answers equal to the reference, of the compared ones."""
 
     sent: list[Sent] = field(default_factory=list)
     aborted: int = 0
@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Task:
-    """A job with its length; ``texts``: what the server answered to each turn when it was done alone."""
+    """A job with its length; ``texts``: the server's answer to each turn when it was done alone."""
 
     job: Job
     tokens: int
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass
 class MixedLoad:
-    """Endless tasks of all kinds, the same for a seed, and those that were done alone."""
+    """Endless tasks of all kinds, the same for a seed, among them those that were done alone."""
 
     target: Target
     prompts: Prompts
@@ -84,7 +84,7 @@ class MixedLoad:
     references: list[Task] = field(default_factory=list)
 
     async def task(self) -> Task:
-        """A known one, or a new one."""
+        """A known task, or a new one."""
         if self.references and self.rng.random() < KNOWN:
             return self.rng.choice(self.references)
         return Task(await self._job(), self.rng.randint(1, self.output_tokens))
@@ -104,7 +104,7 @@ class MixedLoad:
         return Job((text,), chat=False)
 
     async def add_reference(self) -> None:
-        """Do a new task alone. Raises BenchError where the server fails."""
+        """Do a new task alone. Raises BenchError if the server fails."""
         job, tokens = await self._job(), self.rng.randint(1, self.output_tokens)
         sent = await closed_loop(self.sender(tokens), [job])
         if sent[-1].error is not None:
@@ -219,7 +219,7 @@ async def _window(mixed: MixedLoad, seconds: float, clients: int, aborts: float)
 
 
 async def leave(sender: Sender, job: Job, events: int) -> int:
-    """Leave after so many events of the stream. Returns 1; 0 where the server did not even begin."""
+    """Leave after so many events of the stream. Returns 1, or 0 if the server did not begin."""
     body = {**sender.body(job, [{"role": "user", "content": job.turns[0]}]), "stream": True}
     try:
         async with aclosing(sender.target.client.events(sender.path(job), body)) as stream:
@@ -256,7 +256,7 @@ def by_window(rows: pd.DataFrame, metric: str) -> "pd.Series[float]":
 
 
 def drift(rows: pd.DataFrame, metric: str) -> Ratio | None:
-    """The last quarter of the windows against the first after the first window: above 1 is better."""
+    """The last quarter of the windows against the first quarter after the first window: above 1 is better."""
     medians = by_window(rows, metric).iloc[1:]
     quarter = len(medians) // 4
     if quarter < LEAST_ROUNDS:
@@ -266,7 +266,7 @@ def drift(rows: pd.DataFrame, metric: str) -> Ratio | None:
 
 
 def drifts(results: Results) -> Iterator[str]:
-    """What has become worse by more than chance and a tenth, in words."""
+    """What became worse by more than chance and a tenth, in words."""
     for metric in DRIFTS:
         ratio = drift(results.frame, metric)
         if ratio is not None and ratio.high is not None and ratio.high < 1 / TOLERATED:

@@ -1,4 +1,4 @@
-"""Held-out tasks as a workload, one greedy request at a time: texts that mean something, as drafts need them.
+"""Held-out tasks as a workload, one greedy request at a time, because drafts need meaningful texts.
 
 A cell is one of nano's quality gates, with the gate's own prompts, shots and thinking, or what is to be gone
 on with: sums in a chat, and raw text that repeats itself.
@@ -39,7 +39,7 @@ def _cell(group: str, jobs: list[Job], supply: Supply, max_tokens: int, rounds: 
 
 
 def read_tasks(folder: Path, items: int, seed: int) -> dict[str, list[Job]]:
-    """By gate, ``items`` of its tasks, drawn with a seed; as many of what is to be gone on with, by kind.
+    """By gate, ``items`` of its tasks, drawn with a seed; and as many texts to continue, by kind.
 
     ``folder``: a model's, with heldout/ and reference.json. Raises BenchError where a file is missing or has
     other fields.

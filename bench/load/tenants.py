@@ -1,4 +1,4 @@
-"""Several clients of one server, each with an API key of its own: who waits for whom.
+"""Several clients of one server, each with an API key: who waits for whom.
 
 - A short request now and then beside a few long ones of another key, then beside hundreds.
 - Two tenants that ask for the same.
@@ -40,11 +40,11 @@ from qwen_serve.bench.terminal import Cell, Table
 WORKLOAD = "tenants"
 TENANTS = 10
 PREFIXES, TAILS = 4, 8
-"""Of each tenant: half of a prompt is one of so many beginnings, the rest comes behind a number."""
+"""Of each tenant: half of a prompt is one of so many beginnings, the rest follows a number."""
 AGAIN_S = 1.0
-"""Until a request that was refused is sent again."""
+"""Seconds until a refused request is sent again."""
 RAMP = 0.5
-"""Windows of time before the one that is measured."""
+"""Windows of time before the measured one."""
 RUNNING = ("qwen_running_sequences", ())
 
 AboveZero = Annotated[float, Parameter(validator=Number(gt=0))]
@@ -53,24 +53,24 @@ AboveZero = Annotated[float, Parameter(validator=Number(gt=0))]
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions:
-    """What tenants ask for."""
+    """The tenants' loads."""
 
     keys: Path | None = None
     """tenants: file of API keys, the server's --api-key-file; the first ten lines are used."""
     window: AboveZero = 20.0
-    """tenants: seconds measured of each load, after half as many to begin with."""
+    """tenants: seconds of each measured load, after half as many of warm-up."""
     flood: Positive = 200
-    """tenants: requests at once of who asks for most."""
+    """tenants: concurrent requests of the busiest tenant."""
     beside: Positive = 8
-    """tenants: long requests at once that a short one is compared with."""
+    """tenants: concurrent long requests, for the comparison of a short one's latency."""
     clients: Positive = 8
-    """tenants: requests at once of each of ten."""
+    """tenants: concurrent requests of each of ten."""
     long_tokens: Positives = (2048, 512)
     """tenants: tokens in and out of a long request."""
     short_tokens: Positives = (64, 32)
-    """tenants: of a short one."""
+    """tenants: tokens in and out of a short request."""
     even_tokens: Positives = (512, 128)
-    """tenants: of the requests of those who ask for the same."""
+    """tenants: tokens in and out of a request of equal tenants."""
     every: AboveZero = 1.0
     """tenants: seconds between two short requests."""
 
@@ -80,7 +80,7 @@ class TenantOptions:
                 raise BenchError(f"--{name.replace('_', '-')}: want tokens in and out, such as 64,32")
 
     def read_keys(self) -> list[str]:
-        """BenchError where there are too few."""
+        """The API keys. BenchError if there are too few."""
         if self.keys is None or not self.keys.is_file():
             raise BenchError("--workload tenants needs --keys FILE, the server's --api-key-file")
         lines = (line.partition("#")[0].split() for line in self.keys.read_text("utf-8").splitlines())
@@ -92,7 +92,7 @@ class TenantOptions:
 
 @dataclass
 class Tenant:
-    """One key, its prompts, and what has come back so far."""
+    """One key, its prompts, and the answers so far."""
 
     client: Client
     prefixes: Sequence[str]
@@ -104,21 +104,21 @@ class Tenant:
     refused: int = 0
     ended: int = 0
     ttfts: list[float] = field(default_factory=list)
-    """Milliseconds."""
+    """Latencies, in milliseconds."""
     failures: list[str] = field(default_factory=list)
 
     @classmethod
     async def of(
         cls, client: Client, supply: Supply, tokens: int, numbers: Iterator[int], rng: random.Random
     ) -> Self:
-        """With prompts of so many tokens."""
+        """A source of requests with prompts of so many tokens."""
         prompts = await supply.prompts()
         prefixes = [await prompts.make(max(1, tokens // 2), rng) for _ in range(PREFIXES)]
         tails = [await prompts.make(max(1, tokens - tokens // 2), rng) for _ in range(TAILS)]
         return cls(client, prefixes, tails, numbers)
 
     async def ask(self, max_tokens: int) -> None:
-        """One request to its end."""
+        """Send one request and wait for its end."""
         number = next(self.numbers)
         prefix, tail = self.prefixes[number % PREFIXES], self.tails[number % TAILS]
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -157,13 +157,13 @@ class Tenant:
             self.failures.append(str(error))
 
     async def keep_asking(self, max_tokens: int, rng: random.Random) -> None:
-        """One request after the other; the first answer has any length up to that of the others."""
+        """Send one request after the other; the first answer has any length up to that of the others."""
         await self.ask(rng.randint(1, max_tokens))
         while len(self.failures) < 3:
             await self.ask(max_tokens)
 
     async def ask_every(self, seconds: float, max_tokens: int) -> None:
-        """A request at each multiple of so many seconds, whatever is under way."""
+        """Send a request at each multiple of so many seconds, even if others are running."""
         began = perf_counter()
         async with asyncio.TaskGroup() as group:
             for turn in count():
@@ -184,7 +184,7 @@ class Stage:
     errors: list[str] = field(default_factory=list)
 
     async def measure(self, cell: str, tenants: dict[str, Tenant], loads: Sequence[Any]) -> None:
-        """Let them ask for a while, then for a window of time; what came in that is recorded."""
+        """Let the tenants send for a while, then for a window of time, which is recorded."""
         tasks = [asyncio.create_task(load) for load in loads]
         await asyncio.sleep(RAMP * self.options.window)
         counters = await read_counters(self.admin)
@@ -216,7 +216,7 @@ class Stage:
         await self.idle()
 
     async def idle(self) -> None:
-        """Until nothing runs that was given up."""
+        """Wait until no cancelled request runs."""
         for _ in range(100):
             await asyncio.sleep(0.2)
             if not (await read_counters(self.admin)).get(RUNNING, 0.0):
@@ -226,7 +226,7 @@ class Stage:
 async def measure_tenants(
     server: ServerOptions, store: StoreOptions, prompts: PromptOptions, options: TenantOptions
 ) -> int:
-    """All loads, one after the other. Raises BenchError after the first request that failed."""
+    """All loads, one after the other. Raises BenchError after the first failed request."""
     keys = options.read_keys()
     server = replace(server, api_key=server.api_key or keys[0])
     settings = {**vars(options), "keys": str(options.keys)}
@@ -288,7 +288,7 @@ async def _ten(stage: Stage) -> None:
 
 
 def tenant_tables(results: Results) -> list[Table]:
-    """What each load gave, and what the figures come to."""
+    """The results of each load, and the figures computed from them."""
     frame = results.frame[results.frame["workload"] == WORKLOAD]
     cells = {str(cell): rows for cell, rows in frame.groupby("cell", sort=False)}
     lines: list[dict[str, Cell]] = []

@@ -1,5 +1,6 @@
-"""Throughput and latency under load: a closed loop at levels of concurrency, or an open one at request
-rates."""
+"""Throughput and latency under load: a closed loop at levels of concurrency, or an open loop at request
+rates.
+"""
 
 import random
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ Kind = Literal["random", "distinct", "shared-prefix", "chat", "images"]
 CHATS = ("shared-prefix", "chat", "images")
 ImageSize = Annotated[Resolution, parsed_by(Resolution.read)]
 AT_A_RATE = 8
-"""Requests at once in the warm-up of an open loop, whose concurrency is not known before."""
+"""Concurrent requests in the warm-up of an open loop, whose concurrency is unknown."""
 LEAST_REQUESTS = 4
 
 
@@ -43,37 +44,38 @@ class LoadOptions:
     levels: Positives | None = None
     """Concurrent requests, such as 1,4,16."""
     rate: Rates | None = None
-    """Requests a second: 0.5,2,4 (conversations, for chat)."""
+    """Requests a second, such as 0.5,2,4 (for chat: conversations)."""
     goodput: Annotated[Limits | None, parsed_by(read_limits)] = None
-    """Limits such as ttft=500ms,itl=50ms: also count the requests a second that keep them all."""
+    """Limits such as ttft=500ms,itl=50ms: also count the requests a second within all of them."""
     requests: Positive = REQUESTS
-    """In each level or rate and round."""
+    """Requests in each round of each level or rate."""
     waves: Natural = 0
-    """Not 0: so many requests for each of a level's clients, at least 4, in place of --requests."""
+    """If not 0: so many requests for each client of a level, at least 4, instead of --requests."""
     warmup: Natural | None = None
-    """Untimed requests before each, as many at once as the load will be (the level; 8 for a rate)."""
+    """Untimed requests before each level or rate, as many at once as the load will be (the level; 8 for a
+    rate)."""
     input_tokens: Positive | None = None
-    """Of a prompt, question or turn (1,024; 100 for shared-prefix, chat and images)."""
+    """Tokens of a prompt, question or turn (default 1,024; 100 for shared-prefix, chat and images)."""
     output_tokens: Positive | None = None
-    """Of an answer (1,024; 128 for shared-prefix, chat and images)."""
+    """Tokens of an answer (default 1,024; 128 for shared-prefix, chat and images)."""
     prefix_tokens: Positive = 2000
-    """shared-prefix: of each prefix."""
+    """shared-prefix: tokens of each prefix."""
     prefixes: Positive = 4
-    """shared-prefix: different prefixes."""
+    """shared-prefix: number of different prefixes."""
     turns: Positive = 4
     """chat: turns of a conversation."""
     image_resolution: ImageSize = DEFAULT_SIZE
     """images: WIDTHxHEIGHT of each, in pixels."""
     image_count: Positive = 1
-    """images: in each request, before its question."""
+    """images: pictures in each request, before its question."""
     spot_checks: Natural = 2
-    """Sums asked during the first warm-up of each level or rate, to see that answers are still answers."""
+    """Sums asked during the first warm-up of each level or rate, to check that answers are still right."""
     endpoint: str | None = None
-    """/v1/completions for random and distinct, /v1/chat/completions else."""
+    """Endpoint (default: /v1/completions for random and distinct, else /v1/chat/completions)."""
     stream: bool = True
-    """Without it whole answers: no TTFT, no ITL."""
+    """Stream answers; without streaming there is no TTFT and no ITL."""
     predict_replicas: Literal[2, 4, 8] | None = None
-    """random: say, too, what so many replicas behind a router should give by this server's levels."""
+    """random: also predict what so many replicas behind a router should give, from this server's levels."""
 
     def lengths(self, kind: Kind) -> tuple[int, int]:
         """Tokens in and out of a request."""
@@ -81,11 +83,11 @@ class LoadOptions:
         return self.input_tokens or (100 if chat else TOKENS), self.output_tokens or (128 if chat else TOKENS)
 
     def chosen_levels(self, default: Sequence[int]) -> tuple[int, ...]:
-        """Those named; else the default, unless rates are."""
+        """The given levels; without --levels and --rate the default ones."""
         return self.levels if self.levels is not None else () if self.rate else tuple(default)
 
     def settings(self, kind: Kind, default: Sequence[int]) -> dict[str, Any]:
-        """What a manifest records of it."""
+        """The settings that a manifest records."""
         names = ["requests", "waves", "warmup", "spot_checks", "stream", "predict_replicas"]
         names += {
             "shared-prefix": ["prefix_tokens", "prefixes"],
@@ -104,7 +106,7 @@ class LoadOptions:
         }
 
     def cells(self, kind: Kind, supply: Supply, default: Sequence[int], rounds: int) -> list[Cell]:
-        """One for each level, then one for each rate."""
+        """A cell for each level, then one for each rate."""
         levels = [self._cell(kind, supply, rounds, level, None) for level in self.chosen_levels(default)]
         return levels + [self._cell(kind, supply, rounds, AT_A_RATE, rate) for rate in self.rate or ()]
 
@@ -138,15 +140,16 @@ class LoadOptions:
     async def _jobs(
         self, kind: Kind, supply: Supply, requests: int, clients: int, rng: random.Random
     ) -> list[Job]:
-        """A kind of traffic out of the supply's prompts: ``requests`` in all, the same for an ``rng`` of the
-        same state, but for a text that is used up."""
+        """Traffic of one kind from the source's prompts: ``requests`` in all, the same for an ``rng`` in the
+        same state, unless a text is used up.
+        """
         prompts = await supply.prompts("tokens" if kind == "random" else None)
         tokens = self.lengths(kind)[0]
-        if kind == "chat":  # whole conversations, at least one a client
+        if kind == "chat":  # whole conversations, at least one for each client
             count = max(-(-requests // self.turns), clients)
             turns = [[await prompts.make(tokens, rng) for _ in range(self.turns)] for _ in range(count)]
             return [Job(tuple(texts), chat=True) for texts in turns]
-        if kind == "shared-prefix":  # as few-shot benchmarks: a prefix for a subject, subject by subject
+        if kind == "shared-prefix":  # like few-shot benchmarks: a prefix for each subject, subject by subject
             count = min(self.prefixes, requests)
             prefixes = [await prompts.make(self.prefix_tokens, rng) for _ in range(count)]
             questions = [await prompts.make(tokens, rng) for _ in range(requests)]

@@ -1,4 +1,4 @@
-"""Who counts the tokens: the model's tokenizer from a file, the server's endpoints, or the server's usage.
+"""Counts tokens: with the model's tokenizer from a file, the server's endpoints, or the server's usage.
 
 An independent count is worth more than a claimed one, so a result says which of these it rests on (`source`).
 """
@@ -16,21 +16,23 @@ PROBE = "The quick brown fox"
 
 
 class Vocabulary(ABC):
-    """Text to token ids and back. ``size``: ids lie below it; ``source``: where the vocabulary comes from."""
+    """Text to token ids and back. ``size``: all ids are below it; ``source``: where the vocabulary comes
+    from.
+    """
 
     source: str
     size: int
 
     @abstractmethod
     async def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, special tokens parsed, nothing added in front or behind."""
+        """The ids of ``text``, with special tokens parsed and nothing added."""
 
     @abstractmethod
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
 
     async def count(self, text: str) -> int:
-        """How many tokens ``text`` is."""
+        """Number of tokens of ``text``."""
         return len(await self.encode(text))
 
 
@@ -58,7 +60,7 @@ class GgufVocabulary(Vocabulary):
 
 
 class HuggingFaceVocabulary(Vocabulary):
-    """A ``tokenizer.json``: of a local folder, or of a repository on the hub."""
+    """A ``tokenizer.json``, in a local folder or in a repository on the hub."""
 
     def __init__(self, name: str) -> None:
         from tokenizers import Tokenizer
@@ -69,7 +71,7 @@ class HuggingFaceVocabulary(Vocabulary):
             self._tokenizer = (
                 Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
             )
-        except Exception as error:  # the bindings raise bare Exception
+        except Exception as error:  # the bindings raise plain Exception
             raise BenchError(
                 f"--tokenizer {name}: want a .gguf, a folder with tokenizer.json, or a hub id: {error}"
             ) from error
@@ -86,7 +88,7 @@ DIALECTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama-server": ("content", {"add_special": False, "parse_special": True}),
     "vLLM": ("prompt", {"add_special_tokens": False}),
 }
-"""By server: what /tokenize takes a text as, and /detokenize gives it as; and the flags of the former."""
+"""By server: the field of /tokenize with the text, that of /detokenize's answer, and flags of the former."""
 
 
 class ServerVocabulary(Vocabulary):
@@ -100,7 +102,7 @@ class ServerVocabulary(Vocabulary):
 
     @classmethod
     async def find(cls, client: Client, model: str | None) -> "ServerVocabulary | None":
-        """Try each dialect; None when the server has no tokenizer endpoints."""
+        """Try each server's dialect; None if the server has no tokenizer endpoints."""
         for dialect in DIALECTS:
             vocabulary = cls(client, dialect, model)
             try:
@@ -133,7 +135,9 @@ class ServerVocabulary(Vocabulary):
         return answer
 
     async def _find_size(self) -> int:
-        """As /v1/models says; else the first power of two that is no token (an upper bound does)."""
+        """The size according to /v1/models; else the first power of two that is no token (an upper bound
+        suffices).
+        """
         reply = await self._client.request("GET", "/v1/models")
         try:
             return int(json.loads(reply.text)["data"][0]["meta"]["n_vocab"])
@@ -149,7 +153,7 @@ class ServerVocabulary(Vocabulary):
 
 
 async def find_vocabulary(name: str | None, client: Client, model: str | None) -> Vocabulary | None:
-    """The tokenizer that --tokenizer names, else the server's; None: its usage is the only count there is."""
+    """The tokenizer that --tokenizer names, else the server's; None: only its usage counts."""
     if name is None:
         return await ServerVocabulary.find(client, model)
     return GgufVocabulary(Path(name)) if name.endswith(".gguf") else HuggingFaceVocabulary(name)

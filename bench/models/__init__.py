@@ -1,1 +1,1 @@
-"""Models that are made up for measuring."""
+"""Synthetic models for measuring."""

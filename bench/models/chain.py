@@ -1,4 +1,4 @@
-"""Which token follows which in the synthetic model, and which neuron of which layer knows it.
+"""Which token follows which in the synthetic model, and which layer's neuron knows it.
 
 The words form one path. A layer's FFN has a neuron for each token of a stretch of the path, the last layer
 for the first stretch, the layer before it for the next one: a token's successor always belongs to the same
@@ -23,7 +23,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Chain:
-    """`tokens`: those with a neuron, stretch by stretch; stretch s lies in layer `n_layers - 1 - s`.
+    """`tokens`: those with a neuron, one stretch after the other; stretch s is in layer `n_layers - 1 - s`.
 
     `regions`: the path's words, cut into one part for each acceptance rate of the MTP block.
 
@@ -41,7 +41,7 @@ class Chain:
     decoy: int
 
     def neurons(self, layer: int) -> Ids:
-        """The tokens that `layer` has a neuron for, in the neurons' order; the rest of its FFN is noise."""
+        """The tokens for which `layer` has a neuron, in the neurons' order; the rest of its FFN is noise."""
         start = (self.n_layers - 1 - layer) * self.stretch
         return self.tokens[start : start + self.stretch]
 
@@ -64,17 +64,17 @@ def make_chain(
     mtp_acceptance: Sequence[float],
     rng: np.random.Generator,
 ) -> Chain:
-    """The chain through `filler` (a cycle) and as many `words` as there are neurons for.
+    """The chain through `filler` (a cycle) and through as many `words` as there are neurons for.
 
     Each share of `mtp_acceptance` holds for one of as many equal regions of the path and for the tokens that
     lean on it, the first one also for the filler; it is kept to the token, `rng` decides which.
     """
     path = np.asarray(words, np.int64)[: n_layers * ffn - len(filler)]
     tokens = np.concatenate([np.asarray(filler, np.int64), path])
-    stretch = -(-tokens.size // -(-tokens.size // ffn))  # even ones: a short last one would be a short cycle
+    stretch = -(-tokens.size // -(-tokens.size // ffn))  # equal ones: a short last one would be a short cycle
     following = np.roll(tokens, -1)
     following[len(filler) - 1] = filler[0]
-    # the second of the last stretch: the first may be the decoy
+    # the second of the last stretch, because the first may be the decoy
     last = (tokens.size - 1) // stretch * stretch
     following[-1] = tokens[max(last, len(filler)) + 1]
 

@@ -1,4 +1,4 @@
-"""``qwen-bench build synthetic``: write a made-up model and the texts that its prompts are cut from."""
+"""``qwen-bench build synthetic``: writes a synthetic model and texts for its prompts."""
 
 import os
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def synthetic(
     routing_zipf: float = 0.0,
     vision: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Write a made-up Qwen3.5 for measuring speed: exact shapes, random weights, a foretold next token.
+    """Write a synthetic Qwen3.5 for measuring speed: exact shapes, random weights, predictable answers.
 
     Beside the GGUF comes a text of its words in random order, one token a word, for prompts of exact lengths
     (`latency --text`). With several shares for the MTP block, each holds for a region of the vocabulary and
@@ -105,18 +105,20 @@ def draft_path(out: Path) -> Path:
 
 
 def tower_path(out: Path, outtype: str) -> Path:
-    """Where the server looks for the tower of `out`: both are named after the model, then their types."""
+    """The path where the server looks for the tower of `out`: both are named after the model, then their
+    types.
+    """
     name = out.stem.removesuffix(f"-{outtype}")
     return out.with_name(f"mmproj-{name}-{outtype}.gguf")
 
 
 def text_path(out: Path, share: str, *, alone: bool) -> Path:
-    """Where the text of one region goes: beside the GGUF."""
+    """The path of one region's text, beside the GGUF."""
     return out.with_suffix(".words.txt" if alone else f".words-{share}.txt")
 
 
 def read_shares(texts: Sequence[str]) -> dict[str, float]:
-    """Shares as they are spelt (the texts' names), and their values.
+    """Shares as they are spelt (for the texts' names), with their values.
 
     Raises BenchError: none is given, or one twice.
     """

@@ -1,4 +1,5 @@
-"""A made-up block drafter (DFlash) for the synthetic model: exact shapes, drafts right up to a chosen length.
+"""A synthetic block drafter (DFlash) for the synthetic model: exact shapes, and drafts right up to a chosen
+length.
 
 **Codes.** A token's embedding holds, where in the chain it is, as cosines and sines of that place at random
 frequencies: to turn each pair by its frequency is to go one token further. Beside it a class: the number of
@@ -42,11 +43,11 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 
-BITS = 4  # of a key: queries of a key head
+BITS = 4  # bits of a key: one for each query of a key head
 KEY_ANGLE, KEY_BIT = 0.8, 0.3  # shares of a key's norm: its angles, and each of its bits
 GAIN = 24.0  # of all scores
-ASTRAY = 50_021  # tokens that a wrong draft is off by
-CODE = 8.0  # what heads add, in embeddings
+ASTRAY = 50_021  # distance in tokens of a wrong draft from the right one
+CODE = 8.0  # what heads add, in units of an embedding
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Drafter:
     def make(
         cls, target: ModelConfig, vocab: Vocab, chain: Chain, lengths: Sequence[float], seed: int
     ) -> Drafter:
-        """Raises BenchError: lengths that a block has no room for, or not one for each region."""
+        """Raises BenchError for lengths beyond the block, or not one for each region."""
         config = draft_config(target)
         if wrong := [length for length in lengths if not 0 <= length <= config.block_size - 1]:
             raise BenchError(f"--block-lengths {wrong[0]}: want 0 to {config.block_size - 1} tokens")
@@ -149,14 +150,14 @@ class Drafter:
 
     @cached_property
     def _places(self) -> npt.NDArray[np.int64]:
-        """Of every token: its anchor's index in the chain."""
+        """For every token: its anchor's index in the chain."""
         index = np.zeros(self.config.vocab_size, np.int64)
         index[self.chain.tokens] = np.arange(self.chain.tokens.size)
         return index[self.chain.anchor]
 
     @cached_property
     def _right(self) -> npt.NDArray[np.int64]:
-        """Of every token: how many of the block behind it are right."""
+        """For every token: how many tokens of the block after it are right."""
         rng, most = np.random.default_rng([self.seed, 3]), self.config.block_size - 1
         chances = np.empty((self.config.vocab_size, most))
         chances[:] = _chances(self.lengths[0], most)
@@ -169,7 +170,7 @@ class Drafter:
         return right
 
     def _code(self, places: npt.NDArray[np.int64]) -> Floats:
-        """[n, 2 * pairs]: of each part the cosines, then the sines."""
+        """[n, 2 * pairs]: for each part the cosines, then the sines."""
         angles = (places[:, None] * self._frequencies) % (2 * np.pi)
         waves = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
         parts = waves.reshape(2, len(places), self._pairs // self._half, self._half)
@@ -222,9 +223,9 @@ class Drafter:
 
     def _fused(self, first: int, rows: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
         planted = max(0, min(len(rows), self._is_mask - first))
-        rows[:planted] = 0  # no part of the code, and of no class
+        rows[:planted] = 0  # no part of the code, and in no class
         if first <= self._is_mask < first + len(rows):
-            rows[self._is_mask - first] *= np.float16(1 / QUIET)  # as masks have it, or its opposite
+            rows[self._is_mask - first] *= np.float16(1 / QUIET)  # like that of a mask, or the opposite
         return rows
 
     def _of(self, layer: int, key_head: int) -> list[tuple[int, int, bool]]:
@@ -232,11 +233,11 @@ class Drafter:
         return self._heads[number] if number < len(self._heads) else []
 
     def _low(self, bit: int) -> int:
-        """Of a head's elements: one whose angle hardly moves. Bit 0 is the sink's."""
+        """The index of an element of a head whose angle hardly moves. Bit 0 is the sink's."""
         return self._half - 1 - bit
 
     def _queries(self, layer: int) -> Floats:
-        """A mask's query: angles set back by the head's distance, its bit, and the sink."""
+        """A mask's query: angles turned back by the head's distance, its bit, and the sink."""
         c = self.config
         rows = np.zeros((c.n_heads, c.head_dim, c.hidden_size), np.float32)
         each, match = c.n_heads // c.n_kv_heads, self._match
@@ -252,7 +253,7 @@ class Drafter:
         return rows.reshape(-1, c.hidden_size)
 
     def _keys(self, layer: int) -> Floats:
-        """A token's key: angles of zero, and a bit for each query, by class; a mask's: the sink."""
+        """A token's key: angles of zero, and a bit for each query, by class. A mask's key: the sink."""
         c = self.config
         rows = np.zeros((c.n_kv_heads, c.head_dim, c.hidden_size), np.float32)
         classes = slice(self._classes, self._classes + c.block_size)
@@ -266,7 +267,7 @@ class Drafter:
         return rows.reshape(-1, c.hidden_size)
 
     def _values(self, layer: int) -> Floats:
-        """A part of the token's code; of masks, nothing."""
+        """A part of the token's code; for masks nothing."""
         c = self.config
         rows = np.zeros((c.n_kv_heads, c.head_dim, c.hidden_size), np.float32)
         for head in range(c.n_kv_heads):
@@ -276,7 +277,9 @@ class Drafter:
         return rows.reshape(-1, c.hidden_size)
 
     def _turned(self, layer: int) -> Floats:
-        """To the code's second copy, which the output head reads, each pair turned by the head's distance."""
+        """Into the code's second copy, which the output head reads, with each pair rotated by the head's
+        distance.
+        """
         c, half = self.config, self._half
         rows = np.zeros((c.hidden_size, c.n_heads, c.head_dim), np.float32)
         each, places = c.n_heads // c.n_kv_heads, np.arange(half)
@@ -302,14 +305,14 @@ class Match:
     """
 
     angles: npt.NDArray[np.float64]
-    """Rotations by one position, of the pairs with the highest frequencies."""
+    """Rotations by one position of the pairs with the highest frequencies."""
     angle: float
     bit: float
     sink: float
 
     @classmethod
     def best(cls, config: DraftConfig) -> Match:
-        """With as many pairs as tell distances apart best."""
+        """The number of pairs that distinguishes distances best."""
         half = config.head_dim // 2
         angles = config.rope["rope_theta"] ** (-np.arange(half) / half)
         others = np.arange(1, config.block_size - 1)[:, None]
@@ -320,7 +323,9 @@ class Match:
 
 
 def draft_config(target: ModelConfig) -> DraftConfig:
-    """The published drafter's shapes for the 4B; for smaller models a smaller one with a shorter block."""
+    """The published drafter's shapes for the 4B; for smaller models a smaller drafter with a shorter
+    block.
+    """
     large = target.hidden_size >= 2048
     layers = target.n_layers
     return DraftConfig(
@@ -345,13 +350,13 @@ def draft_config(target: ModelConfig) -> DraftConfig:
 
 
 def _once(make: Callable[[int], Floats], layer: int) -> Callable[[int, int], npt.NDArray[np.generic]]:
-    """Rows of a matrix that is made when the first are wanted."""
+    """Rows of a matrix that is made when the first ones are requested."""
     made = cache(lambda: make(layer).astype(np.float16))
     return lambda first, last: made()[first:last]
 
 
 def _chances(length: float, most: int) -> float:
-    """What chance each token must have, where those before it are right, for so many on average."""
+    """Probability of each token, given that those before it are right, for a mean of so many right tokens."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""A model without its weights: the sizes and types of its tensors by recipe, and a GGUF that is all header.
+"""A model without its weights: sizes and types of its tensors by recipe, and a GGUF with only a header.
 
 For what depends on nothing else: predictions, memory plans. Such a file is sparse: as long as the whole one,
 and a few megabytes on disk.
@@ -27,7 +27,7 @@ from qwen_serve.llamacpp.quantize import quantized_types
 
 
 def float_tensors(config: ModelConfig, outtype: FloatType = "F16") -> list[TensorInfo]:
-    """The tensors of the whole model, MTP block included, matrices as `outtype`."""
+    """The tensors of the whole model, MTP block included, with matrices as `outtype`."""
     made = []
     for _, name, rule in expected_tensors(config, "", range(config.n_layers), has_mtp=True):
         if not name.endswith(SHARED):
@@ -38,7 +38,7 @@ def float_tensors(config: ModelConfig, outtype: FloatType = "F16") -> list[Tenso
 
 
 def quantized_tensors(config: ModelConfig, recipe: Recipe) -> list[TensorInfo]:
-    """The same as the recipe has them, by llama.cpp's own choice. Raises BenchError."""
+    """The same tensors with a recipe's types, as llama.cpp chooses them. Raises BenchError."""
     whole = float_tensors(config)
     if recipe.layers or recipe.keep_vocab:
         raise BenchError("a recipe that prunes: the tensors that are left are not known without the model")
@@ -57,7 +57,8 @@ def quantized_tensors(config: ModelConfig, recipe: Recipe) -> list[TensorInfo]:
 def write_header(
     path: Path, config: ModelConfig, tensors: Sequence[TensorInfo], *, vocab: bool = True
 ) -> None:
-    """A GGUF with these tensors, their data left out, and a made-up vocabulary of the model's size.
+    """Writes a GGUF with these tensors, without their data, and with a made-up vocabulary of the model's
+    size.
 
     `vocab`: writing it takes half a second; llama_model_quantize does not read it.
     """

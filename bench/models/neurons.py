@@ -1,4 +1,5 @@
-"""The planted part of the synthetic model: each token's vector, and the FFN neurons that know what follows.
+"""The constructed part of the synthetic model: each token's vector, and the FFN neurons that know its
+successor.
 
 **Vectors.** Token t's own vector is one random vector of zero mean, of which there is one for every `hidden`
 tokens, rolled by t. Rolling every vector by one place therefore gives the next token's, for all tokens but a
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
 
-MARK = 0.25  # of an embedding's RMS of 1: the constant that tells the MTP block that it is to err
-GATE, UP = 2.0, 8.0  # activations of a neuron that sees its own token
-ANSWER = GATE / (1 + exp(-GATE)) * UP  # silu(gate) * up: what it hands to the down projection
-ADD, TAKE = 1.5, 1.0  # what it adds of the successor and takes of its token, in embeddings
-OVERRULE, ERR = 2.0, 6.0  # the MTP block's exceptions and its wrong drafts, beside the rolled embedding's 1
-ERR_GATE = 12.0  # gate activation of the neuron that sees the mark
+MARK = 0.25  # in an embedding with RMS 1: the constant that tells the MTP block to be wrong
+GATE, UP = 2.0, 8.0  # activations of a neuron for its own token
+ANSWER = GATE / (1 + exp(-GATE)) * UP  # silu(gate) * up: the neuron's input to the down projection
+# how much of the successor it adds, and of its token it removes, in units of an embedding
+ADD, TAKE = 1.5, 1.0
+# the MTP block's exceptions and wrong drafts, relative to 1 for the rolled embedding
+OVERRULE, ERR = 2.0, 6.0
+ERR_GATE = 12.0  # gate activation of the neuron for the mark
 
 
 class Vectors:
@@ -44,18 +47,18 @@ class Vectors:
 
     @classmethod
     def draw(cls, vocab_size: int, hidden: int, rng: np.random.Generator) -> Self:
-        """Random ones of zero mean and RMS 1, in F32."""
+        """Random vectors of zero mean and RMS 1, in F32."""
         base = rng.standard_normal((-(-vocab_size // hidden), hidden), np.float32)
         base -= base.mean(axis=1, keepdims=True)
         base /= np.sqrt(np.square(base).mean(axis=1, keepdims=True))
         return cls(base)
 
     def half(self, scale: float) -> Vectors:
-        """Times `scale`, in F16: rounded here once, and not for every row that is written."""
+        """The vectors times `scale`, in F16: rounded once here rather than for every written row."""
         return Vectors((self.base * np.float32(scale)).astype(np.float16))
 
     def of(self, tokens: Ids) -> Array:
-        """[tokens, hidden]."""
+        """Vectors, [tokens, hidden]."""
         rows: Array = self._windows[tokens // self.hidden, self.hidden - tokens % self.hidden]
         return rows
 
@@ -67,7 +70,7 @@ class Vectors:
 
 
 class Neurons(Protocol):
-    """The planted part of one FFN, `count` neurons: what each looks for, and what it adds."""
+    """The constructed part of one FFN, `count` neurons: what each detects, and what it adds."""
 
     count: int
 
@@ -75,14 +78,16 @@ class Neurons(Protocol):
         """Rows of neurons `first` to `last` in the gate projection: [last - first, hidden]."""
 
     def up(self, first: int, last: int) -> Array:
-        """The same in the up projection."""
+        """The same rows in the up projection."""
 
     def down(self, first: int, last: int) -> Array:
         """Rows `first` to `last` of the down projection: [last - first, count]."""
 
 
 class TrunkVectors:
-    """What all layers' neurons are made of, in F16; `rolled` answers where the successor is the next id."""
+    """The constants of all layers' neurons, in F16; `rolled` handles tokens whose successor is the
+    next id.
+    """
 
     def __init__(self, chain: Chain, vectors: Vectors) -> None:
         self.chain, self.vectors = chain, vectors
@@ -91,7 +96,7 @@ class TrunkVectors:
 
 
 class TrunkNeurons:
-    """Of one layer: each sees its token, takes it away and adds its successor."""
+    """Neurons of one layer: each detects its token, removes it and adds its successor."""
 
     def __init__(self, trunk: TrunkVectors, layer: int) -> None:
         self._trunk = trunk
@@ -115,7 +120,8 @@ class TrunkNeurons:
 
 
 class MtpNeurons:
-    """Of the MTP block: the first sees the mark and drafts the decoy; the others correct the rolling.
+    """Neurons of the MTP block: the first detects the mark and drafts the decoy; the others correct the
+    rolling.
 
     Rolling is wrong where the successor is not the next id, or where the next id has another base vector.
     """
@@ -130,7 +136,7 @@ class MtpNeurons:
         self._targets = np.concatenate([[chain.decoy], following[odd]])
         self._vectors = vectors
         self.count = self._targets.size
-        # the mark's gate is large, so that one sign passes and the other does not; its answer is the same
+        # the mark's gate is large, so that one sign passes and the other does not; its output is the same
         self._gates = self._scales(ERR_GATE, GATE)
         self._ups = self._scales(ANSWER / ERR_GATE, UP)
         self._outputs = self._scales(ERR / ANSWER, OVERRULE / ANSWER)
@@ -151,11 +157,11 @@ class MtpNeurons:
 
 
 def _answers(add: Floats, take: Floats) -> Floats:
-    """What neurons hand to the residual stream for each unit of their activation."""
+    """What neurons add to the residual stream for each unit of their activation."""
     return np.float32(ADD / ANSWER) * add - np.float32(TAKE / ANSWER) * take
 
 
 def _is_odd(tokens: Ids, successors: Ids, hidden: int) -> npt.NDArray[np.bool_]:
-    """Where a token's vector, rolled by one, is not its successor's."""
+    """Tokens whose vector, rolled by one, is not that of their successor."""
     odd: npt.NDArray[np.bool_] = (successors != tokens + 1) | (successors % hidden == 0)
     return odd

@@ -1,4 +1,4 @@
-"""How unevenly the synthetic model's router chooses among its experts."""
+"""How unevenly the synthetic model's router uses its experts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy.typing as npt
 from qwen_serve.bench.errors import BenchError
 
 MOST = 0.45
-"""Share of the tokens that one expert may get: a logit of zero mean is the larger half of the time."""
+"""Maximum share of the tokens that one expert may get. A logit of zero mean exceeds another half of
+the time."""
 
 
 def zipf_scales(n_experts: int, n_used: int, exponent: float) -> npt.NDArray[np.float32]:
-    """By what each row of a random router is multiplied, [n_experts].
+    """Factors for the rows of a random router, [n_experts].
 
     The expert of rank r is then one of a token's `n_used` for a share of tokens in proportion to
     r**-exponent, at most `MOST`.
@@ -29,7 +30,8 @@ def zipf_scales(n_experts: int, n_used: int, exponent: float) -> npt.NDArray[np.
     if n_used > MOST * n_experts:
         raise BenchError(f"--routing-zipf: {n_used} of {n_experts} experts are used, too many to differ")
     falling = np.arange(1.0, n_experts + 1) ** -exponent
-    low, high = 0.0, n_used / float(falling[-1])  # at which all have MOST, or their sum is large enough
+    # the scale at which all have MOST, or their sum is large enough
+    low, high = 0.0, n_used / float(falling[-1])
     for _ in range(100):
         middle = (low + high) / 2
         enough = np.minimum(MOST, middle * falling).sum() >= n_used

@@ -1,4 +1,4 @@
-"""The shapes that a synthetic model may have, as `config.json` says them."""
+"""Shapes of synthetic models, as `config.json` has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qwen_serve.convert.vision import VisionConfig
 
 
 def layer_types(layers: int) -> list[str]:
-    """Every fourth is full attention."""
+    """Every fourth layer is full attention."""
     return [LINEAR if (number + 1) % 4 else FULL for number in range(layers)]
 
 

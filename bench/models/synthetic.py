@@ -1,4 +1,4 @@
-"""A made-up Qwen3.5 as a GGUF: exact shapes, random weights, and a next token that can be foretold.
+"""A synthetic Qwen3.5 as a GGUF: exact shapes, random weights, and predictable next tokens.
 
 From any token on, greedy decoding goes through the model's words in one long order that never repeats; from
 the benchmarks' filler sentence on, through that sentence. The MTP block drafts the token that follows for a
@@ -108,7 +108,7 @@ class Synthetic:
         return plan.n_elements
 
     def words_text(self, region: int, count: int) -> str:
-        """`count` words of one of the chain's regions, all of them in one random order after the other.
+        """`count` words of one of the chain's regions: all of them in one random order after another.
 
         In the chain's own order, a prompt would hold what the model answers to another one. A region's last
         words, from which an answer would run into the next region, are left out.

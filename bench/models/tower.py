@@ -1,4 +1,4 @@
-"""A vision tower of random weights beside a synthetic model: exact shapes, for speed alone."""
+"""A vision tower of random weights for a synthetic model: exact shapes, for speed only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMS = ("norm1.weight", "norm2.weight", "norm.weight")
 
 
 def plan_tower(tower: VisionConfig, seed: int, outtype: FloatType) -> TensorPlan:
-    """All tensors; matrices are noise at the scale that keeps activations near one."""
+    """All tensors; matrices are noise, scaled to keep activations near one."""
     pool = Pool(np.random.default_rng([seed, 1]))
     planned: list[PlannedTensor] = []
     for number, (source, (target, shape)) in enumerate(expected_tensors(tower)):
@@ -39,7 +39,7 @@ def plan_tower(tower: VisionConfig, seed: int, outtype: FloatType) -> TensorPlan
 def write_tower(
     path: Path, tower: VisionConfig, config: ModelConfig, *, seed: int, threads: int, outtype: FloatType
 ) -> None:
-    """Writes the mmproj of a model with `config`, under a temporary name first."""
+    """Writes the mmproj for a model with `config`, first under a temporary name."""
     plan = plan_tower(tower, seed, outtype)
     writer = gguf.GGUFWriter(path=None, arch=ARCH)
     writer.add_type(gguf.GGUFType.MMPROJ)

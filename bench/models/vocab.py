@@ -1,4 +1,4 @@
-"""The tokenizer of the synthetic model: made-up words of one token each, and a filler of exactly ten.
+"""The tokenizer of the synthetic model: made-up words of one token each, and a filler of exactly ten tokens.
 
 Byte-level BPE behind Qwen3.5's own pre-tokenizer. A word is a space and two or three syllables of a consonant
 and a vowel (" bake", " tomilu"). Syllables merge first, then the space with the first one, then each word
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NANO = Path(__file__).resolve().parents[2] / "models" / "nano"
-"""Whose special tokens and chat template are borrowed: they are the official ones."""
+"""The model whose special tokens and chat template are used: they are the official ones."""
 
 CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"
 SYLLABLES = tuple(consonant + vowel for consonant, vowel in product(CONSONANTS, VOWELS))
@@ -40,7 +40,7 @@ FILLER_WORDS = tuple(FILLER.removesuffix(SENTENCE_END).replace(" ", f" {SPACE}")
 
 @dataclass(frozen=True)
 class SyntheticVocab:
-    """The tokenizer, and where in its ids the filler's ten tokens and the words lie (each range in a row).
+    """The tokenizer, and the ids of the filler's ten tokens and of the words (each a contiguous range).
 
     `words` are in the order of the chain that the model is to follow.
     """
@@ -54,12 +54,12 @@ class SyntheticVocab:
         return len(self.vocab.tokens)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of words, without a tokenizer: each with the space before it."""
+        """The text of words, made without a tokenizer: each with the space before it."""
         return "".join(self.vocab.tokens[id_].replace(SPACE, " ") for id_ in ids)
 
 
 def make_vocab(size: int, rng: np.random.Generator) -> SyntheticVocab:
-    """A vocabulary of exactly `size` tokens; `rng` decides which words come, and in which order.
+    """A vocabulary of exactly `size` tokens; `rng` chooses the words and their order.
 
     Raises:
         BenchError: models/nano is missing.
@@ -111,7 +111,9 @@ def make_vocab(size: int, rng: np.random.Generator) -> SyntheticVocab:
 
 
 def _words() -> Iterator[tuple[str, str]]:
-    """All words as the pairs they are merged from; first the short ones, which the long ones start with."""
+    """All words as the pairs that they are merged from; first the short ones, with which the long
+    ones begin.
+    """
     for first, second in product(SYLLABLES, repeat=2):
         yield SPACE + first, second
     for first, second, third in product(SYLLABLES, repeat=3):
@@ -119,7 +121,7 @@ def _words() -> Iterator[tuple[str, str]]:
 
 
 def _filler_merges(merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """What makes each word of the filler whole after `merges` have done what they can."""
+    """Merges that complete each word of the filler after `merges` have applied."""
     more: list[tuple[str, str]] = []
     for word in FILLER_WORDS:
         parts = _merged(list(word), [*merges, *more])
@@ -130,7 +132,7 @@ def _filler_merges(merges: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _merged(parts: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
-    """Byte-pair encoding: the earliest merge that applies goes first."""
+    """Byte-pair encoding: the earliest applicable merge goes first."""
     rank = {pair: number for number, pair in enumerate(merges)}
     while True:
         pairs = [(rank[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in rank]
@@ -141,7 +143,7 @@ def _merged(parts: list[str], merges: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _byte_symbols() -> list[str]:
-    """The 256 characters by which byte-level BPE writes bytes, in the order of the bytes.
+    """The 256 characters that byte-level BPE uses for bytes, in the order of the bytes.
 
     Printable Latin-1 stands for itself, everything else for the next free character from 256 on (GPT-2's
     encoder.py, `bytes_to_unicode`).

@@ -1,4 +1,4 @@
-"""The synthetic model's tensors, any rows of them at any time: nothing is kept but small tables.
+"""The synthetic model's tensors, any rows at any time; only small tables are kept in memory.
 
 An embedding is its token's vector (`bench.models.neurons`) and a constant, positive or negative: the mark
 by which the MTP block knows on which tokens to err, and which the trunk's neurons, of zero mean, do not see.
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
 Rows = Callable[[int, int], Array]
 
 POOL_ELEMENTS = 1 << 22
-POOL_STEP = 104_729  # a prime: from one tensor's place in the pool to the next one's
-OWN = np.float32((1 - MARK**2) ** 0.5)  # what the mark leaves of the embedding's RMS to the token's vector
+POOL_STEP = 104_729  # a prime: distance in the pool between the starts of two tensors
+OWN = np.float32((1 - MARK**2) ** 0.5)  # what the mark leaves of the embedding's RMS for the token's vector
 LEAN = 0.9  # the anchor's share of the vector of a token without a neuron
-SHORT = 0.6  # such an embedding's length: it must not be taken for its anchor in the output
-QUIET = 1e-2  # of output projections that say nothing; much smaller, and Q4_K's F16 scales underflow
+SHORT = 0.6  # such an embedding's length, so that the output is not mistaken for its anchor
+QUIET = 1e-2  # scale of output projections that are noise; if much smaller, Q4_K's F16 scales underflow
 SHARED = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")  # the MTP block uses the trunk's
-LOGIT = 24.0  # of a hidden state that is one embedding
+LOGIT = 24.0  # RMS of a hidden state that is one embedding
 
 
 class Pool:
-    """Normally distributed numbers, scaled and rounded once for each scale that is asked for."""
+    """Normally distributed numbers, scaled and rounded once for each requested scale."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._values = rng.standard_normal(POOL_ELEMENTS, np.float32)
         self._scaled: dict[tuple[float, str], Array] = {}
 
     def scaled(self, scale: float, dtype: FloatType) -> Array:
-        """All of them times `scale`, as `dtype`."""
+        """All numbers times `scale`, as `dtype`."""
         if (scale, dtype) not in self._scaled:
             values = self._values * np.float32(scale)
             self._scaled[scale, dtype] = values.astype(NUMPY_TYPES[dtype])
@@ -65,7 +65,7 @@ class Pool:
 
 
 class Noise:
-    """Rows of `width` from one place in the pool on."""
+    """Rows of `width` elements, from one place in the pool on."""
 
     def __init__(self, values: Array, place: int, width: int) -> None:
         self._values, self._place, self._width = values, place, width
@@ -120,7 +120,7 @@ class Weights:
         assert self._mtp.count <= planted_width(config), "neurons for every exception of the MTP block"
 
     def plan(self, outtype: FloatType = "F16") -> TensorPlan:
-        """All tensors, block by block, matrices as `outtype`; they are made in F16 all the same."""
+        """All tensors, block by block, with matrices as `outtype`; they are always made in F16."""
         tensors = []
         listed = expected_tensors(self._config, "", range(self._config.n_layers), has_mtp=True)
         for number, (_, name, rule) in enumerate(listed):
@@ -136,7 +136,7 @@ class Weights:
         return TensorPlan(tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1)
 
     def _scale(self, name: str, shape: tuple[int, ...]) -> float:
-        """Of the tensor's noise."""
+        """Noise for the tensor's rows."""
         match _block_and_kind(name)[1]:
             case (
                 "ffn_down.weight"
@@ -153,7 +153,7 @@ class Weights:
                 return float(shape[-1] ** -0.5) if len(shape) > 1 else 1.0
 
     def _rows(self, name: str, shape: tuple[int, ...], noise: Noise) -> Rows:
-        """What makes the rows of the tensor `name`."""
+        """The function that makes the rows of the tensor `name`."""
         block, kind = _block_and_kind(name)
         match kind:
             case "token_embd.weight" | "output.weight":
@@ -170,7 +170,7 @@ class Weights:
                 plant = self._neurons(block).down
                 return lambda first, last: _columns_over(noise.rows(first, last), plant(first, last))
             case "ffn_down_shexp.weight":
-                halved = self._neurons(block).down  # by the gate: the sigmoid of zero
+                halved = self._neurons(block).down  # the sigmoid of zero, at the gate
                 return lambda first, last: _columns_over(noise.rows(first, last), 2 * halved(first, last))
             case "ffn_gate_inp.weight" if self._routing is not None:
                 scales = self._routing[np.random.default_rng(block).permutation(len(self._routing))]
@@ -204,14 +204,14 @@ class Weights:
         return rows
 
     def _roll(self, first: int, rows: Array) -> Array:
-        """Rows of the MTP block's projection of [embedding, hidden state]: the former, rolled by one."""
+        """Rows of the MTP block's projection of [embedding, hidden state]: the embedding, rolled by one."""
         places = np.arange(len(rows))
         rows[places, (first + places - 1) % self._hidden] = 1
         return rows
 
 
 def planted_width(config: ModelConfig) -> int:
-    """How many neurons a block has room for: the width of its FFN, or of its shared expert."""
+    """The number of neurons that a block has room for: the width of its FFN, or of its shared expert."""
     width = config.intermediate_size if config.experts is None else config.experts.shared_ffn
     assert width is not None, "a dense model has a width"
     return width
@@ -223,7 +223,7 @@ def _width(shape: tuple[int, ...]) -> int:
 
 
 def _block_and_kind(name: str) -> tuple[int, str]:
-    """`blk.7.ffn_up.weight` -> 7, `ffn_up.weight`; -1 for what lies in no block."""
+    """`blk.7.ffn_up.weight` -> 7, `ffn_up.weight`; -1 for tensors outside blocks."""
     if not name.startswith("blk."):
         return -1, name
     _, block, kind = name.split(".", 2)

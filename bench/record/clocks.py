@@ -1,4 +1,4 @@
-"""What nvidia-smi tells of a card while it works: clocks, power, temperature."""
+"""nvidia-smi's readings of a card at work: clocks, power, temperature."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from qwen_serve.bench.record.document import Clocks, Spread
 
 SECONDS = 5.0
 BUSY = 50.0
-"""Percent of a sample's time in which the card computed, from which on it counts."""
+"""A sample counts if the card computed for at least this percentage of its time."""
 SAMPLED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 FIXED = ("clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
 @contextmanager
 def sampled(file: Path, seconds: float = SECONDS) -> Iterator[None]:
-    """Appends a line to a file every few seconds; nothing where there is no card."""
+    """Appends a line to a file every few seconds; does nothing without a card."""
     if asked(FIXED) is None:
         yield
         return
@@ -44,7 +44,7 @@ def sampled(file: Path, seconds: float = SECONDS) -> Iterator[None]:
 
 
 def clocks(file: Path) -> Clocks | None:
-    """Of the samples in which the card was busy; None without any."""
+    """Statistics of the samples in which the card was busy; None without any."""
     if not file.is_file():
         return None
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("]")]
@@ -66,7 +66,7 @@ def clocks(file: Path) -> Clocks | None:
 
 
 def asked(fields: tuple[str, ...]) -> list[float | None] | None:
-    """Values of the card that is used, None for those that it does not tell; None without a card."""
+    """Readings of the card in use, None for those that it does not give; None without a card."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
     command = ["nvidia-smi", f"--id={named}", f"--query-gpu={','.join(fields)}"]
     command.append("--format=csv,noheader,nounits")

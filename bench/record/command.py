@@ -97,7 +97,7 @@ async def record(
 
 
 def make(model: Path, lines: dict[str, list[str]], out: Path, *, quick: bool) -> Record:
-    """The record of what a store has of some parts, by name their command lines."""
+    """The record of a store's parts; ``lines``: their command lines by name."""
     found = {name: finished_run(words, out / name) for name, words in lines.items()}
     rows: list[Row] = []
     for name, folder in found.items():
@@ -132,14 +132,14 @@ def _measure(name: str, words: list[str], out: Path) -> None:
 
 
 def _free(port: int) -> None:
-    """Raises BenchError where another server would be measured."""
+    """Raises BenchError if another server would be measured."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise BenchError(f"--port {port}: something listens there; want a free one for the gates' server")
 
 
 def _server(gguf: str, port: int, log: Path) -> ServerProcess:
-    """Ours as it comes, for the gates."""
+    """Our server with its defaults, for the gates."""
     command = [sys.executable, "-m", "qwen_serve.server", "--model", gguf, "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
     return ServerProcess(

@@ -1,4 +1,4 @@
-"""The file of a record: what was measured with what, and nothing of whose machine it was.
+"""The file of a record: what was measured on which hardware, and nothing personal.
 
 Its strings are names of cards, processors, versions, workloads: none may hold a slash, a backslash or an
 e-mail address, so that no path and no URL gets in. The schema of the repository's copies is
@@ -19,7 +19,7 @@ from qwen_serve.bench.report.publish import summarize
 from qwen_serve.bench.store import Results
 
 MOST_BYTES = 200_000
-"""Of the file."""
+"""Maximum size of the file."""
 
 KEPT = (
     *("latency", "ttft", "itl", "output_rate", "total_rate", "request_rate", "failed", "spot_checks_failed"),
@@ -27,7 +27,7 @@ KEPT = (
     *("score", "score_low", "score_high", "threshold", "baseline", "items", "items_in_all"),
     *("cut_answers", "cut_thinking", "empty_answers"),
 )
-"""Metrics of the store that the file has."""
+"""Metrics of the store that the file includes."""
 
 Plain = Annotated[str, Field(max_length=120, pattern=r"^[^/\\\\]*$")]
 State = Literal["finished", "missing"]
@@ -35,7 +35,7 @@ MetricName = Annotated[str, Field(json_schema_extra={"enum": list(KEPT)})]
 
 
 class Part(BaseModel):
-    """Of a record: strict, and without fields that nobody knows."""
+    """Part of a record: strict, and without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -60,7 +60,7 @@ class Machine(Part):
 
 
 class Spread(Part):
-    """Of values in time."""
+    """A distribution of values over time."""
 
     p10: float
     p50: float
@@ -82,7 +82,7 @@ class Clocks(Part):
 
 
 class Row(Part):
-    """One metric of one part's cell: its values' spread over rounds and requests."""
+    """One metric of one part's cell: the distribution over rounds and requests."""
 
     part: Plain
     workload: Plain
@@ -111,7 +111,7 @@ class Record(Part):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """A file. Raises BenchError that names what is wrong, too large among it."""
+        """Read a file. Raises BenchError that names what is wrong, or if it is too large."""
         data = path.read_bytes()
         if len(data) > MOST_BYTES:
             raise BenchError(f"{path}: {len(data):,} bytes; want at most {MOST_BYTES:,}")
@@ -121,7 +121,7 @@ class Record(Part):
             raise BenchError(f"{path}: {first_problem(error, 'the record')}") from error
 
     def text(self) -> str:
-        """What the file holds. Raises BenchError where that is too much."""
+        """The file's text. Raises BenchError if it is too large."""
         rows = ",\n".join(f"  {json.dumps(row)}" for row in self.model_dump(mode="json")["rows"])
         head = json.dumps(self.model_dump(mode="json", exclude={"rows"}), indent=1)
         made = head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'
@@ -131,7 +131,7 @@ class Record(Part):
 
 
 def rows_of(part: str, results: Results) -> Iterable[Row]:
-    """The file's rows of what one run measured."""
+    """The file's rows for one run."""
     frame = results.frame
     summary = summarize(frame[frame["metric"].isin(KEPT)])
     for one in summary.itertuples():
@@ -141,17 +141,17 @@ def rows_of(part: str, results: Results) -> Iterable[Row]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the file, as the repository has it."""
+    """JSON Schema of the file, as in the repository."""
     made = Record.model_json_schema()
     assert set(KEPT) <= METRICS.keys()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
 def plain(text: str) -> str:
-    """A name of a card or a processor as the file may hold it."""
+    """The name of a card or a processor, reduced to what the file allows."""
     return text.replace("/", " ").replace("\\", " ")[:120]
 
 
 def plain_versions(versions: Mapping[str, str]) -> dict[str, str]:
-    """Versions of packages; one that was installed from a path is only its version."""
+    """Versions of packages; for one that was installed from a path only its version."""
     return {name: plain(version) for name, version in versions.items()}

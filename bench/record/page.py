@@ -1,4 +1,4 @@
-"""A record as tables, as a page of its own, and several in the documentation."""
+"""A record as tables and as an HTML page, and several records in the documentation."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ THROUGHPUT = "throughput-"
 TEMPLATES = Path(__file__).parents[1] / "report"
 SCHEMA = "schema.json"
 NAME = r"[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*--[A-Za-z0-9._-]+\.json$"
-"""Of a file in the repository: who sent it, card and model."""
+"""A file's name in the repository: sender, card and model."""
 
 
 def title(record: Record) -> str:
@@ -25,7 +25,7 @@ def title(record: Record) -> str:
 
 
 def html(record: Record) -> str:
-    """A page that needs nothing beside it."""
+    """A self-contained HTML page."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -38,7 +38,7 @@ def html(record: Record) -> str:
 
 
 def community(records: dict[str, Record]) -> str:
-    """Markdown: what came from whom, by file name; each figure is its sender's."""
+    """Markdown: all records, by file name; each figure is its sender's."""
     if not records:
         return "Nothing has come yet.\n"
     parts = []
@@ -50,7 +50,7 @@ def community(records: dict[str, Record]) -> str:
 
 
 def records_in(folder: Path) -> dict[str, Record]:
-    """The repository's files by name. Raises BenchError for one that is none, or a quick run, or misnamed."""
+    """The repository's files by name. Raises BenchError for one that is invalid, quick or misnamed."""
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.json")):
         if path.name == SCHEMA:
@@ -64,7 +64,7 @@ def records_in(folder: Path) -> dict[str, Record]:
 
 
 def tables(record: Record) -> list[Table]:
-    """Latency, throughput, gates, start, and what it was measured with; those that have rows."""
+    """Latency, throughput, gates, start, and the conditions; those that have rows."""
     made = [_latency(record), _throughput(record), _gates(record), _start(record), _machine(record)]
     return [table for table in made if table.rows]
 

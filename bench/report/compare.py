@@ -11,15 +11,15 @@ from qwen_serve.bench.store import Manifest, Results
 from qwen_serve.bench.terminal import Cell, Table
 
 HOW = {"verb", "commit", "card", "driver", "host", "versions", "settings"}
-"""Of a manifest: what may make a difference."""
+"""Keys of a manifest that may explain a difference."""
 LONGEST = 60
-"""Characters of a setting that are shown."""
+"""Maximum shown characters of a setting."""
 
 
 def print_comparison(
     results: Results, *, reference: str | None = None, metrics: Sequence[str] = (), only: Sequence[str] = ()
 ) -> None:
-    """Medians, and times as good as ``reference``; then what differs in how the runs were made.
+    """Medians, and how many times as good as ``reference``; then how the runs differ in their conditions.
 
     Subjects are named as the table names them. Within a run rounds are paired, across runs they are not,
     which the table says. Raises BenchError: an unknown subject or metric, or one subject alone.
@@ -45,7 +45,7 @@ def print_comparison(
 
 
 def named_apart(results: Results) -> Results:
-    """A subject that several runs have is called by its run, too."""
+    """If several runs have a subject, its name includes the run."""
     frame = results.frame
     runs = frame.groupby("subject")["run"].nunique()
     shared = frame["subject"].isin(runs[runs > 1].index)
@@ -54,7 +54,7 @@ def named_apart(results: Results) -> Results:
 
 
 def differences(manifests: Sequence[Manifest]) -> Table | None:
-    """What runs say about how they were made, where they do not all say the same."""
+    """Statements of the runs about their conditions, if they differ."""
     said = pd.json_normalize([one.model_dump(mode="json", include=HOW) for one in manifests], sep=" ")
     said = said.fillna("").map(lambda value: clip(str(value), LONGEST))
     rows: list[list[Cell]] = [

@@ -12,7 +12,7 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "draft cost"
-"""The store's workload: a subject each way to draft, a cell for each length of prompts and number at once."""
+"""The store's workload: a subject for each way to draft, a cell for each prompt length and concurrency."""
 
 OFF = "off"
 
@@ -30,7 +30,7 @@ SHARES = (
 
 
 def draft_cost_tables(results: Results) -> list[Table]:
-    """For each run the times with their ratios, what steps are made of, and what became of drafts."""
+    """For each run: times with ratios, the parts of steps, and the fate of drafts."""
     made: list[Table] = []
     for run, rows in results.frame.groupby("run", sort=False):
         manifest = results.manifests[str(run)]
@@ -53,7 +53,7 @@ def draft_cost_tables(results: Results) -> list[Table]:
 
 
 def _by_cell(rows: pd.DataFrame, ways: list[str]) -> Iterator[tuple[str, str, int]]:
-    """(cell, way, requests), as ways were named."""
+    """(cell, way, requests), in the order in which the ways were named."""
     answered = rows[(rows["workload"] == WORKLOAD) & (rows["metric"] == "itl")]
     counts = answered.groupby(["cell", "subject"], sort=False).size()
     for cell in answered["cell"].unique():
@@ -73,7 +73,7 @@ def _times(rows: pd.DataFrame, cell: str, way: str) -> dict[str, Cell]:
 
 
 def _shares(rows: pd.DataFrame, cell: str, way: str, tokens: int) -> dict[str, Cell]:
-    """Of all steps but those that read prompts."""
+    """Over all steps except those that read prompts."""
     ours = rows[(rows["workload"] == STEPS) & (rows["subject"] == way)]
     decoding = ours["cell"].str.match(re.escape(f"{WORKLOAD}, {cell}, ") + "(decode|verify), ")
     sums = ours[decoding].groupby("metric")["value"].sum()

@@ -6,11 +6,11 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "KV cache"
-"""The store's workload: a cell each type."""
+"""The store's workload: a cell for each type."""
 
 
 def kv_cache_tables(results: Results) -> list[Table]:
-    """For each run and model a row a type: bytes, time, divergence from f16, retrieval."""
+    """For each run and model a row for each type: bytes, time, divergence from f16, retrieval."""
     made: list[Table] = []
     for (run, subject), rows in results.of(workload=WORKLOAD).groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]

@@ -7,9 +7,9 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "divergence"
-"""The store's workload: a cell each range of positions."""
+"""The store's workload: a cell for each range of positions."""
 
-FEW_TOKENS = 10_000  # below, the last hundredth of the tokens is fewer than a hundred
+FEW_TOKENS = 10_000  # with fewer tokens, the last hundredth has fewer than a hundred
 
 LINES = {
     "perplexity": ("perplexity", 4),
@@ -23,7 +23,7 @@ LINES = {
     "kld_max": ("  maximum", 5),
     "same_top": ("same first choice, %", 2),
 }
-"""By metric: how it is called, and its decimals."""
+"""By metric: its title, and its decimals."""
 
 
 def positions(first: int, last: int, context: int) -> str:
@@ -33,7 +33,7 @@ def positions(first: int, last: int, context: int) -> str:
 
 
 def perplexity_tables(results: Results) -> list[Table]:
-    """For each run, file and range of positions a row a figure, with its standard error."""
+    """For each run, file and range of positions a row for each figure, with its standard error."""
     made: list[Table] = []
     runs = [name for name, manifest in results.manifests.items() if manifest.verb == "perplexity"]
     rows = results.of(run=runs, workload=WORKLOAD)

@@ -1,4 +1,4 @@
-"""Pictures that are drawn from the store's tidy rows alone."""
+"""Charts drawn only from the store's rows."""
 
 import textwrap
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from qwen_serve.bench.terminal import show
 
 
 def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:
-    """Every picture that there are figures for, as SVG files: title -> file. ``about``: model and card."""
+    """Every chart that has figures, as SVG files: title -> file. ``about``: model and card."""
     made: dict[str, Path] = {}
     if len(latencies(frame)):
         made["Latency"] = draw_latency(frame, folder / f"{prefix}latency.svg", about)
@@ -27,7 +27,9 @@ def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix:
 
 
 def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
-    """A panel a category of each protocol, a bar a subject: the median, its whisker from p10 to p90."""
+    """A panel for each category of each protocol, a bar for each subject: the median, with a whisker from p10
+    to p90.
+    """
     rows = latencies(frame)
     protocols = [name for name in (OFFICIAL, DISTINCT) if (rows["workload"] == name).any()]
     cells = [name for name in CATEGORIES if (rows["cell"] == name).any()]
@@ -63,18 +65,20 @@ def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
 
 
 def latencies(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of both protocols; a load may be called distinct, too."""
+    """Rows of both latency protocols; a load may be called distinct, too."""
     single = frame["workload"].isin((OFFICIAL, DISTINCT)) & frame["cell"].isin(CATEGORIES)
     return frame[(frame["metric"] == "latency") & single]
 
 
 def loads(frame: pd.DataFrame) -> pd.DataFrame:
-    """Output tok/s of closed loops, with their concurrency as a column, `level`."""
+    """Output tok/s of closed loops, with the concurrency as the column `level`."""
     return _with_level(frame[frame["metric"] == "output_rate"], r"^(\d+) concurrent$")
 
 
 def open_loops(frame: pd.DataFrame) -> pd.DataFrame:
-    """Goodput of open loops (without limits, the request rate), with the offered rate as `level`."""
+    """Goodput of open loops (without limits, the request rate), with the offered rate as the column
+    `level`.
+    """
     metric = "goodput" if (frame["metric"] == "goodput").any() else "request_rate"
     return _with_level(frame[frame["metric"] == metric], r"^([\d.]+) req/s$")
 
@@ -85,7 +89,7 @@ def draw_throughput(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
 
 
 def draw_open_loops(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
-    """Goodput by request rate: what stays below the rate offered came late, or not at all."""
+    """Goodput by request rate: requests below the offered rate came late, or not at all."""
     rows = open_loops(frame)
     title = _titled(f"{METRICS[str(rows['metric'].iloc[0])].title} (more is better)", about)
     return _draw_levels(rows, colours_of(frame), path, title, "requests a second, offered")
@@ -97,7 +101,7 @@ def _with_level(rows: pd.DataFrame, pattern: str) -> pd.DataFrame:
 
 
 def _draw_levels(rows: pd.DataFrame, colours: Mapping[str, str], path: Path, title: str, what: str) -> Path:
-    """A panel a workload: a line a subject, every round a dot."""
+    """A panel for each workload: a line for each subject, a dot for every round."""
     workloads = list(dict.fromkeys(rows["workload"]))
     width = 1.5 + 4.7 * len(workloads)
     with figure(path, title=title, columns=len(workloads), width=max(width, 8.5), height=4.2) as axes:
@@ -119,7 +123,7 @@ def _draw_levels(rows: pd.DataFrame, colours: Mapping[str, str], path: Path, tit
 
 
 def colours_of(frame: pd.DataFrame) -> dict[str, str]:
-    """A colour for each subject, the same in every picture of one page."""
+    """A colour for each subject, the same in every chart of a page."""
     return {
         str(name): PALETTE[number % len(PALETTE)]
         for number, name in enumerate(dict.fromkeys(frame["subject"]))

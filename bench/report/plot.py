@@ -1,4 +1,4 @@
-"""One look for every picture: a headless matplotlib figure that is written when the block ends."""
+"""The common look of charts: a headless matplotlib figure that is written when the block ends."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from qwen_serve.common.files import replacing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, told apart by colour-blind readers too.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#666666")
 STYLE: dict[Any, Any] = {
     "axes.grid": True,
@@ -24,7 +24,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text as text: smaller, and it can be searched
+    "svg.fonttype": "none",  # text as text: smaller, and searchable
     "svg.hashsalt": "qwen-bench",  # the same figures give the same bytes
 }
 
@@ -33,7 +33,7 @@ STYLE: dict[Any, Any] = {
 def figure(
     path: Path, *, title: str = "", rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.5
 ) -> Iterator[Sequence["Axes"]]:
-    """Axes to draw on, row by row; the picture lies at ``path`` (its suffix says png, svg or pdf) afterwards.
+    """Axes to draw on, row by row; afterwards the chart is at ``path`` (its suffix says png, svg or pdf).
 
     ``width`` and ``height`` are inches. Raises BenchError when the suffix or the folder will not do.
     """

@@ -1,5 +1,4 @@
-"""What a repository keeps of a store: summaries and pictures, no single requests. Everything follows from the
-store, so the same command makes it again."""
+"""The part of a store that a repository keeps: summaries and charts, no single requests."""
 
 import json
 from pathlib import Path
@@ -20,13 +19,13 @@ from qwen_serve.bench.terminal import Table, show
 
 BEGIN, END = "<!-- headline -->", "<!-- end -->"
 PRIVATE: Any = {"host": {"system"}, "subjects": {"__all__": {"url", "log"}}}
-"""Of a manifest: where it happened to be made, which nobody else has a use for."""
+"""Keys of a manifest that only concern where it was made."""
 
 
 def publish_results(
     results: Results, folder: Path, *, reference: str | None = None, page: Path | None = None
 ) -> list[Path]:
-    """README.md, summary.csv, runs.json and pictures; the headline table goes into ``page``, too.
+    """Writes README.md, summary.csv, runs.json and charts; the headline table also goes into ``page``.
 
     Raises BenchError: nothing measured, an unknown reference, or a page without the two marks.
     """
@@ -65,7 +64,7 @@ def publish_results(
 
 
 def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
-    """The reference first, then its kind (what stands before a comma in its name), then kind after kind."""
+    """The reference first, then its kind (its name up to a comma), then the other kinds."""
     kinds = list(dict.fromkeys(name.split(",")[0] for name in (reference, *frame["subject"])))
     names = sorted(
         dict.fromkeys((reference, *frame["subject"])), key=lambda name: kinds.index(name.split(",")[0])
@@ -79,7 +78,7 @@ def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
 
 
 def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Table:
-    """A line a subject: mean latency by protocol, output tok/s by concurrency, and times as good."""
+    """A row for each subject: mean latency by protocol, output tok/s by concurrency, and ratios."""
     latency, rates = latencies(frame), loads(frame)
     columns = {
         f"{protocol}, mean ms": (rows, "latency")
@@ -104,7 +103,7 @@ def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Tabl
 
 
 def with_headline(page: Path, headline: str) -> str:
-    """The page's text, `headline` between its marks. Raises BenchError where they are missing."""
+    """The page's text with `headline` between its marks. Raises BenchError if they are missing."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -117,7 +116,7 @@ def with_headline(page: Path, headline: str) -> str:
 
 
 def summarize(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row for each run, subject, workload, cell and metric."""
+    """A row for each run, subject, workload, cell and metric."""
     keys = ["run", "subject", "workload", "cell", "metric", "unit"]
     groups = frame.groupby(keys, sort=False)
     spread = groups["value"].quantile(np.array([0.1, 0.5, 0.9])).unstack()
@@ -127,7 +126,7 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def model_and_card(manifest: Manifest) -> str:
-    """What was measured on what; a made-up model says so in its name."""
+    """The model and the card; a synthetic model's name says so."""
     said = manifest.settings.get("model")
     models = [said] if said else [one.get("model") for one in manifest.subjects.values()]
     named = ", ".join(dict.fromkeys(str(name) for name in models if name))
@@ -135,7 +134,7 @@ def model_and_card(manifest: Manifest) -> str:
 
 
 def _cell(rows: pd.DataFrame, metric: str, subject: str, reference: str) -> str | None:
-    """The mean of all cells' medians, and how it compares; None where a cell was not measured."""
+    """The mean of all cells' medians, and its ratio; None if a cell was not measured."""
     medians = rows[rows["subject"] == subject].groupby("cell")["value"].median()
     if len(medians) < rows["cell"].nunique():
         return None

@@ -14,7 +14,7 @@ THINKING = {True: "on", False: "off", None: "default"}
 
 
 def quality_tables(results: Results) -> list[Table]:
-    """For each run and subject a row a gate, and what should be known about its replies."""
+    """For each run and subject a row for each gate, and notes about the replies."""
     made: list[Table] = []
     for (run, subject), rows in results.of(workload=WORKLOAD).groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]

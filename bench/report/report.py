@@ -1,4 +1,4 @@
-"""``qwen-bench report``: tables, pictures and one page of a store, runs side by side, what is published."""
+"""``qwen-bench report``: tables, charts and one page of a store; runs side by side; published results."""
 
 from base64 import b64encode
 from pathlib import Path
@@ -25,7 +25,7 @@ def report(
     page: Path | None = None,
     reference: str | None = None,
 ) -> int:
-    """Tables, pictures and one page of everything in a store; or its subjects side by side.
+    """Tables, charts and one page of everything in a store; or its subjects side by side.
 
     With --compare: medians, and times as good as the reference. Within a run rounds are paired, so that
     drift of the machine hits both alike. Across runs they are not: what drifted between the runs is in the
@@ -76,7 +76,7 @@ def report(
 
 
 def write_page(results: Results, folder: Path) -> list[Path]:
-    """report.html, which needs nothing beside it, and its pictures; prints the tables."""
+    """Writes a self-contained report.html and its charts; prints the tables."""
     sections: list[dict[str, Any]] = [
         {
             "manifest": manifest,

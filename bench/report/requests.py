@@ -1,5 +1,6 @@
-"""Requests as tables, of one server or of several: a line a cell and server, one over all cells, and what our
-server counted of its steps and drafts."""
+"""Tables of requests of one or several servers: a row for each cell and server, one over all cells, and our
+server's counts of steps and drafts.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
@@ -23,27 +24,28 @@ from qwen_serve.bench.store import Manifest, Results
 from qwen_serve.bench.terminal import Cell, Table
 
 LONGEST_NAME = 16
-"""Of a reference that fits into a column's header."""
+"""Characters of a reference that fit into a column's header."""
 LATE_MS = 5.0
-"""From which on the client itself distorts the times of an open loop."""
+"""Lateness from which on the client itself distorts the times of an open loop."""
 STREAMED = {
     "ttft": ("TTFT", (50, 90, 99)),
     "itl": ("ITL", (50, 90, 99)),
     "longest_gap": ("longest gap", (99,)),
 }
-"""Percentiles that are shown of requests that were streamed."""
+"""Percentiles shown for streamed requests."""
 
 Line = dict[str, Cell]
 
 
 def request_tables(results: Results) -> list[Table]:
-    """For each run and workload a table, and one of TTFT and ITL where answers were streamed; then what our
-    server counted, and who took part in a comparison."""
+    """For each run and workload a table, and one of TTFT and ITL for streamed answers; then our server's
+    counts, and the peers of a comparison.
+    """
     made: list[Table] = []
     for run, rows in results.frame.groupby("run", sort=False):
         manifest = results.manifests[str(run)]
         requests = rows[~rows["workload"].isin(COUNTED)]
-        # in turns another server begins each time: they are shown as they were named
+        # in turns another server begins each time: show them in the order in which they were named
         named = {name: number for number, name in enumerate(manifest.subjects)}
         requests = requests.sort_values("subject", key=lambda names: names.map(named), kind="stable")
         for workload, group in requests.groupby("workload", sort=False):
@@ -56,8 +58,9 @@ def request_tables(results: Results) -> list[Table]:
 
 
 def headline(rows: pd.DataFrame) -> str:
-    """The metric that decides a cell: the rate of a closed loop, the latency of an open one, whose rate is
-    given."""
+    """The main metric of a cell: the rate of a closed loop, the latency of an open one, whose rate is
+    fixed.
+    """
     names = set(rows["metric"])
     if "ms_per_token" in names:
         return "ms_per_token"
@@ -66,7 +69,7 @@ def headline(rows: pd.DataFrame) -> str:
 
 
 def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest) -> Table:
-    """A line for each cell and server, and one over all cells for each server."""
+    """A row for each cell and server, and one over all cells for each server."""
     settings = manifest.settings
     subjects, cells = (list(dict.fromkeys(rows[column])) for column in ("subject", "cell"))
     single = CATEGORIES.keys() >= set(cells)
@@ -91,21 +94,21 @@ def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest) -> Table:
 
 
 def _by_cell(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """(cell, server, rows), all servers of a cell together."""
+    """(cell, server, rows), with all servers of a cell together."""
     for cell in rows["cell"].unique():
         for subject, group in rows[rows["cell"] == cell].groupby("subject", sort=False):
             yield str(cell), str(subject), group
 
 
 def _who_is_who(lines: Sequence[Line]) -> Sequence[Line]:
-    """Without the servers' names where there is one alone."""
+    """The same without the servers' names if there is only one."""
     if len({line["server"] for line in lines}) > 1:
         return lines
     return [{name: cell for name, cell in line.items() if name != "server"} for line in lines]
 
 
 def _figures(rows: pd.DataFrame) -> Line:
-    """Of one server in one cell."""
+    """The figures of one server in one cell."""
     failed, latencies = round(total(rows, "failed")), (rows["metric"] == "latency").sum()
     line: Line = {"requests": failed + int(latencies) if latencies else None, "failed": failed}
     for title, metric in (
@@ -138,7 +141,7 @@ def _streamed(rows: pd.DataFrame, workload: str) -> Table:
 
 
 def _compared(rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]) -> Line:
-    """What a comparison adds: the ratio, and how many answers were the reference's."""
+    """Columns of a comparison: the ratio, and the number of answers equal to the reference's."""
     if "reference" not in settings:
         return {}
     reference = settings["reference"]
@@ -153,7 +156,7 @@ def _compared(rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]) -> 
 def _all(
     lines: Sequence[Line], rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]
 ) -> dict[str, Cell]:
-    """All cells of a server, each counting alike: means of medians, and one ratio."""
+    """All cells of a server with equal weight: means of medians, and one ratio."""
     own = [line for line in lines if line["server"] == subject]
     line: Line = {"cell": "all", "server": subject}
     if CATEGORIES.keys() >= set(rows["cell"]):
@@ -200,7 +203,7 @@ def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest) -> list[str]:
 
 
 def _cell_notes(rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the requests of a server in a cell."""
+    """Problems of a server's requests in a cell."""
     category = CATEGORIES.get(cell)
     notes: list[str] = []
     wanted = category.max_tokens if category is not None else settings.get("output_tokens", 0)
@@ -227,8 +230,9 @@ def _cell_notes(rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[
 
 
 def hackathon_score(rows: pd.DataFrame, settings: Mapping[str, Any]) -> tuple[float | None, list[str]]:
-    """The hackathon's weighted sum of verified output tok/s over the levels that have a weight (None when
-    none has), and in what the run deviates from its protocol."""
+    """The hackathon's weighted sum of verified output tok/s over the levels with a weight (None without any),
+    and the run's deviations from its protocol.
+    """
     cells = {level: rows[rows["cell"] == at_concurrency(level)] for level in WEIGHTS}
     known = {
         level: rate for level, group in cells.items() if (rate := median_of(group, "output_rate")) is not None
@@ -252,7 +256,7 @@ def hackathon_score(rows: pd.DataFrame, settings: Mapping[str, Any]) -> tuple[fl
 
 
 def predicted(rows: pd.DataFrame, replicas: int) -> str | None:
-    """What so many replicas behind a router should give by this server's levels; None where some are missing.
+    """Prediction for several replicas behind a router from this server's levels; None if some are missing.
 
     A level is shared out evenly: its requests have a replica each, or each replica has as many of them.
     """
@@ -272,7 +276,7 @@ def predicted(rows: pd.DataFrame, replicas: int) -> str | None:
 
 
 def _who(manifest: Manifest) -> Table:
-    """Who took part, with which resources, how long its start took, and who dropped out."""
+    """The peers, their resources, how long each took to start, and which ones dropped out."""
     lines: list[Line] = [
         {
             "server": name,
@@ -289,7 +293,7 @@ def _who(manifest: Manifest) -> Table:
 
 
 def miscounted(rows: pd.DataFrame) -> int:
-    """How many requests claim another number of tokens than the tokenizer finds."""
+    """The number of requests whose reported token count differs from the tokenizer's."""
     claimed, recounted = (
         rows[rows["metric"] == name]["value"] for name in ("claimed_tokens", "recounted_tokens")
     )
@@ -303,11 +307,11 @@ def total(rows: pd.DataFrame, metric: str) -> float:
 
 
 def percentile_of(rows: pd.DataFrame, metric: str, percent: float) -> float | None:
-    """A percentile of a metric; None where it was not measured."""
+    """A percentile of a metric; None if it was not measured."""
     values = rows[rows["metric"] == metric]["value"]
     return float(values.quantile(percent / 100)) if len(values) else None
 
 
 def median_of(rows: pd.DataFrame, metric: str) -> float | None:
-    """The median of a metric; None where it was not measured."""
+    """The median of a metric; None if it was not measured."""
     return percentile_of(rows, metric, 50)

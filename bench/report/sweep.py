@@ -1,4 +1,4 @@
-"""A sweep as tables, advice and pictures."""
+"""A sweep as tables, advice and charts."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,9 @@ WEIGHTS, FILE = "weights", "file"
 
 
 def sweep_tables(results: Results) -> list[Table]:
-    """For each sweep the standings with what to ship, items lost and gained at each gate, latencies, if there
-    are any."""
+    """For each sweep: the standings and which quant to ship, items lost and gained at each gate, and
+    latencies if there are any.
+    """
     made: list[Table] = []
     for run, manifest in results.manifests.items():
         if manifest.verb == VERB:
@@ -39,13 +40,13 @@ def gate_names(standings: list[Standing]) -> list[str]:
 
 
 def weights_of(rows: pd.DataFrame, name: str) -> Mapping[str, float]:
-    """Size, bits and divergence of a variant's GGUF by metric, as far as they are known."""
+    """Size, bits and divergence of a variant's GGUF by metric, as far as known."""
     own = rows[(rows["subject"] == name) & rows["workload"].isin([WEIGHTS, DIVERGENCE])]
     return dict(zip(own["metric"], own["value"], strict=True))
 
 
 def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking) -> Table:
-    """A row a variant: weights, speed, every gate, where it stands."""
+    """A row for each variant: weights, speed, every gate, standing."""
     manifest = results.manifests[run]
     gates = gate_names(ranking.standings)
     compared = any(standing.paired is not None for standing in ranking.standings)
@@ -92,7 +93,7 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
 
 
 def _losses(standings: list[Standing]) -> Table:
-    """A row a variant: items lost and gained against full precision at each gate, and the p value."""
+    """A row for each variant: items lost and gained against full precision at each gate, and the p value."""
     gates = [*gate_names(standings), ALL_GATES]
     lines: list[list[Cell]] = []
     for standing in standings:
@@ -105,7 +106,7 @@ def _losses(standings: list[Standing]) -> Table:
 
 
 def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
-    """A row a variant: the median of each category under each protocol, milliseconds."""
+    """A row for each variant: the median of each category under each protocol, milliseconds."""
     found = {metric: percentiles(rows, metric, "subject", "workload", "cell") for metric in (LATENCY, "ttft")}
     columns = [
         (protocol, category)
@@ -130,7 +131,7 @@ def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
 
 
 def paired_of(standing: Standing) -> dict[str, Paired | None]:
-    """By gate, and all together: item by item against full precision."""
+    """By gate, and over all: item by item against full precision."""
     return {gate.gate: gate.paired for gate in standing.gates} | {ALL_GATES: standing.paired}
 
 

@@ -1,4 +1,4 @@
-"""A sweep's own pictures: items lost and gained, and divergence against size."""
+"""Charts of a sweep: items lost and gained, and divergence against size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from qwen_serve.bench.variants.standing import Standing, rank
 
 
 def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
-    """Every picture that there are figures for, of each sweep: title -> SVG file."""
+    """Every chart that has figures, for each sweep: title -> SVG file."""
     made: dict[str, Path] = {}
     for run, manifest in results.manifests.items():
         if manifest.verb != VERB:
@@ -27,7 +27,7 @@ def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str
 
 
 def draw_losses(standings: Sequence[Standing], path: Path) -> Path:
-    """A panel a gate and one for all: items lost to the left, gained to the right, and the p value."""
+    """A panel for each gate and one for all: items lost to the left, gained to the right, and the p value."""
     shown = [(one.name, paired_of(one)) for one in standings]
     panels = [*gate_names(list(standings)), ALL_GATES]
     width = 3.0 * len(panels) + 1.5

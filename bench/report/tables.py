@@ -1,4 +1,4 @@
-"""The table that fits every run: each workload and cell by subject, with times as good as the reference."""
+"""The table that fits every run: each workload and cell by subject, with ratios to the reference."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table, show
 
 RARE = {"failed", "spot_checks_failed", "good"}
-"""Shown only where they are not what everybody hopes for."""
+"""Metrics shown only if they differ from the ideal."""
 
 
 def subjects_table(
     results: Results, metrics: Sequence[str] | None = None, *, reference: str | None = None, title: str = ""
 ) -> Table:
-    """A line for each workload, cell, metric and subject; then all cells together where there are several.
+    """A row for each workload, cell, metric and subject; then all cells together if there are several.
 
     ``metrics``: in this order (all that have a better side). ``reference``: a subject (`own_reference`).
     """
@@ -39,18 +39,18 @@ def subjects_table(
 
 
 def own_reference(results: Results) -> str:
-    """The subject that the first run was measured against; the first one where none was, "" without any."""
+    """The reference of the first run; without one its first subject, or "" without any."""
     subjects = list(dict.fromkeys(results.frame["subject"]))
     for run, manifest in results.manifests.items():
         named = manifest.settings.get("reference")
-        for name in (named, f"{run}: {named}"):  # as it is called beside other runs that have it
+        for name in (named, f"{run}: {named}"):  # its name beside other runs that have it
             if name in subjects:
                 return str(name)
     return next(iter(subjects), "")
 
 
 def compared_metrics(frame: pd.DataFrame) -> list[str]:
-    """What a comparison is about: the recorded metrics that have a better side, in the order of `METRICS`."""
+    """Metrics to compare: the recorded ones with a better direction, in the order of `METRICS`."""
     found = set(frame["metric"])
     unusual = {
         name for name in RARE & found if frame[frame["metric"] == name]["value"].sum() > 0 and name != "good"

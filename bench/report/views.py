@@ -1,4 +1,4 @@
-"""What is shown of a run, by its verb: tables and pictures."""
+"""Which tables and charts a run has, by its verb."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -23,23 +23,23 @@ TABLES = {
     "sweep": "qwen_serve.bench.report.sweep:sweep_tables",
     "tenants": "qwen_serve.bench.load.tenants:tenant_tables",
 }
-"""By verb, where its tables are made: a function of `Results`. Without one, `subjects_table` has to do."""
+"""By verb, the function of `Results` that makes its tables. By default, `subjects_table`."""
 
 PICTURES = {
     "sweep": "qwen_serve.bench.report.sweep_pictures:sweep_pictures",
 }
-"""By verb, where pictures of its own are drawn: a function of `Results`, a folder and a file name's prefix
-that returns files by title."""
+"""By verb, the function that draws its own charts. It takes `Results`, a folder and a file name's prefix, and
+returns files by title."""
 
 
 def show(run: Run) -> None:
-    """Print the tables of what a run has recorded so far."""
+    """Print the tables of a run's rows so far."""
     for table in tables_of(run.results(), run.manifest.run):
         table.print()
 
 
 def tables_of(results: Results, run: str) -> list[Table]:
-    """A run's tables; none where nothing was measured."""
+    """A run's tables; none if nothing was measured."""
     one = results.only(run)
     if one.frame.empty:
         return []
@@ -48,7 +48,7 @@ def tables_of(results: Results, run: str) -> list[Table]:
 
 
 def pictures_of(results: Results, run: str, folder: Path) -> dict[str, Path]:
-    """A run's pictures, as SVG files by title."""
+    """A run's charts, as SVG files by title."""
     one, prefix = results.only(run), f"{run}-"
     drawn = draw_pictures(one.frame, folder, about=model_and_card(one.manifests[run]), prefix=prefix)
     where = PICTURES.get(one.manifests[run].verb)

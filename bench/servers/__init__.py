@@ -1,1 +1,1 @@
-"""Other programs: starting servers, building llama.cpp's, what they count, and comparing them in turns."""
+"""Other programs: starts servers, builds llama.cpp's, reads their counters, and compares them in turns."""

@@ -1,4 +1,4 @@
-"""llama.cpp's own sources and programs, from the sdist of the pinned llama-cpp-python, to compare with.
+"""llama.cpp's sources and programs, from the sdist of the pinned llama-cpp-python, to compare with.
 
     qwen-bench build llama-server llama-batched-bench
 
@@ -39,13 +39,13 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
 )
 TARGET = re.compile(r"(?:set\s*\(\s*TARGET|add_executable\s*\()\s*(llama-[\w-]+)")
-"""A program, as llama.cpp's cmake files name it."""
+"""The name of a program, as in llama.cpp's cmake files."""
 CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
 
 def llama_cpp_sources() -> Path:
-    """The vendored llama.cpp of the installed llama-cpp-python's version, unpacked. Raises BenchError."""
+    """The llama.cpp of the installed llama-cpp-python's version, unpacked. Raises BenchError."""
     release = version("llama-cpp-python")
     root = CACHE / f"llama_cpp_python-{release}"
     sources = root / "vendor" / "llama.cpp"
@@ -56,7 +56,7 @@ def llama_cpp_sources() -> Path:
 
 
 def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: bool = True) -> Path:
-    """Build llama.cpp programs such as llama-quantize, those that are missing; the folder they are in.
+    """Build the missing ones of llama.cpp's programs, such as llama-quantize; return their folder.
 
     PATCHES=0 or 1 in the environment has the last word on whether they are `patched`. Raises BenchError when
     a name is none of llama.cpp's programs, or the sources cannot be fetched or do not build.
@@ -83,14 +83,14 @@ def programs_of(sources: Path) -> list[str]:
 
 
 def this_machines_flavour() -> Flavour:
-    """CUDA where there is a card and the system has nvcc; the toolkit of CUDA=pypi is not used."""
+    """CUDA if there is a card and the system has nvcc; the toolkit of CUDA=pypi is not used."""
     return "cuda" if build_machine.cards() and build_machine.nvcc() is not None else "cpu"
 
 
 def _backend(flavour: Flavour) -> list[str]:
     if flavour == "cpu":
         return ["-DGGML_CUDA=OFF"]
-    # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries
+    # without --exclude-libs, libggml-cuda would export the C++ runtime of CUDA's static libraries
     return [
         "-DGGML_CUDA=ON",
         f"-DCMAKE_CUDA_COMPILER={build_machine.nvcc()}",
@@ -100,7 +100,7 @@ def _backend(flavour: Flavour) -> list[str]:
 
 
 def _patches(patched: bool) -> tuple[str, list[str]]:
-    """What a build folder's name ends in and cmake's options."""
+    """The end of a build folder's name, and cmake's options."""
     options = [f"-DCMAKE_PROJECT_INCLUDE={PATCHES / 'apply.cmake'}"]
     if os.environ.get("PATCHES", str(int(patched))) == "0":
         return "", [*options, "-DLLAMA_PATCHES=OFF"]
@@ -139,7 +139,7 @@ def _cmake() -> str:
 
 
 def _run(*command: str | Path) -> None:
-    """Runs with the output on stderr: stdout is the caller's. Raises BenchError."""
+    """Run with the output on stderr, since stdout is the caller's. Raises BenchError."""
     done = subprocess.run(list(map(str, command)), stdout=sys.stderr.fileno(), check=False)
     if done.returncode != 0:
         raise BenchError(f"{' '.join(map(str, command))} ended with status {done.returncode}")
@@ -148,7 +148,7 @@ def _run(*command: str | Path) -> None:
 def build(
     programs: Annotated[tuple[str, ...], Parameter(negative=())], /, *, flavour: Flavour | None = None
 ) -> int:
-    """Build llama.cpp's programs and print the folder that they are in.
+    """Build llama.cpp's programs and print their folder.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What our server's own counters say of a stretch of work: how much its steps took, and what its drafts were.
+"""Growth of our server's own counters over a stretch of work: times of its steps, and counts of its drafts.
 
 The one place that knows the names on /metrics. A server without them is not asked twice; the growth between
 two readings becomes rows of the store:
@@ -20,18 +20,18 @@ from qwen_serve.bench.terminal import Cell, Table
 
 STEPS, DRAFTS = "steps", "drafts"
 COUNTED = frozenset({STEPS, DRAFTS})
-"""Workloads of the store that hold counters, not requests."""
+"""Workloads of the store that have counters, not requests."""
 
 STEP_COUNTERS = {"qwen_steps_total": "steps", "qwen_step_tokens_total": "step_tokens"}
 STEP_SECONDS = "qwen_step_seconds_total"
 PHASES = {
     "decode": "device_time",  # in llama_decode
-    "wait": "device_time",  # for what it started
+    "wait": "device_time",  # waiting for what llama_decode started
     "propose": "draft_time",  # drafters, and their passes on the device
     "reserve": "overlapped_time",  # on a GPU, while the device computes
     "flush": "overlapped_time",
 }
-"""Phases of a step by where they are spent; all others are the host's own time."""
+"""Phases of a step by where they are spent; all others are host time."""
 
 PARTS = {
     "draft": "draft_time",
@@ -39,7 +39,7 @@ PARTS = {
     "host": "host_time",
     "overlapped": "overlapped_time",
 }
-"""What a step's time is made of, as tables name it."""
+"""Parts of a step's time, by the names in tables."""
 
 DRAFT_COUNTERS = {
     "qwen_draft_verifications_total": "verifications",
@@ -51,7 +51,7 @@ DRAFT_COUNTERS = {
 RESIDENT_MEMORY = "process_resident_memory_bytes"
 
 ROWS = r", \d+ rows$"
-"""Of a cell's name: how many rows its steps sampled, which the store tells apart and the table does not."""
+"""The part of a cell's name with the number of sampled rows, which the table merges."""
 
 STEP_NOTES = (
     "means of a step; device: in llama_decode and waiting for it; draft: drafters with their passes; "
@@ -61,11 +61,11 @@ STEP_NOTES = (
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 Counters = Mapping[Key, float]
-"""Value by name and sorted labels."""
+"""Values by name and sorted labels."""
 
 
 async def read_counters(client: Client) -> Counters:
-    """Everything on /metrics; nothing where the server has no such page, or one that cannot be read."""
+    """Everything on /metrics; empty if the server has no such page, or an unreadable one."""
     try:
         reply = await client.request("GET", "/metrics")
         return parse_counters(reply.text) if reply.status == 200 else {}
@@ -74,7 +74,7 @@ async def read_counters(client: Client) -> Counters:
 
 
 def parse_counters(text: str) -> Counters:
-    """Prometheus' text format. Raises ValueError for another."""
+    """Parse Prometheus' text format. Raises ValueError for any other."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -83,13 +83,13 @@ def parse_counters(text: str) -> Counters:
 
 
 def growth(before: Counters, after: Counters) -> Counters:
-    """By how much each grew; what stood still is left out."""
+    """By how much each counter grew; counters that did not are omitted."""
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     return {key: value for key, value in grown.items() if value}
 
 
 def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """(workload, cell, values) of the store's rows, of a stretch of work that ``cell`` names."""
+    """(workload, cell, values) for the store's rows, for the work that ``cell`` names."""
     steps: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     drafts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (name, labelled), value in grown.items():
@@ -110,7 +110,7 @@ def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, fl
 def record_growth(
     run: Run, subject: str, workload: str, cell: str, round: int, before: Counters, after: Counters
 ) -> None:
-    """Append what grew between two readings around a cell's round; nothing for servers that do not count."""
+    """Record the growth between two readings around a cell's round; nothing for servers without counters."""
     if before and after:
         for kind, name, values in counted(growth(before, after), f"{workload}, {cell}"):
             run.add(subject, kind, name, round, values)

@@ -1,4 +1,4 @@
-"""A server program: started with its output in a file, awaited until it answers, and always stopped."""
+"""A server program: starts it with its output in a file, waits until it answers, and always stops it."""
 
 import asyncio
 import os
@@ -27,16 +27,16 @@ def search_path(variable: str, folder: Path) -> dict[str, str]:
 
 
 PYTHON_PATH = search_path("PYTHONPATH", Path(__file__).resolve().parents[2])
-"""In which a child finds this checkout's packages, wherever it runs."""
+"""An environment in which a child finds this checkout's packages from any folder."""
 
 
 class StartError(BenchError):
-    """The program did not come up: it ended, or did not answer in time. The message ends with its log."""
+    """The program did not start: it ended, or did not answer in time. The message ends with its log."""
 
 
 @dataclass(kw_only=True)
 class ServerProcess:
-    """One server in a process group of its own, so that its children go with it.
+    """One server in a process group of its own, so that its children end with it.
 
     ``async with ServerProcess(...) as server`` starts it and waits until ``ready_path`` of ``url`` answers
     200; its output goes to ``log``. Without a ``command`` it is a server that somebody else runs: it is only
@@ -55,7 +55,7 @@ class ServerProcess:
     _process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Run the program and wait for it. Raises StartError; the program is stopped then."""
+        """Run the program and wait until it answers. Raises StartError after stopping it."""
         began = perf_counter()
         if self.command:
             self._spawn()
@@ -67,7 +67,7 @@ class ServerProcess:
         self.start_seconds = perf_counter() - began
 
     async def stop(self, patience: float = 10.0) -> None:
-        """SIGTERM to the whole group, and SIGKILL to what is left of it after ``patience`` seconds."""
+        """Send SIGTERM to the whole group, and SIGKILL to the rest after ``patience`` seconds."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -76,13 +76,13 @@ class ServerProcess:
             until = perf_counter() + patience
             while process.poll() is None and perf_counter() < until:
                 await asyncio.sleep(POLL_SECONDS)
-        finally:  # also when this very wait is cancelled
+        finally:  # also if this wait is cancelled
             _signal(process.pid, signal.SIGKILL)
             process.wait()
 
     @property
     def running(self) -> bool:
-        """Whether the program still runs; of somebody else's server that is not known, and assumed."""
+        """Whether the program still runs; for somebody else's server this is unknown, and assumed."""
         return not self.command or (self._process is not None and self._process.poll() is None)
 
     def tail(self) -> str:
@@ -138,7 +138,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that nothing on this machine listens on at this moment."""
+    """A TCP port that nothing on this machine listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

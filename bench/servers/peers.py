@@ -30,50 +30,50 @@ from qwen_serve.bench.servers.programs import SYNTAX, Peer, Setup, parse_peer
 from qwen_serve.bench.servers.turns import Contender, Turns
 
 ALLOCATION = 256
-"""Cells that llama.cpp allocates at a time."""
+"""Granularity of llama.cpp's allocation of cells."""
 
 TEMPLATE_TOKENS = 64
-"""Room for a chat template around a prompt."""
+"""Tokens for a chat template around a prompt."""
 
 ROOM = 2
-"""Context beyond what the running requests need, as a factor: our server keeps cached prompts in it,
+"""Context beyond the needs of running requests, as a factor: our server keeps cached prompts there,
 llama-server a slot's last prompt."""
 
 LEVELS = (1, 8, 64)
 SLOTS_AT_A_RATE = 32
 LONGEST_TASK = 3072
-"""Tokens of a held-out task, with room."""
+"""Tokens of a held-out task, with a margin."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """Who is compared, and with which resources."""
+    """The servers to compare, and their resources."""
 
     peer: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """[NAME=]WHAT [FLAGS], once for each; see below."""
+    """[NAME=]WHAT [FLAGS], once for each server; see below."""
     reference: str | None = None
-    """Whom the ratios are against (the first --peer)."""
+    """The reference of the ratios (default: the first --peer)."""
     gguf: Path | None = None
-    """The model that every server is started on."""
+    """The model that every server is started with."""
     binaries: Path | None = None
-    """Folder of llama.cpp's programs (else they are built from the sources of llama-cpp-python)."""
+    """Folder of llama.cpp's programs (default: they are built from llama-cpp-python's sources)."""
     python: str = sys.executable
-    """Runs the servers written in Python."""
+    """The Python that runs servers written in Python."""
     threads: Natural = 0
     """CPU threads of each server; 0: its own choice."""
     slots: Positive | None = None
-    """Requests that each server runs at once (the most that the workload sends)."""
+    """Concurrent requests of each server (default: the most that the workload sends)."""
     context: Positive | None = None
-    """Tokens of context of each server, all slots together (twice what the workload needs)."""
+    """Tokens of context of each server, all slots together (default: twice what the workload needs)."""
     start_timeout: float = 300.0
     """Seconds until a server must answer."""
     residency: Literal["auto", "all", "one"] = "auto"
-    """All servers at once, visited in turns, or one after another; auto: all, but for vLLM's sake."""
+    """Run all servers at once and visit them in turns, or one after another; auto: all, except with vLLM."""
     timeout: float = 600.0
-    """Seconds a request may take."""
+    """Seconds that a request may take."""
     api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
-    """Sent as a bearer token."""
+    """API key, sent as a bearer token."""
 
 
 @Parameter(name="*")
@@ -84,24 +84,24 @@ class Work:
     workload: Literal["latency", "tasks"] | Kind = "latency"
     """One request at a time, a load, or held-out tasks."""
     rounds: Positive = DEFAULT_ROUNDS
-    """Times that every server has its turn at every part; fewer than 10 settle nothing below 10%."""
+    """Turns of every server at every part; fewer than 10 settle nothing below 10%."""
     protocol: Protocol = "both"
-    """latency: the same prompt again, another each time, or both."""
+    """latency: the same prompt again, another one each time, or both."""
     categories: Categories = ALL_CATEGORIES
     """latency: some of short, medium and long."""
     runs: Positive = 1
     """latency: timed requests of each category in each round."""
     stream_runs: Natural = 0
-    """latency: streamed ones beside them, for TTFT and ITL."""
+    """latency: additional streamed requests, for TTFT and ITL."""
     nano: Path = NANO_FOLDER
     """tasks: a model's folder with heldout/ and reference.json, for the prompts of the nano gates."""
     items: Positive = 20
-    """tasks: of each gate, and of texts to go on with."""
+    """tasks: number of each gate's tasks, and of texts to continue."""
     max_tokens: Positive = 256
-    """tasks: of an answer."""
+    """tasks: tokens of an answer."""
 
     def size(self, load: LoadOptions) -> tuple[int, int]:
-        """(tokens of the longest request with its answer, most requests at once)."""
+        """(tokens of the longest request with its answer, maximum concurrent requests)."""
         if self.workload == "latency" and self.protocol == IMAGES:
             return load.image_resolution.tokens + QUESTION_TOKENS + ANSWER_TOKENS + TEMPLATE_TOKENS, 1
         if self.workload == "latency":
@@ -115,7 +115,7 @@ class Work:
         return turn * (load.turns if self.workload == "chat" else 1), most
 
     def settings(self, load: LoadOptions) -> dict[str, Any]:
-        """What the manifest records: the parts that count for this workload."""
+        """The settings that the manifest records: those of this workload."""
         made: dict[str, Any] = {"workload": self.workload, "rounds": self.rounds}
         if self.workload == "latency":
             categories = [one.name for one in self.categories]
@@ -129,7 +129,7 @@ class Work:
         return {**made, **load.settings(self.workload, LEVELS)}
 
     def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
-        """One for each category and protocol, level or rate, or group of tasks."""
+        """A cell for each category and protocol, level or rate, or group of tasks."""
         if self.workload == "tasks":
             given = {"max_tokens": self.max_tokens, "rounds": self.rounds}
             return task_cells(self.nano, self.items, supply, **given)
@@ -206,7 +206,7 @@ output is in the run's folder.
 
 
 def contestants(who: PeerOptions) -> tuple[list[Peer], str]:
-    """(the peers, the name of the reference). Raises BenchError for what cannot be."""
+    """(the peers, the name of the reference). Raises BenchError for invalid combinations."""
     found = [parse_peer(text) for text in who.peer]
     names = [peer.name for peer in found]
     if not names:
@@ -225,7 +225,7 @@ def contestants(who: PeerOptions) -> tuple[list[Peer], str]:
 
 
 def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -> Setup:
-    """The same resources for all. Builds llama.cpp's programs where they are needed and not given."""
+    """The same resources for all. Builds llama.cpp's programs if they are needed and not given."""
     binaries = who.binaries
     if binaries is None and any(peer.program == "llama-server" for peer in found):
         binaries = build_programs(["llama-server"], this_machines_flavour(), patched=False)
@@ -244,8 +244,9 @@ def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -
 
 
 def fit_at_once(who: PeerOptions, found: Sequence[Peer]) -> bool:
-    """Whether all servers run at once: as told, else unless one of several is vLLM, which takes all of the
-    card."""
+    """Whether all servers run at once: as set; by default unless one of several is vLLM, which takes all of
+    the card.
+    """
     if who.residency != "auto":
         return who.residency == "all"
     started = [peer for peer in found if peer.url is None]

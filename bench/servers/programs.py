@@ -25,7 +25,7 @@ READY = {
     "url": "/v1/models",
 }
 NAMED = re.compile(r"(?P<name>(?!https?:)(?:(?! -)[^=:])+)=(?P<rest>.+)", re.DOTALL)
-"""A name may have spaces; an equals sign behind a flag's hyphen belongs to the flag."""
+"""A name may contain spaces; an equals sign after a flag's hyphen belongs to the flag."""
 DRAFTS = re.compile(r"(mtp|dflash)-([1-9]\d?)")
 
 NO_HOST_CACHES = ("--cache-ram", "0", "--ctx-checkpoints", "0")
@@ -75,7 +75,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What every peer gets: ``parallel`` slots and ``context`` tokens for all of them together.
+    """Resources of every peer: ``parallel`` slots and ``context`` tokens for all of them together.
 
     ``threads`` 0: the program's own choice; ``binaries``: the folder of llama-server; ``python``: of the
     servers written in Python.
@@ -92,7 +92,7 @@ class Setup:
 
     @property
     def context_each(self) -> int:
-        """Tokens of context that one of `parallel` requests gets."""
+        """Tokens of context for one of `parallel` requests."""
         return self.context // self.parallel
 
 
@@ -125,7 +125,7 @@ def parse_peer(text: str) -> Peer:
 
 
 def preset_flags(preset: str) -> tuple[str, ...]:
-    """The flags that ``a+b+c`` stands for; an empty one is llama-server as it comes. Raises BenchError."""
+    """The flags of ``a+b+c``; none for llama-server with its defaults. Raises BenchError."""
     flags: list[str] = []
     for part in filter(None, preset.split("+")):
         if match := DRAFTS.fullmatch(part):
@@ -139,7 +139,7 @@ def preset_flags(preset: str) -> tuple[str, ...]:
 
 
 def process_of(peer: Peer, setup: Setup) -> ServerProcess:
-    """The peer as a process that is not yet started, on a free port. Raises BenchError: vLLM is missing."""
+    """The peer as a process that is not yet started, on a free port. Raises BenchError if vLLM is missing."""
     if peer.url is not None:
         return ServerProcess(peer.name, [], peer.url, ready_path=READY["url"], timeout=setup.start_timeout)
     port = free_port()
@@ -160,7 +160,7 @@ def process_of(peer: Peer, setup: Setup) -> ServerProcess:
 
 
 def resources(peer: Peer, setup: Setup) -> dict[str, int]:
-    """What the peer is given, for the record; nothing is known of a server that runs already."""
+    """The peer's settings, for the record; unknown for a server that runs already."""
     if peer.url is not None:
         return {}
     return {"slots": setup.parallel, "context": setup.parallel * setup.context_each}

@@ -1,4 +1,4 @@
-"""``qwen-bench start``: from a server's command to its first 200, and what ours does in that time."""
+"""``qwen-bench start``: time from a server's command to its first 200, and our server's stages."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ from qwen_serve.bench.terminal import Bar, Cell, Table
 VERB, METRIC, READY, REST = "start", "start_time", "ready", "outside the engine"
 POLL_SECONDS = 0.02
 STAGES = re.compile(r" start: (.* s)$", re.MULTILINE)
-"""The line of our server's log that says what a start was spent on: "start: plan 0.01 s, weights 0.31 s"."""
+"""The line of our server's log with the stages of a start: "start: plan 0.01 s, weights 0.31 s"."""
 STAGE = re.compile(r"([a-z ]+?) ([\d.]+) s")
 
 
@@ -97,7 +97,7 @@ async def start(
 
 
 def usual_peers(binaries: Path | None) -> list[Peer]:
-    """Our server as it is and without what it remembers; llama-server, where it is."""
+    """Our server as it is and without remembered measurements; llama-server, if given."""
     ours = [Peer("qwen-serve", "server"), Peer("qwen-serve, measuring", "server", ("--no-remember",))]
     return (
         ours if binaries is None else [*ours, replace(parse_peer("llama-server:tuned"), name="llama-server")]
@@ -105,7 +105,7 @@ def usual_peers(binaries: Path | None) -> list[Peer]:
 
 
 async def started(process: ServerProcess) -> dict[str, float]:
-    """Seconds of one start, by stage where the log tells them. Raises BenchError when it does not come up."""
+    """Seconds of one start, by stage if the log has them. Raises BenchError if the server does not start."""
     process.poll = POLL_SECONDS
     async with process:
         ready = process.start_seconds
@@ -114,7 +114,7 @@ async def started(process: ServerProcess) -> dict[str, float]:
 
 
 def stages(log: str, ready: float) -> dict[str, float]:
-    """What the log of our server says of its start, and what is left of `ready` seconds; empty for others."""
+    """The stages in our server's log, and the rest of `ready` seconds; empty for other servers."""
     line = STAGES.search(log)
     if line is None:
         return {}
@@ -123,7 +123,7 @@ def stages(log: str, ready: float) -> dict[str, float]:
 
 
 def start_tables(results: Results) -> Sequence[Table]:
-    """A line a server: the medians of the whole start and of its stages, and times as good as the first."""
+    """A row for each server: the medians of the whole start and of its stages, and the ratio to the first."""
     frame = results.frame
     known = set(frame["subject"])
     subjects = [name for one in results.manifests.values() for name in one.subjects if name in known]

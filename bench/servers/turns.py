@@ -1,4 +1,4 @@
-"""Several servers under one workload in turns, so that whatever drifts on the machine hits them all alike.
+"""Several servers under one workload in turns, so that drift of the machine affects all equally.
 
 With all servers resident each cell of a round visits every server before the next begins; one at a time, each
 server does all cells of a round. What a server fails at ends its part, with the reason on record; the others
@@ -22,12 +22,12 @@ from qwen_serve.bench.store import Run
 from qwen_serve.bench.terminal import Bar
 
 Answers = dict[tuple[str, str], list[str | None]]
-"""By workload and cell, of one round."""
+"""Answers by workload and cell, of one round."""
 
 
 @dataclass
 class Contender:
-    """A peer while it is compared. ``failed``: why it is out; ``answers``: of the round that runs."""
+    """A peer during the comparison. ``failed``: why it dropped out; ``answers``: of the current round."""
 
     peer: Peer
     process: ServerProcess
@@ -37,7 +37,7 @@ class Contender:
 
     @classmethod
     def of(cls, peer: Peer, setup: Setup, run: Run, *, timeout: float, api_key: str | None) -> Self:
-        """Not started yet; its command line and resources are on record."""
+        """A peer that is not started yet; its command line and resources are recorded."""
         process = process_of(peer, setup)
         command = [Path(word).name if at == 0 else word for at, word in enumerate(process.command)]
         log = {"log": str(process.log)} if process.log is not None else {}
@@ -57,14 +57,14 @@ class Contender:
         return self.failed is None
 
     def fail(self, run: Run, reason: str) -> None:
-        """It is out. Says so at once."""
+        """Drop it, and say so at once."""
         self.failed = reason
         run.describe(self.peer.name, failed=reason)
         run.note(f"{self.peer.name} FAILED: {reason}")
 
     async def started(self, run: Run) -> None:
-        """Take down what the running server says of itself."""
-        named = self.peer.program in ("url", "vllm")  # these want their model named
+        """Record what the running server says about itself."""
+        named = self.peer.program in ("url", "vllm")  # these require the model's name
         listed = await self.target.client.model() if named else None
         self.target = Target(self.peer.name, self.target.client, listed)
         about = await provenance.about_server(self.target.client)
@@ -86,7 +86,7 @@ class Turns:
     _cells: Sequence[Cell] = ()
 
     async def hold(self) -> None:
-        """Start, measure, stop. All servers are stopped when this returns, however it does."""
+        """Start, measure, stop. All servers are stopped when this returns, even by an exception."""
         try:
             for contender in self.contenders:
                 await contender.target.client.__aenter__()
@@ -165,7 +165,7 @@ class Turns:
         bar.advance(0, note=f"{contender.peer.name}, {where}")
 
     def _compare(self, round: int) -> None:
-        """Record how many of a round's answers equal the reference's, of those that both gave."""
+        """Record the number of a round's answers that equal the reference's, of those that both gave."""
         base = next(one.answers for one in self.contenders if one.peer.name == self.reference)
         for contender in self.contenders:
             for key, answers in contender.answers.items():
@@ -183,6 +183,6 @@ class Turns:
 
 
 def _from(contenders: Sequence[Contender], shift: int) -> list[Contender]:
-    """All of them, another one first each time."""
+    """All peers, each time with another one first."""
     at = shift % len(contenders)
     return [*contenders[at:], *contenders[:at]]
