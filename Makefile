@@ -145,17 +145,19 @@ submission: image $(VENV)/.bench ## `make image`, the competition's rules checke
 chat: $(VENV)/.serve ## talk to a running server in the terminal
 	@$(PY) -m qwen_serve.server.client --url '$(URL)' $(ARGS)
 
-# one more than there are cores, since a third of the tests wait for a server or a browser
-WORKERS  ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
+# one more than there are cores, since a third of the tests wait for a server or a browser; long tests compute
+CORES     = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 1))')
+WORKERS  ?= $(shell expr $(CORES) + 1)
 QUICK    := not slow and not reference and not image
 TOGETHER  = -n $(WORKERS) --dist worksteal
+LONG      = -n $(CORES) --dist worksteal
 SINCE    ?= main
 
 test: setup $(VENV)/.dev ## the tests: no torch, no GPU, no network
 	$(PY) -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-test-slow: setup $(VENV)/.dev ## the long tests, and those that want the machine to themselves
-	$(PY) -m pytest -m 'slow and not reference and not image' $(ARGS)
+test-slow: setup $(VENV)/.dev ## the long tests
+	$(PY) -m pytest -m 'slow and not reference and not image' $(LONG) $(ARGS)
 
 # every floor of pyproject.toml is one that was tested: an environment of the lowest versions, kept apart
 test-lowest: setup ## `make test` with the lowest version of each direct dependency
@@ -177,7 +179,7 @@ fuzz: setup $(VENV)/.dev ## 10,000 made-up requests, and requests made to hurt
 		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
 test-reference: setup $(VENV)/.reference ## the comparisons with transformers, stock llama.cpp and its programs
-	$(PY) -m pytest -m reference --timeout 1800 tests/reference tests/patches $(ARGS) # the first use builds llama.cpp
+	$(PY) -m pytest -m reference --timeout 1800 $(LONG) tests/reference tests/patches $(ARGS) # the first use builds llama.cpp
 
 test-image: setup $(VENV)/.dev ## the steps of Dockerfile.cpu in a chroot (root, mmdebstrap, ten minutes)
 	$(PY) -m pytest -m image --timeout 3600 tests/test_image.py $(ARGS)

@@ -7,13 +7,18 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
+import llama_cpp
 import numpy as np
 import pytest
 
 from qwen_serve.bench.servers.builds import build_programs, llama_cpp_sources
 from qwen_serve.llamacpp.patches import patches
+from qwen_serve.server.build_machine import processors
 from tests.conftest import nano_gguf
 from tests.patches.rows import RUNS
 from tests.processes import run
@@ -52,23 +57,51 @@ def test_the_loaded_library_tells_what_it_has() -> None:
     assert all(re.fullmatch(r"[a-z][a-z0-9-]+", name) for name in patches())
 
 
+FOLDERS = ("include", "ggml", "src", "common", "vendor", "tests")
+"""Of llama.cpp's sources: what patches touch, and what that includes."""
+
+
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, Path]:
-    """The folders of libllama, stock and patched (llama-quantize brings them)."""
-    folders = {}
-    for name, wanted in (("stock", "0"), ("patched", "1")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PATCHES", wanted)
-            folders[name] = build_programs(["llama-quantize"])
-    return folders
+    """The folders of libllama: stock (llama-quantize brings it), and the installed one, which is patched."""
+    assert patches() == tuple(patch.stem[5:] for patch in QUEUE), "another queue is installed: make setup"
+    return {
+        "stock": build_programs(["llama-quantize"], patched=False),
+        "patched": Path(llama_cpp.__file__).parent / "lib",
+    }
+
+
+@pytest.fixture(scope="module")
+def stock(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of llama.cpp's sources as they come."""
+    sources, made = llama_cpp_sources(), tmp_path_factory.mktemp("stock")
+    for folder in FOLDERS:
+        shutil.copytree(sources / folder, made / folder)
+    for patch in sorted((sources / ".patches").glob("*.patch"), reverse=True):  # a build has left them there
+        apply(patch, made, "--reverse")
+    return made
+
+
+@pytest.fixture(scope="module")
+def patched(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy with the queue."""
+    made = shutil.copytree(stock, tmp_path_factory.mktemp("patched"), dirs_exist_ok=True)
+    for patch in QUEUE:
+        apply(patch, made)
+    return made
+
+
+def apply(patch: Path, sources: Path, *options: str) -> None:
+    done = run(["patch", "-p1", "-s", "-F0", *options, "-i", patch], cwd=sources)
+    assert done.returncode == 0, f"{patch.name}: {done.stdout}"
 
 
 def rows(
     library: Path, model: Path, out: Path, *options: str
 ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     command = [sys.executable, str(ROWS), "--model", str(model), "--out", str(out), *options]
-    paths = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
-    subprocess.run(command, env=os.environ | paths, check=True, capture_output=True, timeout=600)
+    given = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, env=os.environ | given, check=True, capture_output=True, timeout=600)
     with np.load(out) as file:
         loaded: np.ndarray[tuple[int, int], np.dtype[np.float32]] = file["rows"]
     return loaded
@@ -106,50 +139,19 @@ def test_shared_snapshots_are_those_of_every_cell(
 
 
 @pytest.mark.reference
-def test_masks_are_those_of_stock(libraries: dict[str, Path], tmp_path: Path) -> None:
+def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp_path: Path) -> None:
     """llama.cpp's test that a patch brings: random cells, every mask compared with the function as it was."""
-    sources, library = llama_cpp_sources(), libraries["patched"]
-    # the sources may be the stock ones now
-    subprocess.run(["cmake", library.parent], check=True, capture_output=True)
-    program = tmp_path / "test-kv-mask"
-    command = [
-        "c++",
-        "-std=c++17",
-        "-O1",
-        f"-I{sources}/include",
-        f"-I{sources}/ggml/include",
-        "-o",
-        str(program),
-    ]
-    command += [
-        f"{sources}/tests/test-kv-mask.cpp",
-        f"-L{library}",
-        "-lllama",
-        "-lggml-base",
-        f"-Wl,-rpath,{library}",
-    ]
-    subprocess.run(command, check=True)
+    library, program = libraries["patched"], tmp_path / "test-kv-mask"
+    command = ["c++", "-std=c++17", "-O1", "-Iinclude", "-Iggml/include", "-o", str(program)]
+    command += ["tests/test-kv-mask.cpp", f"-L{library}", "-lllama", "-lggml-base", f"-Wl,-rpath,{library}"]
+    run(command, check=True, cwd=patched)
     done = run([program], check=True)
     assert "masks are equal" in done.stdout
 
 
 @pytest.mark.reference
-def test_the_operator_tests_compile(libraries: dict[str, Path]) -> None:
-    """llama.cpp's test-backend-ops, which nothing else builds without a card."""
-    sources = llama_cpp_sources()
-    subprocess.run(["cmake", libraries["patched"].parent], check=True, capture_output=True)
-    includes = [f"-I{sources / folder}" for folder in ("include", "ggml/include", "common", "src", "vendor")]
-    command = ["c++", "-std=c++17", "-fsyntax-only", *includes, f"{sources}/tests/test-backend-ops.cpp"]
-    done = run(command)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.reference
-def test_switches_apply_on_top(libraries: dict[str, Path]) -> None:
-    subprocess.run(["cmake", libraries["patched"].parent], check=True, capture_output=True)
-    command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(PATCHES / "switches.patch")]
-    done = run(command, cwd=llama_cpp_sources())
-    assert done.returncode == 0, done.stdout
+def test_switches_apply_on_top(patched: Path) -> None:
+    apply(PATCHES / "switches.patch", patched, "--dry-run")
 
 
 UPSTREAM = sorted((PATCHES / "upstream").glob("*.patch"))
@@ -164,33 +166,47 @@ def test_what_goes_upstream_has_a_title_and_a_row(patch: Path) -> None:
 
 
 COMPILED = re.compile(r"(src|tests|ggml/src/ggml-cpu)/.*\.cpp")
-FOLDERS = ("include", "ggml/include", "ggml/src", "ggml/src/ggml-cpu", "src", "common", "vendor", "tests")
+INCLUDED = ("include", "ggml/include", "ggml/src", "ggml/src/ggml-cpu", "src", "common", "vendor", "tests")
 
 
 @pytest.mark.reference
 @pytest.mark.timeout(3600)
-def test_each_patch_compiles_on_those_before_it(libraries: dict[str, Path], tmp_path: Path) -> None:
-    """What it touches; where that is a header, each source of libllama that some patch touches. No CUDA."""
-    subprocess.run(["cmake", libraries["stock"].parent], check=True, capture_output=True)
-    for folder in ("include", "ggml", "src", "common", "vendor", "tests"):
-        shutil.copytree(llama_cpp_sources() / folder, tmp_path / folder)
+def test_each_patch_compiles_on_those_before_it(stock: Path, tmp_path: Path) -> None:
+    """What it touches, and what of libllama includes that; after the last one what else does. No CUDA."""
+    sources = shutil.copytree(stock, tmp_path / "llama.cpp")
     touched = {patch: re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE) for patch in QUEUE}
-    some = {path for paths in touched.values() for path in paths if path.startswith("src/")}
-    flags = ["-std=c++17", "-fsyntax-only", "-w", *(f"-I{folder}" for folder in FOLDERS)]
-    for patch, paths in touched.items():
-        subprocess.run(["patch", "-p1", "-s", "-F0", "-i", patch], cwd=tmp_path, check=True)
-        wanted = {*paths, *(some if any(path.endswith(".h") for path in paths) else ())}
-        for path in sorted(path for path in wanted if COMPILED.fullmatch(path)):
-            if (tmp_path / path).is_file():
-                command = [os.environ.get("CXX", "c++"), *flags, path]
-                done = run(command, cwd=tmp_path)
-                assert done.returncode == 0, f"{patch.stem}: {done.stderr[:2000]}"
+    some = {path for paths in touched.values() for path in paths if COMPILED.fullmatch(path)}
+    included: dict[str, set[str]] = {}  # known once it is compiled
+    stale: set[str] = set()
+    with ThreadPoolExecutor(processors()) as pool:
+        for patch, paths in touched.items():
+            apply(patch, sources)
+            headers = {path for path in paths if path.endswith(".h")}
+            stale |= {path for path in some if path in paths or headers & included.get(path, headers)}
+            now = sorted(
+                path
+                for path in stale
+                if (sources / path).is_file()
+                and (patch == QUEUE[-1] or path in paths or path.startswith("src/"))
+            )
+            stale.difference_update(now)
+            for path, (error, files) in zip(now, pool.map(partial(compiled, sources), now), strict=True):
+                assert not error, f"{patch.stem}: {error[:2000]}"
+                included[path] = files
+    assert not stale
+
+
+def compiled(sources: Path, path: str) -> tuple[str, set[str]]:
+    """The compiler's errors in a source, and the files that it was made of."""
+    with NamedTemporaryFile(suffix=".d") as made_of:
+        flags = ["-std=c++17", "-fsyntax-only", "-w", "-MMD", "-MF", made_of.name]
+        command = [os.environ.get("CXX", "c++"), *flags, *(f"-I{folder}" for folder in INCLUDED), path]
+        done = run(command, cwd=sources)
+        names = Path(made_of.name).read_text().replace("\\\n", " ").split()[1:]
+    return done.stderr if done.returncode else "", {os.path.normpath(name) for name in names}
 
 
 @pytest.mark.reference
-def test_what_goes_upstream_applies_to_stock_sources(libraries: dict[str, Path]) -> None:
-    subprocess.run(["cmake", libraries["stock"].parent], check=True, capture_output=True)
+def test_what_goes_upstream_applies_to_stock_sources(stock: Path) -> None:
     for patch in UPSTREAM:
-        command = ["patch", "-p1", "--fuzz=0", "--dry-run", "-i", str(patch)]
-        done = run(command, cwd=llama_cpp_sources())
-        assert done.returncode == 0, f"{patch.name}: {done.stdout}"
+        apply(patch, stock, "--dry-run")

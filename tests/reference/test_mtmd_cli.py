@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from base64 import b64decode
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +15,7 @@ from qwen_serve.bench.servers.builds import build_programs
 from qwen_serve.llamacpp.vision import VisionTower
 from qwen_serve.server.engine.pictures import Picture, row_ids
 from tests import heldout
+from tests.processes import run
 from tests.reference.seeing import seeing_nano, write_tower
 from tests.server.engine.test_pictures import Bare
 from tests.server.seeing import needs_vision
@@ -23,6 +23,8 @@ from tests.server.seeing import needs_vision
 pytestmark = [pytest.mark.reference, needs_vision]
 
 N = 12
+FLAGS = ["--jinja", "-t", "1", "-c", "1024", "-fa", "off", "-ctk", "f32", "-ctv", "f32"]
+FLAGS += ["--no-warmup", "--no-repack"]
 BEFORE, AFTER = (
     "<|im_start|>user\n<|vision_start|>",
     "<|vision_end|>{}<|im_end|>\n<|im_start|>assistant\n<think>\n",
@@ -31,7 +33,7 @@ BEFORE, AFTER = (
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    return build_programs(["llama-mtmd-cli"]) / "llama-mtmd-cli"
+    return build_programs(["llama-mtmd-cli"], patched=False) / "llama-mtmd-cli"
 
 
 def test_answers_are_those_of_llama_cpps_own_command(program: Path, nano_f32: Path, tmp_path: Path) -> None:
@@ -48,35 +50,10 @@ def test_answers_are_those_of_llama_cpps_own_command(program: Path, nano_f32: Pa
             before, after = (bare.model.tokenize(text) for text in (BEFORE, AFTER.format(row["question"])))
             pieces = [bare.model.piece(t, special=True) for t in bare.greedy([before, seen, after], N)]
             expected = b"".join(pieces).decode("utf-8", "replace").strip()
-            command = [
-                program,
-                "-m",
-                nano_f32,
-                "--mmproj",
-                mmproj,
-                "--image",
-                tmp_path / "shown.png",
-                "--jinja",
-            ]
-            command += [
-                "-p",
-                row["question"],
-                "-n",
-                str(N),
-                "--temp",
-                "0",
-                "-t",
-                "1",
-                "-c",
-                "1024",
-                "-fa",
-                "off",
-            ]
-            command += ["--no-warmup", "-ctk", "f32", "-ctv", "f32"]
+            command = [program, "-m", nano_f32, "--mmproj", mmproj, "--image", tmp_path / "shown.png"]
+            command += ["-p", row["question"], "-n", N, "--temp", 0, *FLAGS]
             environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-            done = subprocess.run(
-                list(map(str, command)), capture_output=True, text=True, check=True, env=environment
-            )
+            done = run(map(str, command), check=True, env=environment)
             answer = done.stdout.strip()
             assert answer and expected.startswith(answer), (row["question"], expected, answer)
             answers.append(answer)
