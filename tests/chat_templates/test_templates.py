@@ -26,6 +26,11 @@ def render(name: str, case: Case, **variables: Any) -> str:
     return template(name).render({"messages": case.messages, **case.variables, **variables}, {})
 
 
+def test_nano_brings_the_servers_own() -> None:
+    own = (ROOT / "models" / "nano" / "chat_template.jinja").read_bytes()
+    assert own == (TEMPLATES / "qwen3_5.jinja").read_bytes()
+
+
 @pytest.mark.parametrize("case", PROMPTS, ids=str)
 def test_prompt(case: Case) -> None:
     assert render("qwen3_5", case, add_generation_prompt=True) == case.text

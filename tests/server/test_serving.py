@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
@@ -26,22 +25,9 @@ def server(nano_f32: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as http:
-        yield http
-
-
-@pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-def test_a_prompt_longer_than_the_context(http: httpx.Client) -> None:
-    answer = http.post("/invocations", json={"prompt": FILLER * 4000})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert http.post("/invocations", json={"prompt": FILLER, "max_tokens": 1}).status_code == 200
 
 
 def test_openai_client_chat(client: openai.OpenAI) -> None:

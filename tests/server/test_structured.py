@@ -97,18 +97,6 @@ def test_objects_without_further_properties(http: httpx.Client) -> None:
             assert list(json.loads(found["message"]["content"])) == ["a"]
 
 
-def test_a_stream_gives_the_same(http: httpx.Client) -> None:
-    body = {"messages": ASK, "stream": True, "guided_json": PERSON, "seed": 4, "temperature": 1}
-    text = ""
-    with http.stream("POST", "/v1/chat/completions", json=body) as stream:
-        for line in stream.iter_lines():
-            if line.startswith("data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    text += choice["delta"].get("content") or ""
-    whole = chat(http, guided_json=PERSON, seed=4, temperature=1)
-    assert check(PERSON, text) == check(PERSON, whole["message"]["content"])
-
-
 WEATHER = {
     "type": "function",
     "function": {

@@ -256,17 +256,6 @@ def test_same_seed_same_bytes(shape: str, f16: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_default_shape_is_the_4b() -> None:
-    config = SHAPES["4b"]
-    assert (config.hidden_size, config.n_layers, config.intermediate_size) == (2560, 32, 9216)
-    assert (config.n_heads, config.n_kv_heads, config.head_dim) == (16, 4, 256)
-    assert (config.linear_key_heads, config.linear_value_heads, config.conv_kernel) == (16, 32, 4)
-    assert (config.linear_key_dim, config.linear_value_dim) == (128, 128)
-    assert (config.vocab_size, config.n_mtp_layers, config.tied_embeddings) == (248_320, 1, True)
-    assert config.mrope_sections == (11, 11, 10, 0)
-    assert config.rotary_dim == 64
-
-
 def test_the_35b_a3b_is_a_shape() -> None:
     config = SHAPES["35b-a3b"]
     assert (config.arch, config.hidden_size, config.n_layers) == ("qwen35moe", 2048, 40)
@@ -331,6 +320,7 @@ def test_the_converter_takes_it_with_texts_of_its_own(f16: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", ["small"], indirect=True, scope="module")
 @pytest.mark.usefixtures("short")
 def test_a_recipe_can_be_searched_for_it(
     f16: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

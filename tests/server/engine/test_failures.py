@@ -109,14 +109,10 @@ async def test_copies_of_what_a_drafter_has(
         await check(engine, prompts, alone)
 
 
-BROKEN = [
-    (broken, by) for broken in ("propose", "checkpoint", "rollback") for by in ("ngram", "mtp", "draft")
-]
-BROKEN += [("hidden", "mtp"), ("layer_inputs", "draft"), ("inject", "draft")]
-QUICK = [("rollback", "ngram")]
+BROKEN = [("rollback", "ngram"), ("hidden", "mtp"), ("layer_inputs", "draft"), ("inject", "draft")]
 
 
-@pytest.mark.parametrize(("broken", "speculation"), slow_but(QUICK, BROKEN))
+@pytest.mark.parametrize(("broken", "speculation"), slow_but(BROKEN[:1], BROKEN))
 async def test_drafts(
     broken: str,
     speculation: str,
@@ -126,7 +122,7 @@ async def test_drafts(
     alone: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That are not made, have no checkpoint, or can not be taken back, and hidden rows that are not there."""
+    """That can not be taken back, and hidden rows that are not there: again and again."""
     beside = {"draft_model": nano_draft_f32} if speculation == "draft" else {}
     with running(nano_f32, **EXACT, speculation=speculation, draft_always=True, **beside) as engine:
         parts = engine.components
@@ -134,8 +130,6 @@ async def test_drafts(
             texts = [prompt + answer for prompt, answer in zip(prompts, alone, strict=True)]
             draft_by(engine.components.speculator, Scripted(texts, broken))
         owner: Any = {
-            "propose": drafters(engine.components.speculator)[0],
-            "checkpoint": parts.states,
             "rollback": parts.states,
             "hidden": parts.context,
             "layer_inputs": parts.context,
@@ -152,7 +146,7 @@ METHODS = ["can_draft", "propose", "forget"]
 OF_READERS = ["collect", "rolled_back", "pause", "copy", "free", "save", "restore"]
 
 
-CALLS = {"second": [1], "others": [0, 2, 3, 5, 8, 13, 21]}
+CALLS = {"second": [1], "others": [0, 3, 13]}
 
 
 def once(function: Callable[..., Any], index: int) -> Callable[..., Any]:

@@ -161,13 +161,6 @@ def test_each_sequence_id_serves_one_purpose(
     assert context_options(settings).n_seq == len(ids) == checkpoints.stop
 
 
-@pytest.mark.parametrize("parallel", [1, 240, 256])
-def test_there_are_never_more_than_256_sequences(card: Any, parallel: int) -> None:
-    card(100 * GIB)
-    plan = four_b_plan(parallel=parallel, ctx_size=4096)
-    assert len(SequenceIds.of(plan.settings)) <= 256
-
-
 def test_the_token_embedding_is_on_the_host_where_that_is_wanted(card: Any) -> None:
     card(23 * GIB)
     gpu, host = four_b_plan(offload_embedding=False, speculation="off").usages
