@@ -1,7 +1,7 @@
 """``qwen-bench``, also ``python -m qwen_serve.bench``: one command for every measurement.
 
-A command is a function with typed parameters (cyclopts), imported when it is asked for. It returns its exit
-status, or None for 0; BenchError is what its user can mend.
+A command is a function with typed parameters (cyclopts), imported when it runs. It returns its exit
+status, or None for 0, and raises BenchError for errors that its user can fix.
 """
 
 from __future__ import annotations

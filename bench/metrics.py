@@ -1,8 +1,7 @@
 """Every recorded quantity by name: its unit, which direction is better, and its meaning.
 
-A row of the store names one of these; what is not here cannot be recorded. The names of requests' quantities
-are those of the field: TTFT, ITL as the mean time of a token after the first (vLLM's TPOT; a chunk that
-brings several tokens, as speculation makes them, does not distort it).
+Only these can be recorded. Requests' metrics have the usual names: TTFT, and ITL as the mean time of a token
+after the first (vLLM's TPOT), so that chunks of several tokens, as with speculation, do not distort it.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""The one record: every measurement is a run, a folder with a manifest and tidy rows; the rest are views.
+"""The store of all measurements: every run is a folder with a manifest and rows; tables and charts are views.
 
     STORE/2026-11-22T16-40-12-latency/manifest.json   command, commit, card, driver, versions, settings, date
                                       rows.jsonl      subject, workload, cell, round, metric, value, unit
                                       ...             what a command adds: replies, server logs
 
-Rows are appended as they are measured, whole lines at a time, so an interrupted run keeps what it has; the
-manifest is written under a temporary name and renamed. A store is any folder that holds runs at any depth.
+Rows are written as they are measured, whole lines at a time, so an interrupted run keeps them; the
+manifest is written under a temporary name and renamed. A store is any folder with runs at any depth.
 
 - ``subject``: what is compared: a server, a variant, a file.
 - ``workload`` and ``cell``: what it did, such as "distinct" and "short", or "random" and "8 concurrent".
@@ -44,8 +44,8 @@ Status = Literal["running", "finished", "stopped"]
 class Manifest(BaseModel):
     """The conditions of a run. ``card`` and ``driver`` are the servers', ``host`` the client's machine.
 
-    ``subjects``: what is known of each, such as its command line, URL or settings. ``seconds``: wall time.
-    ``status``: "stopped" after an error or an interruption, "running" too where the process was killed.
+    ``subjects``: facts about each, such as its command line, URL or settings. ``seconds``: wall time.
+    ``status``: "stopped" after an error or an interruption; "running" also if the process was killed.
     """
 
     model_config = ConfigDict(extra="forbid")

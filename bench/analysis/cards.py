@@ -2,10 +2,10 @@
 
     estimate = kernels x launch + max(bytes / bandwidth, operations / compute)
 
-is a model, not a bound: launches are added, though a card hides some of them behind work, and bandwidth and
-compute are the shares of the datasheet's that somebody measured. The bound is `least`: the bytes at the
-datasheet's bandwidth or the operations at its highest rate, that of 8-bit integers where the weights are
-quantized, and no launches. With drafts it is that of our server's passes: others may have another way back.
+is a model, not a bound: it adds launches, although a card hides some of them behind work, and uses measured
+shares of the datasheet's bandwidth and compute. The bound is `least`: the bytes at the datasheet's bandwidth
+or the operations at its highest rate (8-bit integers if the weights are quantized), without launches. With
+drafts it holds for our server's passes; other servers may roll back differently.
 """
 
 from collections.abc import Iterator
@@ -68,8 +68,8 @@ class Reached:
 class Drafts:
     """Speculation: `count` drafts a step, each right with probability `acceptance`, if those before it were.
 
-    `mtp`: drafted by the model's MTP block, one step of it each; `block`: by a block drafter, all in one
-    pass; else they cost nothing (n-grams).
+    `mtp`: the model's MTP block drafts, one step for each token; `block`: a block drafter drafts all in one
+    pass; otherwise drafts cost nothing (n-grams).
     """
 
     count: int

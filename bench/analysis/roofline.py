@@ -49,19 +49,19 @@ def roofline(
 
     Bytes, operations and kernels of each pass follow from the file's tensors. The bound takes the datasheet's
     bandwidth and its highest rate of operations (8-bit integers where weights are quantized) and no launches.
-    The estimate takes the shares of the datasheet's figures that are named, and adds launches; it can be
-    wrong either way.
+    The estimate takes the given shares of the datasheet's figures and adds launches; it can be wrong either
+    way.
 
     Parameters
     ----------
     model
-        The GGUF whose passes are priced.
+        The GGUF.
     cards
         Some of A10G, L4, H100, H200.
     bandwidth_share
-        Of the card's bandwidth, what kernels reach: a pass's GB by its time in llama-batched-bench.
+        Share of the card's bandwidth that kernels reach: a pass's GB over its time in llama-batched-bench.
     compute_share
-        Of its F16 rate, what a prompt reaches.
+        Share of its F16 rate that a prompt reaches.
     launch_us
         Microseconds that a kernel's launch takes.
     kv
@@ -69,11 +69,11 @@ def roofline(
     ubatch
         Rows of one prefill pass.
     draft
-        Tokens drafted for each verification; by dflash, all of a block but its first.
+        Tokens drafted for each verification; for dflash all of a block but its first.
     acceptance
         Probability that a drafted token is right, if those before it were.
     drafter
-        Who drafts; n-grams cost nothing.
+        The drafter; n-grams cost nothing.
     draft_model
         The GGUF of --drafter dflash.
     """

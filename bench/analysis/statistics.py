@@ -1,10 +1,10 @@
 """Ratios with intervals, paired by round; whether two subjects are told apart is decided by the interval
 alone.
 
-What drifts on a machine hits every subject of a round alike, so rounds are paired: of each cell the medians
-of a round, their log ratio, the mean over cells; the ratio is the geometric mean over rounds. Its 95%
-interval is Student's, of the log ratios. A bootstrap of means cannot leave the range of what was measured, so
-that from five rounds one, though widened, held the truth 93% of the time.
+Drift of a machine affects every subject of a round alike, so ratios are paired by round: the medians of a
+round, their log ratio, the mean over cells. The ratio is the geometric mean over rounds. Its 95% interval is
+Student's, of the log ratios. (A bootstrap cannot leave the range of the measured means: with five rounds a
+widened one contained the true value 93% of the time.)
 """
 
 from collections.abc import Iterable
@@ -36,8 +36,8 @@ class Ratio:
     """How many times as good as the reference: above 1 is better, whichever direction of the metric is
     better.
 
-    ``low`` and ``high`` bound 95%; None where ``rounds`` are too few for an interval. ``paired`` False: of
-    different runs, so that a drift of the machine between them is in the ratio and not in its interval.
+    ``low`` and ``high`` bound 95%; None if ``rounds`` are too few for an interval. ``paired`` False: from
+    different runs, so that the ratio contains the machine's drift between them and the interval does not.
     """
 
     value: float
@@ -92,8 +92,8 @@ def compare_subjects(frame: pd.DataFrame, subject: str, reference: str, metric: 
 def times_as_good(frame: pd.DataFrame, subject: str, reference: str, metric: str) -> Ratio | None:
     """``subject`` against ``reference`` in one metric, over all cells that both have.
 
-    ``frame`` holds rows of the store (`bench.store.COLUMNS`), of one workload or of several that are to count
-    alike. Rounds are those of one run; those in which either lacks a cell are left out. None without any.
+    ``frame``: rows of the store (`bench.store.COLUMNS`), of one workload or of several with equal weight.
+    Rounds are those of one run; rounds in which either lacks a cell are left out. None without any.
     """
     logs = _log_medians(frame, metric)
     if subject not in logs.columns or reference not in logs.columns:

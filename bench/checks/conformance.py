@@ -63,8 +63,8 @@ async def conformance(
 ) -> int:
     """Check a server against the contract: pass or fail, a line each. Exit status 1 when a check failed.
 
-    Every check sends real requests and reads the answers; none looks at how the server is made. Checks that
-    need an independent tokenizer are skipped where there is none.
+    Every check sends real requests and reads the answers, so any server can be checked. Checks that
+    need an independent tokenizer are skipped without one.
 
     Parameters
     ----------
@@ -75,11 +75,11 @@ async def conformance(
     list_
         Print the checks and stop.
     thinking_tokens
-        Enough to think and to answer.
+        Tokens that suffice to think and to answer.
     oversized_mib
         MiB of the oversized body.
     tokenizer
-        A .gguf, a folder with tokenizer.json, or a hub id (else the server's /tokenize).
+        A .gguf, a folder with tokenizer.json, or a hub id (default: the server's /tokenize).
     """
     checks = selected(only, skip)
     if list_:

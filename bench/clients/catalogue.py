@@ -1,7 +1,7 @@
 """The clients, their packages, and what must hold after each of their snippets in docs/clients.md has run.
 
-A client is an environment of its own (pip requirements, or npm packages) and checks by snippet: Python that
-runs behind a Python snippet, with its variables, or after one in another language with what that printed as
+A client has an environment of its own (pip requirements, or npm packages) and a check for each snippet:
+Python that runs after a Python snippet, with its variables, or after one in another language, whose output is
 ``printed``. To add one: a section in docs/clients.md, and an entry here.
 """
 

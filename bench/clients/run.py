@@ -54,7 +54,7 @@ def clients(
 ) -> int:
     """Run the snippets of docs/clients.md, each with its client. Exit status 1 when one failed.
 
-    Clients are installed by pip and npm, each in a folder of its own, the first time they are asked for.
+    Clients are installed by pip and npm, each in a folder of its own, when they are first needed.
 
     Parameters
     ----------

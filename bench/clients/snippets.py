@@ -43,7 +43,7 @@ class Snippet:
 def read_snippets(page: Path = PAGE) -> list[Snippet]:
     """In the order of the page, a client's `setup` before each of its other snippets.
 
-    Raises BenchError where there is no page, as in an installed package.
+    Raises BenchError without the page, as in an installed package.
     """
     if not page.is_file():
         raise BenchError(f"{page} is not there: run this from a checkout")

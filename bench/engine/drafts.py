@@ -94,20 +94,20 @@ def drafts(
     """Milliseconds to the first token and a token after it, by the way to draft, and what steps spend them
     on.
 
-    Each way has an engine of its own, without a prefix cache; all are loaded at once and answer the same
-    requests in turns, each turn after one wave that is not timed. Ratios are against "off".
+    Each way has an engine of its own, without a prefix cache. All are loaded at once and answer the same
+    requests in turns, each turn after an untimed wave. Ratios are against "off".
 
     Parameters
     ----------
     gguf
         The model.
     text
-        UTF-8, from which prompts are cut, nothing twice: such as `build synthetic` leaves beside a model.
+        UTF-8 text, from which prompts are cut without repetition, such as `build synthetic` writes.
     draft_model
         GGUF file of a model that drafts for it.
     speculation
-        Ways to draft: off, mtp, ngram or both, with +draft for the draft model beside them, or draft for it
-        alone (off, and those of mtp, draft and mtp+draft that the files allow).
+        Ways to draft: off, mtp, ngram or both, with +draft to add the draft model, or draft for it alone
+        (default: off, and those of mtp, draft and mtp+draft that the files allow).
     input_tokens
         Tokens of a prompt.
     output_tokens
@@ -115,7 +115,7 @@ def drafts(
     concurrency
         Requests at once.
     requests
-        Requests in a turn, at least: they come in waves of --concurrency.
+        Minimum requests in a turn: they come in waves of --concurrency.
     rounds
         Turns of each way; fewer than 10 settle nothing below 10%.
     set

@@ -59,11 +59,11 @@ def grammar(
     gguf
         The model.
     sequences
-        Answers at once.
+        Concurrent answers.
     tokens
-        Tokens of each.
+        Tokens of each answer.
     times
-        Turns.
+        Number of turns.
     """
     settings = {"sequences": sequences, "tokens": tokens, "times": times}
     with recorded(gguf, "grammar", "grammar", store, settings) as (_, recorder):

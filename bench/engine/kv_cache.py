@@ -1,6 +1,6 @@
 """``qwen-bench engine kv-cache``: what a type of the KV cache costs and saves compared with f16.
 
-Every type reads the same tokens of the same model, so that all that differs is how keys and values are kept.
+Every type reads the same tokens with the same model, so only the storage of keys and values differs.
 """
 
 import os
@@ -92,29 +92,28 @@ def kv_cache(
     """What does a quantized KV cache lose? Divergence from f16, retrieval from far back, bytes and time.
 
     Divergence: KL of the next token's distribution from that with f16 keys and values, over the second halves
-    of chunks of a text. Retrieval: a list of random numbers that was read once comes again; a token of it
-    counts as retrieved when it is the model's first choice the second time, --context / 2 tokens after it was
-    there. Flash attention is on, as quantized values need it. Time: a step of one sequence that has --context
-    tokens.
+    of chunks of a text. Retrieval: a list of random numbers is read twice; a token counts as retrieved if it
+    is the model's first choice the second time, --context / 2 tokens after the first. Time: a step of one
+    sequence with --context tokens. Flash attention is on, since quantized values need it.
 
     Parameters
     ----------
     gguf
         The model.
     text
-        UTF-8, best of the model's own writing (qwen-convert leaves one: NAME.evaluation.txt).
+        UTF-8 text, best written by the model itself (qwen-convert writes one: NAME.evaluation.txt).
     types
         TYPE or KEYS/VALUES, separated by commas; with :plain without llama.cpp's rotation of the heads.
     context
         Tokens of a chunk and of a passage with its repetition.
     chunks
-        Chunks of the text that are compared, at most.
+        Maximum chunks of the text that are compared.
     passages
         Lists of random numbers.
     times
         Timed steps of each type.
     threads
-        CPU threads (every CPU there is).
+        CPU threads (default: all CPUs).
     """
     settings = {
         "types": [one.name for one in types],

@@ -103,7 +103,7 @@ def prefix_cache(
     gguf
         The model.
     resident
-        Cells occupied beside a step, multiples of --piece; none, too, is measured.
+        Occupied cells that a step does not use, multiples of --piece; 0 is always measured, too.
     piece
         Tokens of a checkpoint.
     ubatch

@@ -51,7 +51,7 @@ class Recorder:
 def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) -> Iterator[Run]:
     """A run for figures of a model; at the end, its tables are printed.
 
-    Raises BenchError for a file that is not there, cannot be loaded, or when llama.cpp refuses something.
+    Raises BenchError if the file is missing or cannot be loaded, or llama.cpp refuses a call.
     """
     if not gguf.is_file():
         raise BenchError(f"{gguf}: no such file")

@@ -36,9 +36,9 @@ def sampling(
 ) -> int:
     """Milliseconds of a step until a token of each sequence is on the host, by where it is sampled.
 
-    From raw rows, from each device sampler, from llama.cpp's own greedy samplers; with one request among them
-    that needs its whole row, read out or copied with all the others; and what another device sampler for a
-    slot costs. Beside that, the host's processor time to draw these tokens.
+    Tokens come from raw rows, from each device sampler, or from llama.cpp's own greedy samplers. Further
+    cases: one request needs its whole row, which is read alone or with all the others; and a slot changes its
+    device sampler. Also measured: the host's processor time to sample these tokens.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def sampling(
     rows
         Sequences in a step.
     times
-        Timed steps of each.
+        Timed steps of each case.
     """
     settings, most = {"rows": rows, "times": times}, max(rows)
     with recorded(gguf, "sampling", "sampling", store, settings) as (model, recorder):

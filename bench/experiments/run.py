@@ -1,7 +1,7 @@
 """A series of measurements from a TOML file: commands with their options, one after the other.
 
     title = "..."
-    [needs]                      # what --set has to say: name = what it is
+    [needs]                      # values that --set must give: name = what it is
     models = "folder of F16.gguf and Q4_K_M.gguf"
     [options]                    # of every part
     residency = "all"
@@ -13,7 +13,7 @@
     peers = ["ours", "tuned"]
     options = { gguf = "{models}/Q4_K_M.gguf", protocol = "distinct" }
 
-A part whose very command is in the store and finished is not run again.
+A part is not run again if the store has a finished run of exactly this command.
 """
 
 import os
@@ -113,13 +113,13 @@ def experiment(
     Parameters
     ----------
     file
-        The file, or the name of one that comes along.
+        A file, or the name of a bundled one.
     set
-        NAME=VALUE for what the file needs, such as models=/data; may be repeated.
+        NAME=VALUE for a value that the file needs, such as models=/data; may be repeated.
     part
         Only these parts.
     option
-        NAME=VALUE in place of an option of every part, such as rounds=1; may be repeated.
+        NAME=VALUE overrides an option of every part, such as rounds=1; may be repeated.
     dry_run
         Show the commands, run nothing.
     """

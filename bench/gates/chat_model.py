@@ -1,7 +1,7 @@
 """An lm-eval model that asks a server's chat endpoint: streamed or not, thinking on or off.
 
-lm-eval's own ``local-chat-completions`` can neither stream nor tell thinking from answer, and it scores a
-reply it could not read as an empty one. Here a request that keeps failing ends the run.
+lm-eval's own ``local-chat-completions`` can neither stream nor separate thinking from the answer, and it
+scores an unreadable reply as an empty one. Here a request that keeps failing ends the run.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ MAX_DELAY = 30.0
 class Answer:
     """One reply: the thinking, the text that is scored, how it ended, and what it took.
 
-    ``truncated``: thinking was asked for and had not ended when the token limit came.
+    ``truncated``: the token limit came before requested thinking had ended.
     """
 
     reasoning: str
@@ -48,8 +48,8 @@ class Answer:
 class ChatModel(LM):  # type: ignore[misc]
     """``/v1/chat/completions`` of one server. `answers` keeps every reply by (task, document number).
 
-    ``thinking`` None sends no switch. ``concurrency`` requests are under way at any time. A transient failure
-    (no connection, 429, 5xx, a torn stream) is tried ``retries`` more times; anything else raises at once.
+    ``thinking`` None sends no field for it. ``concurrency`` requests run at any time. A transient failure
+    (no connection, 429, 5xx, a broken stream) is tried ``retries`` more times; anything else raises at once.
     """
 
     MULTIMODAL = True
@@ -189,7 +189,7 @@ class ChatModel(LM):  # type: ignore[misc]
 def split_thinking(text: str, reasoning: str) -> tuple[str, str, bool]:
     """(thinking, answer, whether the end of thinking was found).
 
-    Servers either part the two themselves, or leave ``...</think>`` inline, with or without the opening tag
+    Servers separate the two, or leave ``...</think>`` inline, with or without its opening tag
     (the template has it already).
     """
     if reasoning:

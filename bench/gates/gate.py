@@ -101,8 +101,7 @@ NANO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "nano"
 def verdict(score: float, low: float, high: float, threshold: float, *, complete: bool) -> Verdict:
     """Pass or fail when the 95% interval lies on one side of the threshold.
 
-    With every item of the benchmark asked, nothing is left to sample: the score itself decides, as it does
-    for whoever grades it.
+    If every item of the benchmark was asked, the score itself decides.
     """
     if complete:
         return "pass" if score >= threshold else "fail"

@@ -37,7 +37,7 @@ class Loaded:
 def probe(server: ServerOptions) -> tuple[str, dict[str, str]]:
     """One short chat. Returns the model's name for requests and what the server says about itself.
 
-    Raises BenchError if nothing answers, or not rightly.
+    Raises BenchError if nothing answers, or if the answer is wrong.
     """
 
     async def ask() -> tuple[str, dict[str, str]]:
@@ -95,7 +95,7 @@ def ask_gates(
 ) -> None:
     """Run each gate against the server. Its rows and replies are kept if a later one fails.
 
-    Raises BenchError when an answer cannot be had.
+    Raises BenchError if a request keeps failing.
     """
     about: dict[str, object] = {}
     for one in loaded:

@@ -13,9 +13,9 @@ def paired(first: Path, second: Path, /) -> int:
     """Is one of two models better, item by item? Which items did only the first get right, which only the
     second?
 
-    Of an item with several outcomes (IFEval's instructions) counts which model had more of them right. p: how
-    often two equally good models would differ by as much (McNemar's exact test). It holds for one gate looked
-    at: of twenty, one is below 0.05 by chance.
+    An item with several outcomes (IFEval's instructions) goes to the model with more of them right. p: how
+    often two equally good models would differ by as much (McNemar's exact test). It is for a single gate: of
+    twenty, one is below 0.05 by chance.
 
     Parameters
     ----------

@@ -84,9 +84,9 @@ def perplexity(
     token has at least half a chunk before it (as llama-perplexity does; --skip says otherwise). Both files
     are loaded at once and their logits compared as they come, so that memory does not grow with the text.
 
-    A model of a pruned vocabulary (qwen-convert --keep-vocab) reads the text in its own pieces, and so
-    does the reference; divergence is then over the tokens that both have, the reference's distribution
-    normalised over those.
+    A model with a pruned vocabulary (qwen-convert --keep-vocab) tokenizes the text with its own vocabulary,
+    and the reference reads the same tokens. Divergence is then over the tokens that both have, with the
+    reference's distribution normalised over those.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def perplexity(
     reference
         The GGUF it was made from.
     text
-        UTF-8; special tokens count as such.
+        UTF-8 text; special tokens in it count as such.
     """
     measured = measure(gguf, reference, text, reading)
     settings = {"context": reading.context, "skip": reading.unscored, "text": text.name}

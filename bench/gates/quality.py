@@ -21,8 +21,8 @@ def quality(
     three on the bundled model's held-out items, no network needed.
 
     A score's interval is Wilson's, on the effective number of items where subtasks weigh the same or an item
-    has several outcomes. The verdict is undecided while the threshold lies inside it; with every item asked
-    the score itself decides. Every reply is kept in the run's samples.jsonl. Exit status 0 when every gate
+    has several outcomes. The verdict is undecided if the interval contains the threshold; if every item was
+    asked, the score itself decides. The run's samples.jsonl has every reply. Exit status 0 if every gate
     was measured, whatever the verdicts.
     """
     from qwen_serve.bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import

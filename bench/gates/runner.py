@@ -45,7 +45,7 @@ def run_gate(
     """Ask the ``chosen`` documents of each task and score them with lm-eval's filters and metrics.
 
     ``multiturn``: few-shot examples as messages of their own, lm-eval's default. ``reference``: recorded
-    outcomes by item id. Raises BenchError when an answer cannot be had.
+    outcomes by item id. Raises BenchError if a request keeps failing.
     """
     started = monotonic()
     results = evaluate(

@@ -36,9 +36,9 @@ METRIC_OF = {
 class GateScore:
     """A gate's score and how it came about. Scores are shares of 1; ``low`` and ``high`` bound 95%.
 
-    ``cut``: replies that ran into the token limit; ``truncated_thinking``: those of them that were still
-    thinking; ``empty``: replies without an answer. ``reference_score``: the recorded full-precision model on
-    the same items; ``lost`` and ``gained``: those that only it got right, and those that it did not.
+    ``cut``: replies that reached the token limit; ``truncated_thinking``: those of them that were still
+    thinking; ``empty``: replies without an answer. ``reference_score``: of the recorded full-precision model
+    on the same items; ``lost`` and ``gained``: items that only it, or only this model, got right.
     """
 
     gate: str

@@ -200,8 +200,8 @@ def messages(task: ConfigurableTask, number: int) -> list[dict[str, str]]:
 def sample(task: ConfigurableTask, limit: float | None, *, seed: int, first: bool) -> list[int]:
     """The document numbers to ask, ascending: all, a share (``limit`` below 1), or that many.
 
-    Drawn at random, a smaller sample being part of a larger one with the same ``seed``; or the ``first``, as
-    lm-eval's own --limit takes them (datasets are often sorted, so those are no fair sample).
+    They are drawn at random (with the same ``seed`` a smaller sample is part of a larger one), or are the
+    ``first``, as with lm-eval's own --limit. Datasets are often sorted, so the first are no fair sample.
     """
     order = list(range(len(task.eval_docs)))
     if limit is None:

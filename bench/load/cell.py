@@ -83,10 +83,10 @@ class Measured:
 class Cell:
     """``workload`` and ``name`` are the store's; ``rounds`` the times that it is measured.
 
-    ``make``: the jobs of a round; round 0 is the warm-up. They are sent by so many ``clients``, or at a
-    ``rate`` (then ``clients`` is the concurrency of the warm-up). ``kept``: what is recorded of a request.
-    ``load``: rates of the whole cell are recorded, too. ``spot_checks``: sums asked during the warm-up.
-    ``prime``: what is asked, untimed, before a round's jobs.
+    ``make``: the jobs of a round; round 0 is the warm-up. They are sent by ``clients``, or at a
+    ``rate`` (then ``clients`` is the concurrency of the warm-up). ``kept``: recorded metrics of a request.
+    ``load``: also record rates of the whole cell. ``spot_checks``: sums asked during the warm-up.
+    ``prime``: untimed requests before a round's jobs.
     """
 
     workload: str
@@ -124,7 +124,7 @@ class Cell:
         """Untimed requests, as many at once as the load will be, so that what a server does once for each
         batch size is not timed; fewer where the target has had this cell before (``again``).
 
-        The spot checks ride along, within that concurrency. Raises BenchError when a request fails: a server
+        Spot checks are among them, within that concurrency. Raises BenchError if a request fails: a server
         that cannot answer is not measured.
         """
         jobs = self._jobs[0][: min(WARM_UPS, self.clients)] if again else self._jobs[0]

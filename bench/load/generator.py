@@ -1,7 +1,7 @@
 """Sends jobs: in a closed loop of several clients, or in an open loop at a rate.
 
-A closed loop waits with the next request until one is done, which hides queueing: a slow server is asked
-less. An open loop sends at Poisson arrivals, and times a request from when it was to be sent.
+A closed loop sends the next request when one is done, which hides queueing: a slow server is asked
+less. An open loop sends at Poisson arrivals and times a request from when it was due.
 """
 
 import asyncio

@@ -173,8 +173,8 @@ async def latency(
     or questions about pictures (images).
 
     The official protocol sends the same repeated filler every time, so prompt caches and lossless speculation
-    decide it; the distinct one sends another prompt of the exact same length every time. Both are always
-    shown. images asks two questions about each of --stream-runs pictures: the second finds the picture read.
+    decide it; the distinct one sends another prompt of exactly the same length. images asks two questions
+    about each of --stream-runs pictures: for the second the picture is cached.
 
     Parameters
     ----------
@@ -189,9 +189,9 @@ async def latency(
     endpoint
         The timed endpoint.
     stream_endpoint
-        Where TTFT and ITL are taken.
+        The endpoint for TTFT and ITL.
     baseline
-        What speed-ups are against: official (BF16 on an A10G), none, or short=MS,medium=MS,long=MS.
+        Reference of speed-ups: official (BF16 on an A10G), none, or short=MS,medium=MS,long=MS.
     image_resolution
         images: WIDTHxHEIGHT of pictures, in pixels; several with commas.
     """

@@ -1,10 +1,10 @@
 """Mixed load for minutes or hours: does anything fail, slow down, or leak?
 
-Clients send chats that grow, prompts that are new and prompts behind a shared prefix, of random lengths; some
-go away in the middle of a stream, as browsers do. A round is a window of time. In the end the last quarter of
-the windows is compared with the first after the warm-up; memory that the server shows on /metrics, too.
-With ``--deterministic`` a number of requests is answered one by one first, and every one of them that comes
-again under load must be answered with the same text.
+Clients send growing chats, new prompts and prompts behind a shared prefix, of random lengths; some
+disconnect in the middle of a stream. A round is a window of time. At the end the last quarter of
+the windows is compared with the first one after the warm-up, as is the server's memory on /metrics.
+With ``--deterministic`` some requests are answered one by one first; under load their answers must
+have the same text.
 """
 
 import asyncio
@@ -136,20 +136,20 @@ async def soak(
     Parameters
     ----------
     minutes
-        How long.
+        Duration in minutes.
     window
         Seconds of a window, which is a round of the record.
     concurrency
         Clients.
     input_tokens
-        Of the longest prompt.
+        Tokens of the longest prompt.
     output_tokens
-        Of an answer at most; each draws its own.
+        Maximum tokens of an answer; each has a random limit.
     aborts
-        Share of requests whose client goes away in the middle of the answer.
+        Share of requests whose client disconnects in the middle of the answer.
     deterministic
-        Compare answers with those that were given to the same requests alone, which takes some minutes first:
-        for a server that runs with --deterministic.
+        Compare answers with those to the same requests alone, which takes some minutes first. For a
+        server that runs with --deterministic.
     """
     settings = {
         "minutes": minutes,

@@ -1,7 +1,7 @@
 """Held-out tasks as a workload, one greedy request at a time, because drafts need meaningful texts.
 
-A cell is one of nano's quality gates, with the gate's own prompts, shots and thinking, or what is to be gone
-on with: sums in a chat, and raw text that repeats itself.
+A cell is one of nano's quality gates, with the gate's own prompts, shots and thinking, or texts to
+continue: sums in a chat, and raw text that repeats itself.
 """
 
 import random

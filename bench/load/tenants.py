@@ -1,14 +1,13 @@
 """Several clients of one server, each with an API key: who waits for whom.
 
-- A short request now and then beside a few long ones of another key, then beside hundreds.
-- Two tenants that ask for the same.
-- Ten tenants that ask for the same, then with one of them asking for hundreds more.
+- A short request now and then, beside a few long ones of another key, then beside hundreds.
+- Two tenants with equal load.
+- Ten tenants with equal load, then with hundreds of additional requests from one of them.
 
-What is written in a window of time counts, also of answers that end after it. First answers are of all
-lengths up to the usual one: asked for at once and equally long, they and all behind them would end together,
-and a window would hold one round of prompts more or less. One server is measured: with another
-`--scheduling-policy`, its rates and its share of cached prompts are what to compare with, and where the
-machine is busy its steps and their tokens.
+Tokens count that are generated in a window of time, also those of answers that end after it. First answers
+have random lengths up to the usual one. Otherwise all would end together, and a window would contain one
+round of prompts more or less. To compare a `--scheduling-policy` with another, measure one server after the
+other, and compare rates and the share of cached prompts; on a busy machine also steps and their tokens.
 """
 
 import asyncio

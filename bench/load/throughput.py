@@ -181,13 +181,14 @@ async def throughput(
 ) -> int:
     """Throughput and latency under load, with token counts that are verified.
 
-    A closed loop keeps --levels requests under way (1,2,4,8,16,32,64, unless --rate is given); an open one
-    (--rate) sends at Poisson arrivals whatever is under way, so that queueing shows, and times a request from
-    its arrival. Workloads: random is the hackathon's protocol (1,024 random tokens in, 1,024 out, 64 requests
-    a level, a score); distinct sends natural prompts; shared-prefix questions behind long prefixes, as
-    few-shot benchmarks do; chat holds conversations that grow turn by turn; images asks about pictures, each
-    a new one (with one in a request, req/s are images a second). tenants sends requests of ten API keys
-    (--keys), and says who waits for whom; of the options for a load it takes its own alone.
+    A closed loop keeps --levels requests running (default 1,2,4,8,16,32,64, unless --rate is given). An open
+    loop (--rate) sends at Poisson arrivals, so that queueing shows, and times a request from its arrival.
+
+    Workloads: random is the hackathon's protocol (1,024 random tokens in, 1,024 out, 64 requests a level, a
+    score). distinct sends natural prompts. shared-prefix asks questions behind long prefixes, as few-shot
+    benchmarks do. chat has conversations that grow turn by turn. images asks about new pictures (with one in
+    a request, req/s are images a second). tenants sends requests of ten API keys (--keys) and shows who waits
+    for whom; of the options for a load it uses only its own.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Counts tokens: with the model's tokenizer from a file, the server's endpoints, or the server's usage.
 
-An independent count is worth more than a claimed one, so a result says which of these it rests on (`source`).
+An independent count is more reliable than the server's own, so a result names its source (`source`).
 """
 
 import json

@@ -37,34 +37,34 @@ def synthetic(
 ) -> int:
     """Write a synthetic Qwen3.5 for measuring speed: exact shapes, random weights, predictable answers.
 
-    Beside the GGUF comes a text of its words in random order, one token a word, for prompts of exact lengths
-    (`latency --text`). With several shares for the MTP block, each holds for a region of the vocabulary and
-    has a text of its own, NAME.words-SHARE.txt: the last word of a prompt decides which region its answer
-    goes through.
+    It also writes a text of the model's words in random order, one token a word, for prompts of exact
+    lengths (`latency --text`). With several shares for the MTP block, each applies to a region of the
+    vocabulary and has a text of its own, NAME.words-SHARE.txt: the last word of a prompt decides in which
+    region its answer is.
 
     Parameters
     ----------
     out
         The GGUF; the words go beside it as .words.txt.
     mtp_acceptance
-        Share of tokens that the MTP block drafts rightly; several shares: one for each region.
+        Share of tokens that the MTP block drafts correctly; several shares: one for each region.
     seed
         The same seed and options give the same bytes.
     block_lengths
-        Write a block drafter (DFlash) too, NAME-dflash.gguf, that is right on so many tokens of a block on
+        Also write a block drafter (DFlash), NAME-dflash.gguf, with so many right tokens of a block on
         average: one number, or one for each share of the MTP block's.
     words
-        Of the text beside the GGUF; 0 for none.
+        Words of the text beside the GGUF; 0 for none.
     threads
-        That make and write tensors.
+        Threads that make and write tensors.
     shape
-        Those of Qwen3.5-4B (8.7 GB in F16), -9B (19 GB) or -35B-A3B (71 GB), or a few megabytes for tests.
+        Shapes of Qwen3.5-4B (8.7 GB in F16), -9B (19 GB) or -35B-A3B (71 GB), or a few megabytes for tests.
     outtype
         Type of matrices.
     routing_zipf
-        Exponent with which the use of experts falls with their rank, as trained routers' does; 0: all alike.
+        Exponent by which the use of experts falls with their rank, as in trained routers; 0: uniform.
     vision
-        Write a vision tower of the model's shape too: mmproj-NAME-F16.gguf for NAME-F16.gguf, which the
+        Also write a vision tower of the model's shape: mmproj-NAME-F16.gguf for NAME-F16.gguf, which the
         server finds.
     """
     began = perf_counter()

@@ -37,8 +37,8 @@ async def record(
 ) -> int:
     """An hour on one card: start, latency, throughput at 1, 8 and 64, a tenth of the gates, in one file.
 
-    Our server as it comes, on the bundled experiment `card`. What is finished is not measured again: run the
-    same command after an interruption. OUT/record.json names the card, its driver and clocks, the processor,
+    It runs our server with its defaults and the bundled experiment `card`. After an interruption run the
+    same command: it continues. OUT/record.json names the card, its driver and clocks, the processor,
     versions and the model's file, and no host, user, path or key; OUT/record.html shows it.
 
     Parameters
@@ -48,7 +48,7 @@ async def record(
     tasks
         official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: of the bundled model.
     quick
-        Only whether everything runs: no figures to be sent in.
+        Only check that everything runs; the figures cannot be sent in.
     port
         Where the server for the gates listens.
     out

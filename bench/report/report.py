@@ -27,9 +27,9 @@ def report(
 ) -> int:
     """Tables, charts and one page of everything in a store; or its subjects side by side.
 
-    With --compare: medians, and times as good as the reference. Within a run rounds are paired, so that
-    drift of the machine hits both alike. Across runs they are not: what drifted between the runs is in the
-    ratio, which the table says.
+    With --compare: medians, and how many times as good as the reference. Within a run rounds are paired, so
+    that drift of the machine affects both equally. Across runs they are not: the ratio contains the drift
+    between the runs, and the table says so.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def report(
     subject
         With --compare: only this subject, as the table names it; may be repeated.
     out
-        Where report.html and the pictures go (the first store).
+        Where report.html and the pictures go (default: the first store).
     publish
         Write a summary for a repository into this folder instead: README.md, summary.csv, runs.json and the
         pictures, without single requests.
@@ -50,7 +50,7 @@ def report(
         With --publish: put the headline table into this Markdown file, between its lines
         <!-- headline --> and <!-- end -->.
     reference
-        With --compare or --publish: the subject that ratios are against (the first run's own reference, else
+        With --compare or --publish: the reference of the ratios (default: the first run's own reference, else
         its first subject).
     """
     if not paths:

@@ -2,10 +2,10 @@
 
     qwen-bench build llama-server llama-batched-bench
 
-builds programs (with CUDA where there is a card and nvcc) and prints the folder that they are in. Everything
-lands under `.work/llama.cpp` of the checkout and is made once: the sdist by pip, programs by cmake. Programs
-are patched as the server's llama.cpp is (patches/README.md), but peers are stock; PATCHES=0 or 1 in the
-environment decides otherwise. Each kind has a folder of its own.
+builds programs (with CUDA if there is a card and nvcc) and prints their folder. Everything is under
+`.work/llama.cpp` of the checkout and is made once: pip fetches the sdist, cmake builds. Programs
+have the server's patches (patches/README.md), peers are stock; PATCHES=0 or 1 in the environment overrides
+that. Each kind has a folder of its own.
 """
 
 import hashlib
@@ -58,8 +58,8 @@ def llama_cpp_sources() -> Path:
 def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: bool = True) -> Path:
     """Build the missing ones of llama.cpp's programs, such as llama-quantize; return their folder.
 
-    PATCHES=0 or 1 in the environment has the last word on whether they are `patched`. Raises BenchError when
-    a name is none of llama.cpp's programs, or the sources cannot be fetched or do not build.
+    PATCHES=0 or 1 in the environment overrides `patched`. Raises BenchError if a name is not one of
+    llama.cpp's programs, or the sources cannot be fetched or do not build.
     """
     sources = llama_cpp_sources()
     known = programs_of(sources)

@@ -1,6 +1,6 @@
 """Growth of our server's own counters over a stretch of work: times of its steps, and counts of its drafts.
 
-The one place that knows the names on /metrics. A server without them is not asked twice; the growth between
+Only this module has the names on /metrics. A server without them is not asked twice. The growth between
 two readings becomes rows of the store:
 
     workload "steps", cell "random, 8 concurrent, decode, 8 rows": steps, step_tokens, device and host time

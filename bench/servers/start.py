@@ -41,8 +41,8 @@ async def start(
 ) -> int:
     """How long servers take from their command to their first 200, in turns, and ours by stage.
 
-    Each is started once before, untimed: the file is in the page cache then, and ours has measured the card
-    and remembers. Stages are those of our server's log; the rest is the interpreter, its imports, HTTP.
+    Each is first started once untimed, so that the file is in the page cache and our server has stored its
+    measurements. Stages are those of our server's log; the rest is the interpreter, its imports, HTTP.
 
     Parameters
     ----------
@@ -56,13 +56,13 @@ async def start(
     rounds
         Timed starts of each.
     slots
-        Requests that each runs at once.
+        Concurrent requests of each.
     context
         Tokens of context of each, all slots together.
     threads
         CPU threads (0: its own choice).
     python
-        Runs the servers written in Python.
+        The Python that runs servers written in Python.
     start_timeout
         Seconds until a server must answer.
     """

@@ -1,8 +1,8 @@
 """Several servers under one workload in turns, so that drift of the machine affects all equally.
 
-With all servers resident each cell of a round visits every server before the next begins; one at a time, each
-server does all cells of a round. What a server fails at ends its part, with the reason on record; the others
-go on.
+If all servers are resident, every server does a cell of a round before the next cell begins; otherwise each
+server in turn does all cells of a round. A server that fails drops out, with the reason recorded; the others
+continue.
 """
 
 import asyncio
