@@ -23,7 +23,7 @@ class PrefillBudget:
 
     @property
     def tokens(self) -> int:
-        """Maximum prompt tokens of a step while any sequence decodes.
+        """Maximum prompt tokens between two decode steps.
 
         More than a ubatch is rounded to whole ubatches, since a partial one takes as many kernel launches.
         """

@@ -4,13 +4,13 @@ Up to `slots` requests run at once and the rest wait in a queue. Its policy pick
 first served, by priority, or fairly by tenant (`scheduling_policy.py`). A waiting request with a better claim
 takes the slot of a running one if the prefix cache can keep the latter's state until it has a slot again.
 
-A decode step takes the pending tokens of every decoding sequence. While there are prompts to read, decode
-steps alternate with prefill steps of at most `prefill_budget` prompt tokens, so a running answer waits for at
-most one of those. Half of these tokens go to the prompt that came first, so that many short prompts cannot
-starve it. The other half goes to the prompts closest to their first token, each tenant's closest one before
-any tenant's second, so that many long prompts cannot starve a short one. A prompt that shares a prefix with
-an earlier one that is being computed keeps its place and waits for that prefix. If the earlier request goes
-away, the prompt computes the prefix itself.
+A decode step takes the pending tokens of every decoding sequence. While there are prompts to read, prefill
+steps of a ubatch each come between decode steps, together at most `prefill_budget` prompt tokens: a running
+answer waits no longer, and the host prepares each while the device computes the one before. Half of a step's
+tokens go to the prompt that came first, so that many short prompts cannot starve it. The other half goes to
+the prompts closest to their first token, each tenant's closest one before any tenant's second, so that many
+long prompts cannot starve a short one. A prompt that shares a prefix with an earlier one that is being
+computed keeps its place and waits for that prefix. If the earlier request goes away, it computes it itself.
 
 The KV cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when its tokens
 fit beside the running ones and each running sequence keeps a little room to grow; no cells are reserved for
@@ -115,7 +115,8 @@ class Scheduler:
         self._decode_size = batch_size if reproducible is None else max(slots, reproducible.together)
         self._place = place
         self.reproducible = reproducible
-        self._prefill_is_due = self._oldest_is_due = False
+        self._oldest_is_due, self._prefills_left = False, 0
+        """The latter: prefill steps before the next decode step."""
         self._turns = Turns()
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
@@ -255,7 +256,7 @@ class Scheduler:
             return None
         if not self._make_room(batch.n_tokens):
             return None
-        self._prefill_is_due = True
+        self._prefills_left = self._passes
         return batch
 
     def _anew(self) -> Batch:
@@ -263,12 +264,18 @@ class Scheduler:
         self._last = None
         self._admit()
         self._begin()
-        self._choose(batch, prefill_first=self._prefill_is_due)
+        self._choose(batch, prefill_first=self._prefills_left > 0)
         while not batch.chunks and self.running:  # no free cell for any prompt
             self.preempt_youngest()
             self._choose(batch)
-        self._prefill_is_due = not self._prefill_is_due
+        reads = self._prefills_left and batch.chunks and not batch.chunks[0].sequence.ready
+        self._prefills_left = self._prefills_left - 1 if reads else self._passes
         return batch
+
+    @property
+    def _passes(self) -> int:
+        """Prefill steps in a row: passes of the budget."""
+        return max(1, self.prefill_budget.tokens // self._ubatch_size)
 
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
         """Fill the batch for one set of adapters: the first one, in turn, that has work that fits."""
@@ -359,7 +366,7 @@ class Scheduler:
         return counts
 
     def _schedule_prefills(self, batch: Batch, adapters: Adapters) -> None:
-        """Add chunks of prompts within the budget and the free cells; if none decodes, up to a whole ubatch.
+        """Add chunks of prompts, up to a ubatch, within the free cells and, beside answers, the budget.
 
         A chunk ends where a checkpoint is wanted.
         """
@@ -367,11 +374,10 @@ class Scheduler:
         if not prompts:
             return
         prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]
-        budget = self.prefill_budget.tokens
-        if not any(sequence.ready for sequence in self.running):
-            budget = max(budget, self._ubatch_size)
+        decoding = any(sequence.ready for sequence in self.running)
+        budget = min(self._ubatch_size, self.prefill_budget.tokens) if decoding else self._ubatch_size
         if self.reproducible is not None and self.reproducible.chunk > 1:
-            self._schedule_pieces(batch, prompts, self.reproducible, min(budget, self._ubatch_size))
+            self._schedule_pieces(batch, prompts, self.reproducible, budget)
             return
         most = self._batch_size if self.reproducible is None else self.reproducible.together - 1
         rows = self._scored_rows

@@ -151,12 +151,13 @@ class SchedulerSettings(Section, title="scheduler"):
     service_tier and `priority`, the lower first. fcfs: first come, first served. With the first two an answer
     may lose its slot for a while; its state waits in the prefix cache"""
     batch_size: int = Field(0, ge=0)
-    """most tokens in one step; 0: four passes (ubatch_size) on a GPU, 2,048 without one"""
+    """most tokens in one step, and of prompts between two decode steps; 0: four passes (ubatch_size) on a
+    GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)
     """most tokens in one pass over the weights, which sets the size of the compute buffers; 0: 2,048 on a GPU
     if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
-    """about how long a prefill step delays running answers, to the nearest whole number of passes
+    """about how long prefill steps delay running answers, to the nearest whole number of passes
     (ubatch_size), and without a GPU for 128 tokens at most; more gives more throughput if many requests
     arrive at once"""
     deterministic: bool = False

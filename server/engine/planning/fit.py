@@ -74,8 +74,8 @@ UBATCH_GPU, UBATCH_CPU = 2_048, 512
 """Default tokens in one pass over the weights. A pass reads all weights for any number of tokens."""
 
 PASSES, BATCH_CPU = 4, 2_048
-"""Default passes in a step on a GPU, and default tokens in a step without one. With several passes in a call,
-llama.cpp writes the mask of the next one while the device computes, and sequences start and end together."""
+"""Default `batch_size`: on a GPU the passes over prompts between two decode steps, at most; without one, in
+tokens."""
 
 TRIALS = 5
 """Rehearsals to find the largest context that fits."""

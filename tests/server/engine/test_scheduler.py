@@ -55,19 +55,23 @@ def test_the_budget_is_a_ubatch_when_nobody_decodes() -> None:
     assert counts(advance(whole)) == [40, 24]
 
 
-@pytest.mark.parametrize(("budget", "first", "then"), [(48, 48, 48), (1000, 64, 64), (7, 32, 7)])
-def test_a_step_reads_a_ubatch_or_the_budget_and_no_more_than_a_batch(
-    budget: int, first: int, then: int
-) -> None:
+@pytest.mark.parametrize(
+    ("budget", "steps"),
+    [(7, [7, 1, 7, 1]), (32, [32, 1, 32, 1]), (64, [32, 32, 1, 32]), (96, [32, 32, 32, 1])],
+)
+def test_steps_of_a_ubatch_follow_each_other_up_to_the_budget(budget: int, steps: list[int]) -> None:
     s = scheduler(slots=2, batch=64, budget=budget, ubatch=32)
-    s.add(sequence(200, max_tokens=2))
-    assert counts(advance(s)) == [first]
-    while s.running:
-        advance(s)
     s.add(sequence(1, max_tokens=100))
     advance(s)
     s.add(sequence(200))
-    assert {sum(counts(step)) for step in (advance(s) for _ in range(4))} == {1, then}
+    assert [sum(counts(advance(s))) for _ in steps] == steps
+
+
+def test_prompts_of_one_length_are_read_whole_as_many_as_fit_into_a_ubatch() -> None:
+    s = scheduler(slots=6, batch=64, budget=64, ubatch=32)
+    for _ in range(6):
+        s.add(sequence(10))
+    assert [counts(advance(s)) for _ in range(3)] == [[10] * 3, [10] * 3, [1] * 6]
 
 
 def test_the_budget_is_what_steps_have_shown() -> None:
