@@ -37,8 +37,8 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export LD_LIBRARY_PATH=$bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# What takes each patch away; amx-broadcast, kq-mask-own-cells, ssm-out-2d and batch-invariant have no switch. Where two set the same
-# variable, the older patch's value takes the newer one away, too.
+# What takes each patch away; amx-broadcast, kq-mask-own-cells, ssm-out-2d, batch-invariant, batch-lean and sampled-rows have no switch.
+# Where two set the same variable, the older patch's value takes the newer one away, too.
 declare -A off=(
     [seq-own-cells]=LLAMA_SEQ_ALL_CELLS=1
     [n-kv-steps]=LLAMA_N_KV_PAD_256=1
