@@ -12,9 +12,11 @@ from weakref import finalize
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+from PIL import Image
 
 from .context import PLANES
 from .errors import LlamaError, ModelLoadError
+from .gguf import Metadata, read_header
 from .inside import VISION_PARAMETERS, missing_fields
 from .log import _route_log, reason, set_up, tapped_log
 
@@ -107,6 +109,8 @@ class VisionTower:
             self.close()
             raise ModelLoadError(f"{path} has no vision tower")
         self.n_embd = int(C.llama_model_n_embd_inp(model._handle))
+        self._side = 2 * Metadata(read_header(path), "clip.vision").integer("patch_size", least=1, most=1024)
+        """Pixels along either side of a token."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,11 +119,22 @@ class VisionTower:
         self.close()
 
     def prepare(self, rgb: npt.NDArray[np.uint8]) -> ImageRows:
-        """Resizes and normalizes a picture of shape [height, width, 3]. Raises LlamaError."""
+        """Resizes (bicubic) and normalizes a picture of shape [height, width, 3]. Raises LlamaError."""
         if rgb.ndim != 3 or rgb.shape[2] != 3 or rgb.dtype != np.uint8 or not rgb.size:
             raise ValueError(f"want bytes of shape [height, width, 3], got {rgb.dtype} of {list(rgb.shape)}")
+        rgb = self._whole(rgb)
         height, width, _ = rgb.shape
         return self._prepare(width, height, np.ascontiguousarray(rgb))
+
+    def _whole(self, rgb: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """A picture stretched to whole tokens, as transformers does it (Qwen2VLImageProcessor). libmtmd would
+        keep the ratio of its sides and fill the rest with black."""
+        height, width, _ = rgb.shape
+        _, rows, columns, _ = self.measure(width, height).positions.max(1) + 1
+        size = int(columns) * self._side, int(rows) * self._side
+        if size == (width, height):
+            return rgb
+        return np.asarray(Image.fromarray(rgb).resize(size, Image.Resampling.BICUBIC))
 
     def measure(self, width: int, height: int) -> ImageRows:
         """The rows of a picture of that size, without encoding it. Raises LlamaError."""

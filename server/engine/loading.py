@@ -408,7 +408,7 @@ def _encoder(plan: MemoryPlan, model: Model) -> PictureEncoder:
         )
     except LlamaError as error:
         raise ModelLoadError(f"mmproj: {error} ({WITHOUT})") from error
-    identity = f"{spec.file.fingerprint()} {least} {most}"
+    identity = f"{spec.file.fingerprint()} {least} {most} stretched"
     cache_bytes = settings.image_cache_mib * 1024**2
     return PictureEncoder(
         tower,

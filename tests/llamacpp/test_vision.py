@@ -10,6 +10,7 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 import pytest
+from PIL import Image
 
 from qwen_serve.convert.cli import main
 from qwen_serve.llamacpp import Model
@@ -74,6 +75,18 @@ def test_other_sizes_are_resized(
     for found in (tower.prepare(picture(width, height)), tower.measure(width, height)):
         assert found.positions[2].max() + 1 == columns
         assert found.positions[1].max() + 1 == rows
+
+
+def test_a_picture_is_stretched_to_whole_rows(tower: VisionTower) -> None:
+    """As transformers does it: nothing is added at its borders."""
+    size = 4 * TOKEN, 3 * TOKEN
+    for given in (
+        picture(4 * TOKEN - 3, 3 * TOKEN + 3),
+        np.full((3 * TOKEN, 4 * TOKEN - 3, 3), 255, np.uint8),
+    ):
+        whole = np.asarray(Image.fromarray(given).resize(size, Image.Resampling.BICUBIC))
+        rows = tower.encode(tower.prepare(given))
+        np.testing.assert_array_equal(rows, tower.encode(tower.prepare(whole)))
 
 
 def test_bounds_on_rows(folder: Path, model: Model) -> None:
