@@ -1,18 +1,18 @@
-"""llama-cpp-python as the server wants it: patched, built for this machine, and kept as a wheel.
+"""Installs llama-cpp-python with patches: builds it for this machine and keeps the wheel.
 
     qwen-serve setup        (make setup; python -m qwen_serve.server.setup_llama before anything is installed)
 
-What pip installs by itself is llama.cpp as it comes, which works and is slower. This builds the pinned
-version with the patches of `patches/`, only the libraries that Python loads, and installs that. The wheel
-stays in the folder `wheels` of the cache (QWEN_SERVE_CACHE, else $XDG_CACHE_HOME/qwen-serve, else
-~/.cache/qwen-serve) under a name made from everything that it depends on, so that the next environment with
-the same takes seconds. Machines may share that folder, over a network or as a CI cache: what does not fit a
-machine is not found by it.
+pip alone installs stock llama.cpp, which works and is slower. This module builds the pinned version with the
+patches of `patches/`, only the libraries that Python loads, and installs that. It keeps the wheel
+in the folder `wheels` of the cache (QWEN_SERVE_CACHE, else $XDG_CACHE_HOME/qwen-serve, else
+~/.cache/qwen-serve) under a name made from everything that it depends on, so that another environment with
+the same dependencies takes seconds. Machines may share that folder, over a network or as a CI cache, since a
+machine finds only wheels that fit it.
 
-Before it builds, it looks for a wheel of this very queue of patches in the folder or at the URL that
+Before it builds, it looks for a wheel with the same patches in the folder or at the URL that
 QWEN_SERVE_WHEELS names, such as a release's files. That needs no compiler.
 
-Only the standard library and pip are needed: it is what runs first.
+It needs only the standard library and pip, because it runs before anything is installed.
 """
 
 from __future__ import annotations
