@@ -66,6 +66,7 @@ declare -A off=(
     [columns-only]=GGML_CUDA_COLUMNS_BESIDE=1
     [gdn-head]=GGML_CUDA_GDN_HEAD=0
     [bf16-products]=GGML_CUDA_MMF_TMA_BF16=0
+    [inputs-queued]=LLAMA_INPUTS_WAIT=1
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
