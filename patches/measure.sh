@@ -6,7 +6,7 @@
 # BIN has libraries and programs of a build with all patches of llama.cpp/ and with switches.patch, and mul-mat-speed and
 # held-speed (their sources lie beside this script). PARTs, in this order by default:
 #
-#     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 100 s
+#     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 160 s
 #     products    which kernel is fastest for which number of columns, by type and shape         about  60 s
 #     waterfall   llama-batched-bench, patch by patch (by switches): 1, 8, 64 sequences          about  40 s a round
 #     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (the first warm up)     about  20 s a round
@@ -58,6 +58,7 @@ declare -A off=(
     [norm-chains]=GGML_CUDA_NORM_APART=1
     [moe-grouped]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
     [mmq-experts]=GGML_CUDA_MMQ_BY_EXPERT=0
+    [mmq-grouped]=GGML_CUDA_MMQ_GROUPED_MAX=0
     [few-rows]=GGML_CUDA_FEW_ROWS_MMF=1
     [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots
     [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots
@@ -67,6 +68,7 @@ declare -A off=(
     [gdn-head]=GGML_CUDA_GDN_HEAD=0
     [bf16-products]=GGML_CUDA_MMF_TMA_BF16=0
     [inputs-queued]=LLAMA_INPUTS_WAIT=1
+    [shared-expert]=GGML_CUDA_SHARED_APART=1
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
