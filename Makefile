@@ -98,7 +98,7 @@ help: ## this text
 setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine, or take a release's wheel
 	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' --advise,:)
 
-convert: setup ## convert a checkpoint to GGUF and quantize it
+convert: setup $(if $(filter auto,$(QUANT)),$(VENV)/.search) ## convert a checkpoint to GGUF and quantize it
 	$(PY) -m qwen_serve.convert --src '$(SRC)' --quant '$(QUANT)' --out '$(OUT)' \
 		$(if $(RECIPE),--recipe '$(RECIPE)') $(if $(CALIBRATION),--calibration '$(CALIBRATION)') $(if $(METHOD),--method '$(METHOD)') \
 		$(if $(TARGET),$(if $(filter auto,$(QUANT)),--target-size,--target) '$(TARGET)') \
@@ -230,6 +230,10 @@ llama: | $(PY)
 
 $(VENV)/.serve: pyproject.toml | llama
 	$(PIP) install -e '.[convert]'
+	@touch $@
+
+$(VENV)/.search: pyproject.toml | $(VENV)/.serve
+	$(PIP) install -e '.[search]'
 	@touch $@
 
 $(VENV)/.cluster: pyproject.toml | $(VENV)/.serve

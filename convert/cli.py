@@ -6,6 +6,7 @@ import argparse
 import logging
 import signal
 import sys
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -185,7 +186,7 @@ def select_target(arguments: argparse.Namespace) -> Target | None:
     """The target of `--quant auto`; None without it.
 
     Raises:
-        ConvertError: targets without it, none with it, or some that cannot be combined.
+        ConvertError: targets without it, none with it, or some that cannot be combined; or no scipy.
     """
     target = Target(
         n_bytes=arguments.target_size,
@@ -204,6 +205,8 @@ def select_target(arguments: argparse.Namespace) -> Target | None:
         raise ConvertError("--recipe says what a quant means, --quant auto searches for it: give one of them")
     if (problem := target.problem()) is not None:
         raise ConvertError(problem)
+    if find_spec("scipy") is None:
+        raise ConvertError("--quant auto needs scipy: pip install 'qwen-serve[search]'")
     return target
 
 

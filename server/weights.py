@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NANO = "nano"
 
-CONVERTING = ("gguf", "scipy")
+CONVERTING = ("gguf",)
 """Modules that the extra `convert` installs."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")

@@ -7,7 +7,6 @@ from math import exp, log
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,6 +37,8 @@ class Law:
 def fit(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) -> Law:
     """Fits a group's law from its tensors' errors by type, and its divergence with all of them at one
     type."""
+    from scipy.optimize import minimize_scalar
+
     kinds = list(measured)
     targets = np.log([max(measured[kind], FLOOR) for kind in kinds])
     table = np.array([[max(each[kind], FLOOR) for each in errors] for kind in kinds])

@@ -6,8 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +28,9 @@ def choose(
 
     Returns: None if no choice meets the limits.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix
+
     counts = [len(row) for row in costs]
     flat = np.concatenate([np.asarray(row, np.float64) for row in costs])
     owner = np.repeat(np.arange(len(counts)), counts)

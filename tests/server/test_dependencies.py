@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from qwen_serve.convert.cli import parser, select_target
+from qwen_serve.convert.errors import ConvertError
 from qwen_serve.server.weights import CONVERTING, WeightsError, resolve
 from tests.processes import run
 
@@ -54,8 +56,8 @@ def test_a_checkpoint_without_the_extra_is_told_of_it(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(WeightsError, match=r"not installed \(scipy\): pip install 'qwen-serve\[convert\]'"):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(WeightsError, match=r"not installed \(gguf\): pip install 'qwen-serve\[convert\]'"):
         resolve(model, None)
 
 
@@ -63,3 +65,14 @@ def test_the_converter_without_the_extra_is_told_of_it() -> None:
     done = run([sys.executable, "-c", CONVERT])
     assert done.returncode == 1
     assert done.stderr == "error: the converter needs gguf: pip install 'qwen-serve[convert]'\n"
+
+
+def test_only_a_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    arguments = parser().parse_args(["--src", "models/nano", "--quant", "auto", "--target-size", "4MB"])
+    with pytest.raises(ConvertError, match=r"--quant auto needs scipy: pip install 'qwen-serve\[search\]'"):
+        select_target(arguments)
+    done = run(
+        [sys.executable, "-c", "import sys; sys.modules['scipy'] = None; import qwen_serve.convert.cli"]
+    )
+    assert done.returncode == 0, done.stderr
