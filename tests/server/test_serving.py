@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -78,6 +77,8 @@ def test_openai_client_completions(client: openai.OpenAI) -> None:
 
 
 def test_anthropic_client(server: ServerProcess) -> None:
+    import anthropic  # two seconds, in every process that collects tests
+
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
 
         def shown(message: anthropic.types.Message) -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -15,8 +14,10 @@ from qwen_serve.server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.formats.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
+if TYPE_CHECKING:  # two seconds, in every process that collects tests
+    import anthropic
 PATH = "/v1/messages"
-HI = [{"role": "user", "content": "Hi"}]
+HI: Any = [{"role": "user", "content": "Hi"}]
 TOOL: Any = {
     "name": "weather",
     "description": "Of a city",
@@ -27,8 +28,10 @@ USER = "<|im_start|>user\nHi<|im_end|>\n"
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
 
-def client(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+def client(server: Server, key: str = "none") -> anthropic.Anthropic:
+    import anthropic
+
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0)
 
 
 def events(server: Server, **body: Any) -> list[dict[str, Any]]:
@@ -370,29 +373,29 @@ def test_bad_requests_are_refused_by_name(start_shared: Start, fields: dict[str,
 
 
 def test_errors_have_anthropics_shape_everywhere(start: Start) -> None:
+    import anthropic
+
     server = start("x", api_key="secret")
     assert "API key" in error_of(ask(server), 401)
     assert error_of(server.http.post(PATH, content=b"{", headers={"x-api-key": "secret"}), 400)
     assert error_of(server.http.get(f"{PATH}/batches", headers={"x-api-key": "secret"}), 501)
     assert "POST" in error_of(server.http.get(PATH, headers={"x-api-key": "secret"}), 405)
-    key = anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0)
-    assert key.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}]).content
+    create = client(server, "secret").messages.create
+    assert create(model="m", max_tokens=9, messages=HI).content
     with pytest.raises(anthropic.BadRequestError) as error:
-        key.messages.create(model="m", max_tokens=0, messages=[{"role": "user", "content": "Hi"}])
+        create(model="m", max_tokens=0, messages=HI)
     assert error.value.type == "invalid_request_error"
 
 
 def test_a_failure_in_a_stream_is_an_event(start: Start) -> None:
+    import anthropic
+
     server = start(lambda _: [104, 105, GenerationError("no memory slot")])
     last = events(server)[-1]
     assert last["type"] == "error"
     assert last["error"]["type"] == "api_error"
-    with (
-        pytest.raises(anthropic.APIStatusError),
-        client(server).messages.stream(
-            model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}]
-        ) as stream,
-    ):
+    streamed = client(server).messages.stream(model="m", max_tokens=9, messages=HI)
+    with pytest.raises(anthropic.APIStatusError), streamed as stream:
         stream.until_done()
 
 
