@@ -156,8 +156,9 @@ SINCE    ?= main
 test: setup $(VENV)/.dev ## the tests: no torch, no GPU, no network
 	$(PY) -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-test-slow: setup $(VENV)/.dev ## the long tests
-	$(PY) -m pytest -m 'slow and not reference and not image' $(LONG) $(ARGS)
+test-slow: setup $(VENV)/.dev ## the long tests, at last those that want the machine to themselves
+	$(PY) -m pytest -m 'slow and not alone and not reference and not image' $(LONG) $(ARGS) || [ $$? -eq 5 ]
+	$(PY) -m pytest -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ] # 5: ARGS names files without any
 
 # every floor of pyproject.toml is one that was tested: an environment of the lowest versions, kept apart
 test-lowest: setup ## `make test` with the lowest version of each direct dependency

@@ -24,6 +24,8 @@ from qwen_serve.server.cluster import Child, Cluster, main
 from tests.processes import ends, is_running, run
 from tests.waiting import until, wait_until
 
+pytestmark = pytest.mark.alone  # loads are other ones where replicas and router wait for a core
+
 REPLICAS = 4
 START_S = 180
 

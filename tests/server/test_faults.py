@@ -238,6 +238,7 @@ def descriptors() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("options", [{"speculation": "both", "draft_always": True}, {"deterministic": True}])
 def test_a_thousand_clients_that_leave_leave_nothing(options: dict[str, Any], nano_f32: Path) -> None:
     with serving(nano_f32, max_queue=4 * AT_ONCE, **options) as served:
