@@ -6,6 +6,7 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -187,6 +188,8 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
             raise ValueError(
                 "image_urls 'https' and image_url_hosts go together: name hosts to fetch from, or * for any"
             )
+        if self.image_urls == "https" and find_spec("aiohttp") is None:
+            raise ValueError("image_urls 'https' needs aiohttp: pip install 'qwen-serve[image-urls]'")
         return self
 
     @property

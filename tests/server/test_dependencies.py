@@ -7,9 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from qwen_serve.convert.cli import parser, select_target
 from qwen_serve.convert.errors import ConvertError
+from qwen_serve.server.settings import Settings
 from qwen_serve.server.weights import CONVERTING, WeightsError, resolve
 from tests.processes import run
 
@@ -39,7 +41,7 @@ runpy.run_module("qwen_serve.convert", run_name="__main__", alter_sys=True)
 
 
 def test_a_gguf_is_served_without_what_converts(nano_q4_k_m: Path) -> None:
-    command = [sys.executable, "-c", SERVING, str(nano_q4_k_m), *CONVERTING]
+    command = [sys.executable, "-c", SERVING, str(nano_q4_k_m), *CONVERTING, "scipy", "aiohttp"]
     done = run(command)
     assert done.returncode == 0, done.stderr
 
@@ -65,6 +67,14 @@ def test_the_converter_without_the_extra_is_told_of_it() -> None:
     done = run([sys.executable, "-c", CONVERT])
     assert done.returncode == 1
     assert done.stderr == "error: the converter needs gguf: pip install 'qwen-serve[convert]'\n"
+
+
+def test_pictures_by_url_need_their_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    assert Settings(model=tmp_path / "a.gguf").image_urls == "off"
+    with pytest.raises(ValidationError, match=r"needs aiohttp: pip install 'qwen-serve\[image-urls\]'"):
+        Settings(model=tmp_path / "a.gguf", image_urls="https", image_url_hosts="*")
 
 
 def test_only_a_search_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
