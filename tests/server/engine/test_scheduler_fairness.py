@@ -43,8 +43,8 @@ class Watched:
     budget: int
     ubatch: int
     admitted: list[Sequence] = field(default_factory=list)
-    held_up: set[Sequence] = field(default_factory=set)
-    """Those who wait for the step before, which read prompts."""
+    held_up: dict[Sequence, int] = field(default_factory=dict)
+    """Those who wait, and the prompt tokens of the steps since they could decode."""
 
     def step(self) -> None:
         oldest = self.s.running[0] if self.s.running else None
@@ -59,13 +59,11 @@ class Watched:
         assert all(chunk.start == chunk.sequence.computed for chunk in step.chunks)
         decoding = {x for x in self.s.running if x.ready}
         assert in_step == decoding or not in_step & decoding, "decodes and prompts in one step"
-        if self.s.preemptions == before:
-            assert not self.held_up & decoding - in_step, "a running stream was held up for two steps"
-        self.held_up = decoding - in_step
-        if self.held_up:
-            assert step.n_tokens <= self.budget
-        elif not in_step & decoding:
-            assert step.n_tokens <= max(self.budget, self.ubatch)
+        if self.s.preemptions != before:
+            self.held_up = {}
+        self.held_up = {x: self.held_up.get(x, 0) + step.n_tokens for x in decoding - in_step}
+        assert all(tokens <= self.budget for tokens in self.held_up.values()), "a running stream was held up"
+        assert in_step & decoding or step.n_tokens <= self.ubatch
         assert oldest is None or oldest in self.s.running, "the oldest was preempted"
         slots = [x.slot for x in self.s.running]
         assert None not in slots
