@@ -151,6 +151,9 @@ def parser() -> argparse.ArgumentParser:
     verb.add_argument("--start-from", type=Path, help="tower.safetensors of an earlier run to go on from")
     verb.add_argument("--minutes", type=float, default=2.0, help="training time")
     verb.add_argument("--workers", type=int, default=14, help="processes that draw pictures")
+    verb.add_argument(
+        "--no-graphs", dest="graphs", action="store_false", help="launch every kernel anew on a GPU"
+    )
     verb.set_defaults(run=run_fit_vision)
 
     verb = verbs.add_parser("put-tower", help="replace a checkpoint's vision tower")

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from models.nano.train.fusion import fusible
 
-CHUNK = 64
+CHUNK, SHORT = 64, 32
+"""Tokens of a chunk; SHORT ones where a sequence has at most SHORTEST of them, so that less is padded."""
+SHORTEST = 160
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -24,38 +26,40 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     q, k, v: (batch, time, heads, dim), q and k not yet normalised; g (log decay), beta: (batch, time, heads).
     """
     with torch.autocast(q.device.type, enabled=False):
-        time, pad = q.shape[1], -q.shape[1] % CHUNK
+        time = q.shape[1]
+        chunk = SHORT if time <= SHORTEST else CHUNK
+        pad = -time % chunk
         if pad:
             q, k, v, g, beta = (
                 torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1) for x in (q, k, v, g, beta)
             )
-        system, right, inner, reads, writes, decay = prepare(q, k, v, g, beta)
+        system, right, inner, reads, writes, decay = prepare(q, k, v, g, beta, chunk)
         out = scan(UnitInverse.apply(system) @ right, inner, reads, writes, decay)
         return out.flatten(2, 3)[:, :, :time].transpose(1, 2).to(v.dtype)
 
 
 @fusible
 def prepare(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All that is known of each chunk without the state, (batch, heads, chunks, CHUNK, ...).
+    """All that is known of each chunk without the state, (batch, heads, chunks, chunk, ...).
 
     The system (strictly lower part) and its right sides, the weights of a chunk's updates in its outputs,
     what reads from and writes to the state, and how much of the state a chunk keeps.
     """
     dim = q.shape[3]
     wide = torch.promote_types(v.dtype, torch.float32)
-    q, k, v, g, beta = (x.to(wide).transpose(1, 2).unflatten(2, (-1, CHUNK)) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (x.to(wide).transpose(1, 2).unflatten(2, (-1, chunk)) for x in (q, k, v, g, beta))
     q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * dim**-0.5
     k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
     decay = g.cumsum(-1)
-    row = torch.arange(CHUNK, device=q.device)
+    row = torch.arange(chunk, device=q.device)
     upto = row[:, None] >= row[None, :]
     # masked before the exponential: what lies above the diagonal would overflow
-    between = torch.where(upto, decay[..., :, None] - decay[..., None, :], float("-inf")).exp()
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(~upto, float("-inf")).exp()
     grown = decay.exp()[..., None]
     before = row[:, None] > row[None, :]
-    system = torch.where(before, (k * beta[..., None]) @ k.mT * between, 0.0)
+    system = ((k * beta[..., None]) @ k.mT * between).masked_fill(~before, 0.0)
     right = torch.cat([v, k * grown], -1) * beta[..., None]
     inner = q @ k.mT * between
     writes = k * (decay[..., -1:] - decay).exp()[..., None]
@@ -63,13 +67,13 @@ def prepare(
 
 
 class UnitInverse(torch.autograd.Function):
-    """(1 + A)^-1 for strictly lower triangular A, (..., CHUNK, CHUNK), by blocks of doubling size."""
+    """(1 + A)^-1 for strictly lower triangular A, (..., chunk, chunk), by blocks of doubling size."""
 
     @staticmethod
     def forward(ctx: Any, system: Tensor) -> Tensor:
         blocks = torch.ones_like(system.diagonal(dim1=-2, dim2=-1))[..., None, None]
         size = 1
-        while size < CHUNK:
+        while size < system.shape[-1]:
             # the lower left quarter of each diagonal block of twice the size
             pairs = system.unflatten(-1, (-1, 2 * size)).unflatten(-3, (-1, 2 * size))
             corner = pairs.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]
@@ -92,7 +96,7 @@ class UnitInverse(torch.autograd.Function):
 
 
 def scan(solved: Tensor, inner: Tensor, reads: Tensor, writes: Tensor, decay: Tensor) -> Tensor:
-    """Carry the state over the chunks: (batch, heads, chunks, CHUNK, ...) to outputs of that shape.
+    """Carry the state over the chunks: (batch, heads, chunks, chunk, ...) to outputs of that shape.
 
     `solved` holds each chunk's updates from an empty state, and what they lose for the state that there is.
     """

@@ -52,4 +52,4 @@ class Muon(torch.optim.Optimizer):
                 update = orthogonal(gradients.lerp(buffer, group["momentum"]))
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for parameter, change in zip(parameters, update.unbind(), strict=True):
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change, alpha=scale)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(change * scale)

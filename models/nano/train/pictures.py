@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from math import cos, pi, sin
 from typing import TYPE_CHECKING
@@ -84,7 +85,12 @@ class Item:
 
     @property
     def key(self) -> str:
-        return "pictures|" + json.dumps(asdict(self.scene))
+        return "pictures|" + json.dumps(vars(self.scene) | {"marks": [*map(vars, self.scene.marks)]})
+
+
+@cache
+def _font(size: float) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+    return ImageFont.load_default(size)
 
 
 def _draw(draw: ImageDraw.ImageDraw, mark: Mark) -> None:
@@ -106,11 +112,22 @@ def _draw(draw: ImageDraw.ImageDraw, mark: Mark) -> None:
         turns = [(pi * n / 5 - pi / 2, half * (1 if n % 2 == 0 else 0.4)) for n in range(10)]
         draw.polygon([(x + r * cos(a), y + r * sin(a)) for a, r in turns], fill)
     else:
-        draw.text((x, y), mark.name, fill, ImageFont.load_default(mark.side * 1.3), anchor="mm")
+        draw.text((x, y), mark.name, fill, _font(mark.side * 1.3), anchor="mm")
 
 
 def plural(shape: str) -> str:
     return PLURALS.get(shape, shape + "s")
+
+
+QUESTIONS = (
+    "Which shape is it?",
+    "Which digit is it?",
+    *(f"Which shape is at the {place}?" for place in PLACES),
+    *(f"How many {plural(one)} are there?" for one in SHAPES),
+    *(f"What colour are the {plural(one)}?" for one in SHAPES),
+    *(f"{start} the {one}?" for start in ("What colour is", "Where is") for one in (*SHAPES, "digit")),
+)
+ANSWERS = (*SHAPES, *COLOURS, *PLACES, *(str(number) for number in range(10)))
 
 
 def _ground(rng: random.Random, colours: list[str]) -> tuple[int, int, int]:

@@ -31,7 +31,8 @@ class Patches(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """(batch, 3, height, width) to (batch, rows, columns, hidden)."""
         patch = self.proj.kernel_size[1]
-        return F.conv2d(pixels, self.proj.weight.sum(2), self.proj.bias, stride=patch).permute(0, 2, 3, 1)
+        squares = pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 1, 4, 5)
+        return F.linear(squares.flatten(3), self.proj.weight.sum(2).flatten(1), self.proj.bias)
 
 
 class Attention(nn.Module):
@@ -95,14 +96,15 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList(Block(v) for _ in range(v.depth))
         self.merger = Merger(v, out)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, turned: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """`turned`: what `turns` gives for a picture of that size, if it is known already."""
         x = self.patch_embed(pixels)
         rows, columns = x.shape[1:3]
         side = round(self.shape.positions**0.5)
         learned = self.pos_embed.weight.view(1, side, side, -1).permute(0, 3, 1, 2)
         learned = F.interpolate(learned, (rows, columns), mode="bilinear", align_corners=True)
         x = self.by_token(x + learned.permute(0, 2, 3, 1))
-        cos, sin = self.turns(rows, columns, x.device)
+        cos, sin = turned or self.turns(rows, columns, x.device)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.merger(x)
@@ -116,8 +118,10 @@ class Tower(nn.Module):
         """Cosines and sines of each patch, (patches, head dim / 2): by its row, then by its column."""
         half = self.shape.hidden // self.shape.heads // 2
         frequency = THETA ** -(torch.arange(0, half, 2, dtype=torch.float32, device=device) / half)
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        places = self.by_token(torch.stack([row, column], -1)[None])[0].to(device)
+        row, column = torch.meshgrid(
+            torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
+        )
+        places = self.by_token(torch.stack([row, column], -1)[None])[0]
         angle = (places[..., None] * frequency).flatten(1)
         return angle.cos(), angle.sin()
 
