@@ -31,6 +31,7 @@ ARGS        ?=
 # for each of eight endpoints, right ones and wrong ones
 FUZZ_CASES  ?= 625
 NANO        := models/nano-Q4_K_M.gguf
+NANO_TOWER  := models/mmproj-nano-F16.gguf
 MODEL       ?= $(NANO)
 
 # --- which llama.cpp to build ------------------------------------------------------------------------
@@ -258,4 +259,5 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
 	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml > /dev/null
-	@cp '$(KEPT_NANO)/$(notdir $@)' '$@.part' && mv '$@.part' '$@'
+	@for file in '$(NANO_TOWER)' '$@'; do \
+		cp "$(KEPT_NANO)/$$(basename "$$file")" "$$file.part" && mv "$$file.part" "$$file" || exit 1; done

@@ -592,6 +592,7 @@ watchSettings(buttons, () => { identify(); input.focus(); });
 watchFiles(() => seeing, take);
 $("example").addEventListener("click", async () => {
   const { file, question } = await example();
+  set({ think: false }); // the bundled model answers about pictures without thoughts alone
   input.value = question;
   input.dispatchEvent(new Event("input"));
   await take([file]);

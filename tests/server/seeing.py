@@ -1,9 +1,8 @@
-"""A vision tower for nano, of random weights, and requests that show it pictures."""
+"""nano's vision tower in F32, and requests that show it pictures."""
 
 from __future__ import annotations
 
 import base64
-import shutil
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.source import Source
 from qwen_serve.convert.vision import VisionTower, read_preprocessor, write_mmproj
 from qwen_serve.llamacpp.vision import has_vision
-from tests.checkpoints import PREPROCESSOR, edit_json
 from tests.drafters import NANO
 from tests.server.serving import Served
 
@@ -28,16 +26,11 @@ needs_vision = pytest.mark.skipif(not has_vision(), reason="llama.cpp was built 
 
 
 def write_tower(folder: Path) -> Path:
-    """In F32, in a new folder."""
-    checkpoint = folder / "nano"
-    shutil.copytree(NANO, checkpoint, ignore=shutil.ignore_patterns("train", "heldout"))
-    (checkpoint / "preprocessor_config.json").write_text("{}")
-    edit_json(checkpoint / "preprocessor_config.json", **PREPROCESSOR)
-    preprocessor = read_preprocessor(checkpoint)
+    """In F32, in a folder."""
+    preprocessor = read_preprocessor(NANO)
     assert preprocessor is not None
     path = folder / "mmproj-nano-F32.gguf"
-    tower = VisionTower.open(Checkpoint.open(checkpoint), preprocessor)
-    write_mmproj(path, tower, Source(checkpoint), "F32")
+    write_mmproj(path, VisionTower.open(Checkpoint.open(NANO), preprocessor), Source(NANO), "F32")
     return path
 
 

@@ -1,4 +1,4 @@
-"""Pictures in chats, from HTTP to the answer: nano's tower, of random weights, tells them apart."""
+"""Pictures in chats, from HTTP to the answer: nano's tower tells pictures of noise apart."""
 
 from __future__ import annotations
 

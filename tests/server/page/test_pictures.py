@@ -160,12 +160,13 @@ def test_what_is_too_large_is_made_smaller(seeing: Served, page: Any) -> None:
 def test_a_picture_to_try(seeing: Served, page: Any) -> None:
     """Nothing is sent before the user does."""
     page.goto(seeing.url)
-    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
+    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: true }))")
     page.reload()
     sent = bodies(page)
     page.locator("#example").click()
     page.locator("#pictures img").wait_for()
     assert page.input_value("#input") == "How many circles are there?"
+    assert page.locator("#think").get_attribute("aria-pressed") == "false"
     assert not sent
     page.locator("#send:enabled").click()
     page.locator(".figures").wait_for()
