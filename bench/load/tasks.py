@@ -39,16 +39,20 @@ def _cell(group: str, jobs: list[Job], supply: Supply, max_tokens: int, rounds: 
 
 
 def read_tasks(folder: Path, items: int, seed: int) -> dict[str, list[Job]]:
-    """By gate, ``items`` of its tasks, drawn with a seed; and as many texts to continue, by kind.
+    """By gate without pictures, ``items`` of its tasks, drawn with a seed; and as many texts to continue, by
+    kind.
 
     ``folder``: a model's, with heldout/ and reference.json. Raises BenchError where a file is missing or has
     other fields.
     """
     from qwen_serve.bench.gates import nano  # lm-eval takes seconds to import
+    from qwen_serve.bench.gates.gate import NANO_PICTURES
     from qwen_serve.bench.gates.tasks import messages
 
     found: dict[str, list[Job]] = {}
     for gate in nano.nano_gates(folder, nano.read_reference(folder)):
+        if gate.name == NANO_PICTURES:
+            continue
         tasks = nano.nano_tasks(gate, folder).values()
         asked = [(task, number) for task in tasks for number in range(len(task.eval_docs))]
         chosen = random.Random(f"{seed} {gate.name}").sample(asked, min(items, len(asked)))
