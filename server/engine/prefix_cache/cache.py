@@ -372,7 +372,8 @@ class PrefixCache:
         They are copied one at a time, and steps may come between. One that is gone by then, or cannot be
         copied, is left out.
         """
-        for node in [*reversed(self._held), *reversed(self._host.nodes)]:
+        # a restored checkpoint is in both tiers
+        for node in dict.fromkeys([*reversed(self._held), *reversed(self._host.nodes)]):
             if node.depth < MIN_RESTORE or (node.seq_id is None and node.saved is None):
                 continue
             if salt is not None and self._tree.salt_of(node) != salt:

@@ -85,6 +85,8 @@ async def test_to_the_host_tier_what_the_device_has_no_id_for(nano_f32: Path, tm
                 before = engine.stats().prompt_tokens
                 await ask(engine, Request(prompt, 4))
                 assert engine.stats().prompt_tokens - before == (1 if restarted else 200)
+            kept = engine.between_steps(lambda: [*engine.components.cache.entries()]).result()
+            assert len({one.tokens.tobytes() for one in kept}) == len(kept), "none twice, as it is in both"
 
 
 @pytest.mark.slow
