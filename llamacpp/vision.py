@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from .gguf import Header
     from .model import Model
 
 
@@ -68,6 +69,14 @@ class ImageRows:
     _chunk: Any
 
 
+def token_side(header: Header) -> int:
+    """Pixels along either side of the square that becomes a token: two patches (clip.cpp's merger).
+
+    Raises ModelLoadError.
+    """
+    return 2 * Metadata(header, "clip.vision").integer("patch_size", least=1, most=1024)
+
+
 class VisionTower:
     """An mmproj's weights, for one text model; a context manager.
 
@@ -109,8 +118,7 @@ class VisionTower:
             self.close()
             raise ModelLoadError(f"{path} has no vision tower")
         self.n_embd = int(C.llama_model_n_embd_inp(model._handle))
-        self._side = 2 * Metadata(read_header(path), "clip.vision").integer("patch_size", least=1, most=1024)
-        """Pixels along either side of a token."""
+        self._side = token_side(read_header(path))
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import Metadata
+from qwen_serve.llamacpp.vision import token_side
 from qwen_serve.server.engine.model_file import ModelFile
 
 if TYPE_CHECKING:
@@ -68,5 +69,5 @@ class VisionSpec:
             # of a layer: its input, then queries, keys and values, or the inner values of the FFN
             compute=4 * patches * (2 * wide + max(4 * wide, 2 * ffn)),
             products=0 if wide // heads in FLASH_HEADS else 4 * heads * patches**2,
-            side=2 * metadata.integer("patch_size", least=1, most=1024),
+            side=token_side(header),
         )
