@@ -59,8 +59,8 @@ class Engine:
         stages.done("plan")
         self._profile = StepProfile()
         self.components = components = build_engine(self.plan, self._profile, stages)
-        self._scheduler, self._speculator = components.scheduler, components.speculator
-        self._runner = components.runner
+        self._scheduler, self._runner = components.scheduler, components.runner
+        self._speculator = components.speculator
         self.vocab = components.vocab
         self.metadata = components.model.metadata()
         """The GGUF's scalar keys, as text."""
@@ -154,7 +154,7 @@ class Engine:
 
         Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
         """
-        if (max_tokens or 0) < 0:
+        if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
         if prompt.pictures and params.prompt_logprobs is not None:
             raise InvalidPrompt("rows of pictures have no log-probabilities: prompt_logprobs is for text")
@@ -195,7 +195,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters since the start and the current load; safe from any thread."""
-        running, cells = 0 if self._error else len(self._scheduler.running), self.components.states.cells
+        running = 0 if self._error else len(self._scheduler.running)
         return EngineStats(
             running=running,
             waiting=max(0, len(self._open) - running),
@@ -204,8 +204,8 @@ class Engine:
             generated_tokens=self._generated_tokens,
             preemptions=self._scheduler.preemptions,
             tiers=self._scheduler.waiting.tiers(),
-            kv_cells_used=cells.used,
-            kv_cells=cells.total,
+            kv_cells_used=self.components.states.cells.used,
+            kv_cells=self.components.states.cells.total,
             prefix=self.components.cache.stats(),
             sampler_changes=self._runner.sampler_changes,
             step_totals=self._profile.times(),

@@ -227,8 +227,13 @@ class Components:
             log.error("the prefix cache was not written to %s: %s", path, error)
             return
         seconds = perf_counter() - started
-        what, mib = "prefix cache: %d states, %.0f MiB, to %s in %.1f s", written.size / 1024**2
-        log.info(what, written.entries, mib, path, seconds)
+        log.info(
+            "prefix cache: %d states, %.0f MiB, to %s in %.1f s",
+            written.entries,
+            written.size / 1024**2,
+            path,
+            seconds,
+        )
 
     def prefix_file(self, path: Path) -> PrefixFile:
         """A file for states of this model, with this build, device and settings."""
@@ -408,6 +413,7 @@ def _encoder(plan: MemoryPlan, model: Model) -> PictureEncoder:
         )
     except LlamaError as error:
         raise ModelLoadError(f"mmproj: {error} ({WITHOUT})") from error
+    # of all that rows depend on: rows of pictures that were not stretched are in older prefix files
     identity = f"{spec.file.fingerprint()} {least} {most} stretched"
     cache_bytes = settings.image_cache_mib * 1024**2
     return PictureEncoder(

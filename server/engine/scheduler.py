@@ -115,8 +115,9 @@ class Scheduler:
         self._decode_size = batch_size if reproducible is None else max(slots, reproducible.together)
         self._place = place
         self.reproducible = reproducible
-        self._oldest_is_due, self._prefills_left = False, 0
-        """The latter: prefill steps before the next decode step."""
+        self._oldest_is_due = False
+        self._prefills_left = 0
+        """Prefill steps before the next decode step."""
         self._turns = Turns()
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
