@@ -45,14 +45,15 @@ def fetch_blobs(info: ModelInfo, files: Iterable[RepoSibling]) -> None:
     blobs = repo_folder(info.id) / "blobs"
     missing: dict[Path, RepoSibling] = {}
     for file in files:
-        cached = try_to_load_from_cache(info.id, file.rfilename, revision=info.sha)
-        if file.lfs is not None and not isinstance(cached, str):
-            missing[blobs / file.lfs.sha256] = file
+        if file.lfs is None or (blob := blobs / file.lfs.sha256).exists():
+            continue
+        if not isinstance(try_to_load_from_cache(info.id, file.rfilename, revision=info.sha), str):
+            missing[blob] = file
     blobs.parent.mkdir(parents=True, exist_ok=True)
     _check_room(blobs.parent, missing)
+    blobs.mkdir(exist_ok=True)
     for blob, file in missing.items():
-        if file.lfs is not None and file.lfs.size < constants.MAX_HTTP_DOWNLOAD_SIZE and not blob.exists():
-            blob.parent.mkdir(exist_ok=True)
+        if file.lfs is not None and file.lfs.size < constants.MAX_HTTP_DOWNLOAD_SIZE:
             url = hf_hub_url(info.id, file.rfilename, revision=info.sha)
             _download(url, blob, file.lfs.size, file.rfilename)
 
@@ -101,7 +102,6 @@ def _check_room(folder: Path, missing: dict[Path, RepoSibling]) -> None:
     n_bytes = sum(
         (file.size or 0) - (part.stat().st_size if (part := _part(blob)).exists() else 0)
         for blob, file in missing.items()
-        if not blob.exists()
     )
     if n_bytes > (free := shutil.disk_usage(folder).free):
         raise DownloadError(
