@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from io import BytesIO
 from pathlib import Path
@@ -36,6 +37,15 @@ def give(page: Any, kind: str, *files: tuple[str, str, bytes]) -> None:
     page.evaluate(GIVE, [kind, [[n, t, base64.b64encode(data).decode()] for n, t, data in files]])
 
 
+def opened(page: Any, seeing: Served, *, think: bool) -> list[dict[str, Any]]:
+    """The page, whose answers have four tokens; the bodies of its requests, which come later."""
+    page.goto(seeing.url)
+    stored = json.dumps(json.dumps({"max_tokens": "4", "think": think}))
+    page.evaluate(f"localStorage.setItem('qwen-serve', {stored})")
+    page.reload()
+    return bodies(page)
+
+
 def png(seed: int) -> bytes:
     return base64.b64decode(encoded(noise(seed)))
 
@@ -48,10 +58,7 @@ def sent_pictures(body: dict[str, Any], message: int = -1) -> list[bytes]:
 
 @needs_vision
 def test_pictures_are_attached_sent_and_kept(seeing: Served, page: Any, tmp_path: Path) -> None:
-    page.goto(seeing.url)
-    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
-    page.reload()
-    sent = bodies(page)
+    sent = opened(page, seeing, think=False)
     page.locator("#attach[title*=pictures]").wait_for()
     for seed in (1, 2):
         (tmp_path / f"{seed}.png").write_bytes(png(seed))
@@ -84,10 +91,7 @@ def test_pictures_are_attached_sent_and_kept(seeing: Served, page: Any, tmp_path
 
 @needs_vision
 def test_they_keep_their_order_and_are_waited_for(seeing: Served, page: Any) -> None:
-    page.goto(seeing.url)
-    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
-    page.reload()
-    sent = bodies(page)
+    sent = opened(page, seeing, think=False)
     page.locator("#attach[title*=pictures]").wait_for()
     page.evaluate(
         """() => {
@@ -113,10 +117,7 @@ def test_they_keep_their_order_and_are_waited_for(seeing: Served, page: Any) -> 
 
 @needs_vision
 def test_a_picture_alone_is_a_message_and_an_edit_takes_it_along(seeing: Served, page: Any) -> None:
-    page.goto(seeing.url)
-    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: false }))")
-    page.reload()
-    sent = bodies(page)
+    sent = opened(page, seeing, think=False)
     page.locator("#attach[title*=pictures]").wait_for()
     give(page, "paste", ("1.png", "image/png", png(1)))
     page.locator("#pictures img").wait_for()
@@ -159,10 +160,7 @@ def test_what_is_too_large_is_made_smaller(seeing: Served, page: Any) -> None:
 @needs_vision
 def test_a_picture_to_try(seeing: Served, page: Any) -> None:
     """Nothing is sent before the user does."""
-    page.goto(seeing.url)
-    page.evaluate("localStorage.setItem('qwen-serve', JSON.stringify({ max_tokens: '4', think: true }))")
-    page.reload()
-    sent = bodies(page)
+    sent = opened(page, seeing, think=True)
     page.locator("#example").click()
     page.locator("#pictures img").wait_for()
     assert page.input_value("#input") == "How many circles are there?"
