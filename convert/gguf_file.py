@@ -179,6 +179,9 @@ def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
 def _run(job: _Job, config: ModelConfig, fd: int) -> int:
     tensor, stored = job.tensor, job.tensor.stored
     values, dtype = stored.read(job.start, job.count), stored.dtype
+    if dtype not in NUMPY_TYPES:  # quantized already
+        _pwrite(fd, values, job.position)
+        return values.nbytes
     if tensor.reorder:
         values = tensor.reorder(values.reshape(stored.shape), config).reshape(-1)
     if tensor.compute:

@@ -233,8 +233,8 @@ class PlannedTensor:
     name: str
     stored: TensorSource
     shape: Shape
-    type: FloatType | Literal["Q8_0", "I64"]
-    """I64 for a table, whose source is I64, too. Q8_0 if rows are whole blocks."""
+    type: str
+    """gguf's name of it. I64 for a table, whose source is I64, too. Quantized if rows are whole blocks."""
     reorder: Transform | None
     compute: Transform | None
 

@@ -17,6 +17,8 @@ from qwen_serve.bench.models.tower import write_tower
 from qwen_serve.common.files import replacing
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import duration, size
+from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.convert.tensors import FLOAT_TYPES
 
 CORES = os.cpu_count() or 1
 WORDS = 1_200_000  # enough for `latency --protocol both --runs 50`: 106 prompts of 64, 2,048 and 8,192 tokens
@@ -31,7 +33,7 @@ def synthetic(
     words: Natural = WORDS,
     threads: Positive = CORES,
     shape: Literal["4b", "9b", "35b-a3b", "small", "small-moe"] = "4b",
-    outtype: Literal["F16", "BF16", "F32"] = "F16",
+    outtype: Literal["F16", "BF16", "F32", "Q8_0", "Q6_K", "Q4_K_M"] = "F16",
     routing_zipf: float = 0.0,
     vision: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -60,7 +62,8 @@ def synthetic(
     shape
         Shapes of Qwen3.5-4B (8.7 GB in F16), -9B (19 GB) or -35B-A3B (71 GB), or a few megabytes for tests.
     outtype
-        Type of matrices.
+        Type of matrices, or a recipe's name. Quantized experts are parts of the same few blocks, so that a
+        file is written as fast as the disk takes it; a drafter and a tower are then in F16.
     routing_zipf
         Exponent by which the use of experts falls with their rank, as in trained routers; 0: uniform.
     vision
@@ -72,16 +75,18 @@ def synthetic(
     model = Synthetic.make(
         SHAPES[shape], mtp_acceptance=list(shares.values()), seed=seed, routing_zipf=routing_zipf
     )
+    recipe = None if outtype in FLOAT_TYPES else load_recipe(outtype)
+    float_type = outtype if outtype in FLOAT_TYPES else "F16"
     texts = dict(enumerate(text_path(out, name, alone=len(shares) == 1) for name in shares)) if words else {}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        n_elements = model.write(out, threads, outtype)
+        n_elements = model.write(out, threads, recipe or float_type)
         if block_lengths is not None:
             drafter = Drafter.make(model.config, model.vocab.vocab, model.chain, block_lengths, seed)
-            drafter.write(draft_path(out), threads, outtype)
+            drafter.write(draft_path(out), threads, float_type)
         if vision:
-            path = tower_path(out, outtype)
-            write_tower(path, tower(shape), model.config, seed=seed, threads=threads, outtype=outtype)
+            path = tower_path(out, float_type)
+            write_tower(path, tower(shape), model.config, seed=seed, threads=threads, outtype=float_type)
         for region, text in texts.items():
             with replacing(text) as part:
                 part.write_text(model.words_text(region, words), encoding="utf-8")
@@ -94,7 +99,7 @@ def synthetic(
     if block_lengths is not None:
         print(f"wrote {draft_path(out)}: {size(draft_path(out).stat().st_size)}")
     if vision:
-        print(f"wrote {tower_path(out, outtype)}: {size(tower_path(out, outtype).stat().st_size)}")
+        print(f"wrote {tower_path(out, float_type)}: {size(tower_path(out, float_type).stat().st_size)}")
     for text in texts.values():
         print(f"wrote {text}: {words:,} words, one token each")
     return 0

@@ -23,6 +23,7 @@ from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.gguf_file import write_file
 from qwen_serve.convert.metadata import add_hyperparameters, add_tokenizer
 from qwen_serve.convert.progress import size
+from qwen_serve.convert.recipes import Recipe
 from qwen_serve.convert.tensors import FloatType
 
 HEADER_ROOM = 64_000_000
@@ -83,13 +84,19 @@ class Synthetic:
         weights = Weights(config, chain, streams[2], routing_zipf)
         return cls(config, vocab, chain, weights, shares, seed)
 
-    def write(self, path: Path, threads: int, outtype: FloatType = "F16") -> int:
+    def write(self, path: Path, threads: int, outtype: FloatType | Recipe = "F16") -> int:
         """Writes the GGUF under a temporary name, then renames it; returns the number of weights.
 
         Raises:
-            BenchError: the disk has too little room.
+            BenchError: the disk has too little room, or the recipe is not for this model.
         """
-        plan = self.weights.plan(outtype)
+        recipe = outtype if isinstance(outtype, Recipe) else None
+        float_type: FloatType = "F16" if isinstance(outtype, Recipe) else outtype
+        plan = self.weights.plan(float_type)
+        if recipe is not None:
+            from qwen_serve.bench.models.quantized import quantized  # loads llama.cpp
+
+            plan = quantized(plan, self.config, recipe, threads)
         free = shutil.disk_usage(path.parent).free
         if (needed := plan.nbytes + HEADER_ROOM) > free:
             raise BenchError(f"--out {path}: {size(needed)} will be written, {size(free)} are free")
@@ -101,7 +108,10 @@ class Synthetic:
             "Random weights with a planted chain of tokens, for measuring speed; "
             f"the MTP block is right on {shares} of tokens."
         )
-        add_hyperparameters(writer, self.config, plan, tuple(range(self.config.n_layers)), outtype)
+        add_hyperparameters(writer, self.config, plan, tuple(range(self.config.n_layers)), float_type)
+        if recipe is not None:
+            writer.kv_data[0].pop(gguf.Keys.General.FILE_TYPE)
+            writer.add_file_type(recipe.file_type)
         add_tokenizer(writer, self.vocab.vocab)
         with replacing(path) as part:
             write_file(part, writer, plan, self.config, threads)

@@ -68,14 +68,14 @@ class Noise:
     """Rows of `width` elements, from one place in the pool on."""
 
     def __init__(self, values: Array, place: int, width: int) -> None:
-        self._values, self._place, self._width = values, place, width
+        self.values, self.place, self._width = values, place, width
 
     def rows(self, first: int, last: int) -> Array:
         """Rows `first` to `last`: a new array, [last - first, width]."""
-        start = (self._place + first * self._width) % self._values.size
+        start = (self.place + first * self._width) % self.values.size
         missing, pieces = (last - first) * self._width, []
         while missing > 0:
-            pieces.append(self._values[start : start + missing])
+            pieces.append(self.values[start : start + missing])
             start, missing = 0, missing - pieces[-1].size
         return np.concatenate(pieces).reshape(last - first, self._width)
 
@@ -83,12 +83,13 @@ class Noise:
 @dataclass(frozen=True)
 class MadeTensor:
     """A tensor whose rows are made when asked for; `rows(first, last)` is [last - first, width]. The rows of
-    all experts' matrices follow one another."""
+    all experts' matrices follow one another. `noise`, if it holds nothing else."""
 
     name: str
     shape: tuple[int, ...]
     dtype: FloatType
     rows: Rows
+    noise: Noise | None = None
     path: Path = Path("synthetic")
 
     def read(self, start: int, count: int) -> Array:
@@ -130,7 +131,8 @@ class Weights:
             dtype: FloatType = "F32" if len(shape) == 1 or rule.keep_f32 else "F16"
             values = self._pool.scaled(self._scale(name, shape), dtype)
             noise = Noise(values, number * POOL_STEP, _width(shape))
-            made = MadeTensor(name, shape, dtype, self._rows(name, shape, noise))
+            rows = self._rows(name, shape, noise)
+            made = MadeTensor(name, shape, dtype, rows, noise if rows == noise.rows else None)
             float_type = outtype if dtype == "F16" else dtype
             tensors.append(PlannedTensor(name, made, shape, float_type, reorder=None, compute=None))
         return TensorPlan(tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1)

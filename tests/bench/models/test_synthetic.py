@@ -97,7 +97,16 @@ def q4_k_m(f16: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=slow_but(["f16"], ["f16", "q4_k_m"]))
+@pytest.fixture(scope="module")
+def written_q4_k_m(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quantized") / "small.gguf"
+    command = ["--out", str(path), "--shape", shape, "--outtype", "Q4_K_M", "--words", "0"]
+    command += ["--mtp-acceptance", str(ACCEPTANCE), "--seed", str(SEED), "--threads", "2"]
+    assert main(["build", "synthetic", *command]) == 0
+    return path
+
+
+@pytest.fixture(scope="module", params=slow_but(["f16"], ["f16", "q4_k_m", "written_q4_k_m"]))
 def gguf_file(request: pytest.FixtureRequest) -> Path:
     path: Path = request.getfixturevalue(request.param)
     return path
@@ -279,6 +288,28 @@ def test_matrices_of_another_type_hold_the_same_values(outtype: str, tmp_path: P
     assert other.tensor_type.name == outtype
     half = values["F16"]["blk.0.ffn_down_exps.weight"].data.astype(np.float32)
     np.testing.assert_allclose(dequantize(other.data, other.tensor_type), half, rtol=2**-8)
+
+
+@pytest.mark.slow
+def test_a_quantized_file_is_what_quantizing_gives_but_for_the_place_of_noise(
+    q4_k_m: Path, written_q4_k_m: Path
+) -> None:
+    wanted, found = (
+        {tensor.name: tensor for tensor in GGUFReader(path).tensors} for path in (q4_k_m, written_q4_k_m)
+    )
+    assert {name: tensor.tensor_type for name, tensor in found.items()} == {
+        name: tensor.tensor_type for name, tensor in wanted.items()
+    }
+    same = [name for name, tensor in found.items() if (tensor.data == wanted[name].data).all()]
+    assert {"token_embd.weight", "blk.4.nextn.eh_proj.weight"} <= set(same)
+    for name in {"blk.0.attn_qkv.weight", "blk.0.attn_gate.weight", "blk.0.ffn_down_exps.weight"} & set(
+        found
+    ):
+        ours, theirs = (dequantize(one[name].data, one[name].tensor_type) for one in (found, wanted))
+        assert ours.std() == pytest.approx(theirs.std(), rel=0.05)
+        assert abs(np.corrcoef(ours.reshape(-1)[:-1], ours.reshape(-1)[1:])[0, 1]) < 0.05
+    fields = GGUFReader(written_q4_k_m).fields
+    assert fields["general.file_type"].contents() == 15
 
 
 def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> None:
