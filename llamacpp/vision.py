@@ -167,22 +167,22 @@ class VisionTower:
             ]
             if len(found) != 1:
                 raise LlamaError(f"mtmd_tokenize_from_parts made {len(found)} pictures of one")
-            return self._rows(mtmd.mtmd_input_chunk_copy(found[0]))
-        finally:
+            rows = self._rows(found[0])
+        except BaseException:
             mtmd.mtmd_input_chunks_free(chunks)
+            raise
+        finally:
             mtmd.mtmd_bitmap_free(bitmap)
+        finalize(rows, mtmd.mtmd_input_chunks_free, chunks)  # a chunk's copy would copy the pixels, too
+        return rows
 
     def _rows(self, chunk: int) -> ImageRows:
         mtmd = self._mtmd
         n_rows = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
-        image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
-        positions = np.empty((PLANES, n_rows), np.int32)
-        for row in range(n_rows):
-            place = mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, row)
-            positions[:, row] = place.t, place.y, place.x, place.z
-        rows = ImageRows(n_rows, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), positions, chunk)
-        finalize(rows, mtmd.mtmd_input_chunk_free, chunk)
-        return rows
+        places = (mtmd.mtmd_decoder_pos * n_rows)()
+        mtmd.mtmd_helper_image_get_decoder_pos(mtmd.mtmd_input_chunk_get_tokens_image(chunk), 0, places)
+        t, x, y, z = np.frombuffer(places, np.int32).reshape(n_rows, PLANES).T
+        return ImageRows(n_rows, int(mtmd.mtmd_input_chunk_get_n_pos(chunk)), np.stack([t, y, x, z]), chunk)
 
     def encode(self, rows: ImageRows) -> npt.NDArray[np.float32]:
         """The rows that the text model reads, shape [n_rows, n_embd], in memory of their own.

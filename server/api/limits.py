@@ -25,7 +25,7 @@ _SMALL_WORK = ThreadPoolExecutor(4, "small-work")
 _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
 PICTURE_WORK = ThreadPoolExecutor(4, "picture-work")
 """Threads for pictures. Without a GPU an encoding takes seconds, and text must not wait for it. Each thread
-holds one picture, of up to 100 MB."""
+holds one picture, of up to 100 MB, then what the tower reads of it: 50 MB at most by default."""
 # not asyncio's own threads: closing the loop would wait for those
 
 

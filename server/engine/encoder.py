@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class PictureEncoder:
-    """Encodes one picture at a time. Any thread may call, and waits while another picture is encoded. The
-    engine's steps and requests with a cached picture do not wait."""
+    """Encodes one picture at a time, and prepares the next meanwhile. Any thread may call, and waits for its
+    turn. The engine's steps and requests with a cached picture do not wait."""
 
     def __init__(
         self,
@@ -48,10 +48,11 @@ class PictureEncoder:
         self._tower, self._identity = tower, identity.encode()
         self._cache: LRUCache[tuple[str, bytes], Picture]
         self._cache = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
-        self._encoding = Lock()
-        """Held while encoding: a tower encodes one picture at a time."""
+        self._preparing, self._encoding = Lock(), Lock()
+        """Held while a picture is prepared on the host, and while one is encoded. Who takes both takes
+        `_preparing` first."""
         self._lock = Lock()
-        """Guards the fields and the tower's measuring. Held briefly, also by holders of `_encoding`."""
+        """Guards the fields and the tower's measuring. Held briefly, also by holders of the others."""
         self._closed = False
         self._most = most_bytes
         self._held = 0
@@ -78,8 +79,8 @@ class PictureEncoder:
         interrupt: Callable[[], None] = lambda: None,
     ) -> Picture:
         """Encode a picture of shape [height, width, 3]. A cached one is not encoded again, except with
-        another `salt`, since such requests share nothing. `interrupt` is called before the encoding starts;
-        an exception from it ends the work.
+        another `salt`, since such requests share nothing. `interrupt` is called before it is prepared and
+        before it is encoded; an exception from it ends the work.
 
         Raises GenerationError if llama.cpp fails, QueueFull while requests hold the maximum of rows, and
         EngineDead once it is closed.
@@ -91,6 +92,14 @@ class PictureEncoder:
         place = salt, key
         if (known := self._known(place)) is not None:
             return known
+        with self._preparing:
+            interrupt()
+            with self._lock:
+                self._check_open()
+            try:
+                prepared = self._tower.prepare(rgb)
+            except LlamaError as error:
+                raise GenerationError(f"the picture could not be prepared: {error}") from error
         with self._encoding:
             if (known := self._known(place)) is not None:  # encoded while this call waited
                 return known
@@ -104,7 +113,6 @@ class PictureEncoder:
                         "try again later"
                     )
             try:
-                prepared = self._tower.prepare(rgb)
                 rows = self._tower.encode(prepared)
             except LlamaError as error:
                 raise GenerationError(f"the picture could not be encoded: {error}") from error
@@ -139,7 +147,7 @@ class PictureEncoder:
             raise EngineDead("the engine was closed")
 
     def close(self) -> None:
-        """Wait for a picture that is being encoded, then free the tower. Idempotent."""
-        with self._encoding, self._lock:
+        """Wait for pictures that are being prepared or encoded, then free the tower. Idempotent."""
+        with self._preparing, self._encoding, self._lock:
             self._closed = True
             self._tower.close()

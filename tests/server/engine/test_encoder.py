@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any, cast
 
 import numpy as np
@@ -115,6 +115,12 @@ class SlowTower(FakeTower):
 
     def __init__(self) -> None:
         self.began, self.go, self.closed = Event(), Event(), False
+        self.prepared = Semaphore(0)
+
+    def prepare(self, rgb: npt.NDArray[np.uint8]) -> ImageRows:
+        assert not self.closed
+        self.prepared.release()
+        return super().prepare(rgb)
 
     def measure(self, width: int, height: int) -> ImageRows:
         assert not self.closed
@@ -171,6 +177,20 @@ def test_a_known_picture_waits_for_nobody(threads: ThreadPoolExecutor) -> None:
     finally:
         tower.go.set()
     assert len(other.result(20)) == 10
+
+
+def test_the_next_picture_is_prepared_while_one_is_encoded(threads: ThreadPoolExecutor) -> None:
+    tower = SlowTower()
+    made = encoder(25, tower=tower)
+    asked = [threads.submit(made.encode, pixels(seed)) for seed in range(3)]
+    assert tower.began.wait(20)
+    try:
+        for _ in asked:
+            assert tower.prepared.acquire(timeout=20)
+        assert made.encoded == 0
+    finally:
+        tower.go.set()
+    assert [len(one.result(20)) for one in asked] == [10, 10, 10]
 
 
 class Left(Exception):
