@@ -126,11 +126,11 @@ class Load:
                 bar.advance()
         return found
 
-    async def at(self, target: Target, clients: int, alone: Sequence[Sequence[str]]) -> Compared:
-        """Run all conversations with this many clients."""
+    async def at(self, target: Target, clients: int, alone: Sequence[Sequence[str]], found: Compared) -> None:
+        """Run all conversations with this many clients, and add to `found` as they end."""
         rng = random.Random(f"{self.seed}/{target.name}/{clients}")
         order = rng.sample(range(len(self.asked)), len(self.asked))
-        found, sender, left = Compared(), Sender(target, self.tokens), iter(order)
+        sender, left = Sender(target, self.tokens), iter(order)
 
         async def client() -> None:
             for number in left:
@@ -150,7 +150,6 @@ class Load:
             if name in DRAFT_COUNTERS:
                 metric = DRAFT_COUNTERS[name]
                 found.counters[metric] = found.counters.get(metric, 0.0) + value
-        return found
 
 
 async def converse(sender: Sender, job: Job) -> list[str]:
@@ -244,17 +243,21 @@ async def answers(
         told: dict[str, dict[str, Compared]] = {}
         load: Load | None = None
         alone: list[list[str]] = []
-        for peer in others:
-            one = Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key)
-            async with one.process, one.target.client:
-                await one.started(run)
-                if load is None:
-                    supply = await Supply.of(one.target.client, one.target.model, prompts)
-                    rng = random.Random(prompts.seed)
-                    asked = await conversations(await supply.prompts(), requests, input_tokens, rng)
-                    load = Load(asked, output_tokens, aborts, prompts.seed)
-                    alone = await load.alone(one.target)
-                told[peer.name] = await _levels(load, one.target, run, levels, alone)
+        try:
+            for peer in others:
+                one = Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key)
+                async with one.process, one.target.client:
+                    await one.started(run)
+                    if load is None:
+                        supply = await Supply.of(one.target.client, one.target.model, prompts)
+                        rng = random.Random(prompts.seed)
+                        asked = await conversations(await supply.prompts(), requests, input_tokens, rng)
+                        load = Load(asked, output_tokens, aborts, prompts.seed)
+                        alone = await load.alone(one.target)
+                    await _levels(load, one.target, run, levels, alone, told.setdefault(peer.name, {}))
+        except asyncio.CancelledError:
+            _verdict(run, told, levels, stopped=True)
+            raise
         return _verdict(run, told, levels)
 
 
@@ -264,7 +267,8 @@ Greedy and seeded ones, chats, shared prefixes, texts that repeat, schemas, thou
 one by one by the first server, and then by each at every level of concurrency. Each server is started on a
 free port, and stopped before the next. Without --peer they are `server --deterministic` without drafts and
 prefix cache, which answers alone, and one for each way to draft. The last line is the verdict, which
-{VERDICT} in the run's folder has in full; the status is 0 where nothing differs.
+{VERDICT} in the run's folder has in full, also of a run that is stopped; the status is 0 where nothing
+differs.
 
     qwen-bench soak answers --gguf model.gguf --draft-model drafter.gguf --requests 140
 
@@ -290,21 +294,27 @@ aborts
 
 
 async def _levels(
-    load: Load, target: Target, run: Run, levels: Sequence[int], alone: Sequence[Sequence[str]]
-) -> dict[str, Compared]:
-    found = {}
+    load: Load,
+    target: Target,
+    run: Run,
+    levels: Sequence[int],
+    alone: Sequence[Sequence[str]],
+    found: dict[str, Compared],
+) -> None:
     for clients in levels:
         cell = at_concurrency(clients)
-        one = found[cell] = await load.at(target, clients, alone)
+        one = found[cell] = Compared()
+        await load.at(target, clients, alone, one)
         values = {"compared_answers": one.compared, "same_answers": one.same, "aborted": one.left}
         run.add(target.name, WORKLOAD, cell, 1, {name: float(value) for name, value in values.items()})
         if one.counters:
             run.add(target.name, WORKLOAD, cell, 1, one.counters)
-    return found
 
 
-def _verdict(run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Sequence[int]) -> int:
-    """Print the verdict and write it in full; 0 if nothing differs and nothing failed."""
+def _verdict(
+    run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Sequence[int], *, stopped: bool = False
+) -> int:
+    """Print the verdict and write it in full; 0 if all was compared, nothing differs and nothing failed."""
     parts = [(server, cell, one) for server, cells in told.items() for cell, one in cells.items()]
     sums = Counter[str]()
     for _, _, one in parts:
@@ -312,8 +322,9 @@ def _verdict(run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Seque
         sums.update({name: round(value) for name, value in one.counters.items()})
     differ = sums["compared"] - sums["same"]
     right = bool(sums["compared"]) and not differ and not sums["failed"]
+    word = "NOT THE SAME" if not right else "SAME, BUT STOPPED EARLY" if stopped else "SAME"
     line = (
-        f"{'SAME' if right else 'NOT THE SAME'}: {sums['compared']:,} answers of {len(told)} servers at "
+        f"{word}: {sums['compared']:,} answers of {len(told)} servers at "
         f"{', '.join(map(str, levels))} at once, {differ:,} differ from those alone, "
         f"{sums['failed']:,} failed; "
         f"{sums['accepted_tokens']:,} of {sums['drafted_tokens']:,} drafted tokens accepted, "
@@ -324,7 +335,7 @@ def _verdict(run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Seque
     ]
     errors = [f"{server}, {cell}: {error}" for server, cell, one in parts for error in one.errors]
     whole = {
-        "same": right,
+        "same": right and not stopped,
         "verdict": line,
         **{name: sums[name] for name in ("compared", "left", "failed")},
         "differ": differ,

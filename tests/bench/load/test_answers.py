@@ -1,6 +1,8 @@
 """Answers in company are compared with those alone: what differs is told, and in the verdict."""
 
 import json
+import os
+import signal
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,23 @@ def test_a_log_probability_that_differs_is_found(tmp_path: Path, capsys: pytest.
     assert (difference["server"], difference["level"]) == (other.url[-5:], "4 concurrent")
     assert str(least) in difference["here"]
     assert "NOT THE SAME: 52 answers of 2 servers" in capsys.readouterr().out
+
+
+def test_a_stopped_run_says_what_it_has_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = count()
+
+    def until_the_twentieth(_: str, answer: Body) -> Body:
+        if next(numbers) == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return scored(answer)
+
+    with FakeServer(Script(on_answer=until_the_twentieth)) as server, pytest.raises(SystemExit):
+        verdict(tmp_path, [server], 0)
+    [path] = tmp_path.rglob("verdict.json")
+    found = json.loads(path.read_text())
+    assert (found["same"], found["differ"], found["failed"]) == (False, 0, 0)
+    assert 0 < found["compared"] < 13
+    assert "SAME, BUT STOPPED EARLY" in capsys.readouterr().out
 
 
 def test_answers_without_log_probabilities_prove_nothing(
