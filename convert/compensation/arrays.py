@@ -44,8 +44,15 @@ def half(array: Array) -> Array:
 
 
 def on_host(array: Array, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-    """The array as a numpy array."""
-    return np.asarray(array if isinstance(array, np.ndarray) else array.cpu().numpy()).astype(dtype)
+    """The array as a contiguous numpy array; one of a GPU is converted there, before it is copied."""
+    if isinstance(array, np.ndarray):
+        return array.astype(dtype, order="C")
+    return np.asarray(array.to(getattr(namespace(array), dtype.__name__)).contiguous().cpu().numpy())
+
+
+def transposed(array: Array) -> Array:
+    """A transposed copy, contiguous."""
+    return np.ascontiguousarray(array.T) if isinstance(array, np.ndarray) else array.T.contiguous()
 
 
 def like(array: Array, other: Array) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
-from qwen_serve.convert.compensation.arrays import backend, on_host
+from qwen_serve.convert.compensation.arrays import backend, on_host, transposed
 from qwen_serve.convert.compensation.gram import EnoughError, Grams, Order
 from qwen_serve.convert.compensation.grids import GRIDS
 from qwen_serve.convert.compensation.packing import pack
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.probe import Floats, Observer
 
 CHUNKS_PER_BATCH: Final = 4
-PIECE_BYTES: Final = 64 * 2**20
+PIECE_BYTES: Final = 256 * 2**20
 """Bytes of rows rounded together; the working memory is a few times as much."""
 
 HIDDEN_BYTES: Final = 4 * 2**30
@@ -118,10 +118,10 @@ class _File:
         self._file.seek(tensor.offset + matrix * row_bytes(tensor.type, tensor.shape[0]) * len(values))
         step = max(1, PIECE_BYTES // (4 * values.shape[1]))
         for first in range(0, len(values), step):
-            piece = np.ascontiguousarray(values[first : first + step].T)
-            blocks = round_compensated(self._bring(piece), inputs, GRIDS[kind])
+            piece = transposed(self._bring(values[first : first + step]))
+            blocks = round_compensated(piece, inputs, GRIDS[kind])
             self._file.write(pack(kind, blocks).tobytes())
-            out[first : first + step] = on_host(blocks.values(), np.float32).T
+            out[first : first + step] = on_host(blocks.values().T, np.float32)
 
 
 class _Run:

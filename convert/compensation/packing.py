@@ -25,10 +25,10 @@ def pack(kind: Type, blocks: Blocks) -> Bytes:
     """[rows, bytes of a row]."""
     grid, rows = blocks.grid, blocks.d.shape[1]
     each = grid.block // grid.sub_block
-    levels = on_host(blocks.levels, np.int32).T.reshape(-1, grid.block)
-    scales = on_host(blocks.scales, np.int32).T.reshape(-1, each)
-    minima = on_host(blocks.minima, np.int32).T.reshape(-1, each)
-    d, dmin = (on_host(f16, np.float16).T.reshape(-1, 1).view(np.uint8) for f16 in (blocks.d, blocks.dmin))
+    levels = on_host(blocks.levels.T, np.int16).reshape(-1, grid.block)
+    scales = on_host(blocks.scales.T, np.int32).reshape(-1, each)
+    minima = on_host(blocks.minima.T, np.int32).reshape(-1, each)
+    d, dmin = (on_host(f16.T, np.float16).reshape(-1, 1).view(np.uint8) for f16 in (blocks.d, blocks.dmin))
     match kind:
         case Type.Q2_K:
             parts = [scales | minima << 4, _fold(levels, 32, 2), d, dmin]
@@ -49,20 +49,21 @@ def pack(kind: Type, blocks: Blocks) -> Bytes:
             parts = [d, levels & 255]
         case Type.IQ4_XS:
             codes, signed = np.searchsorted(np.array(IQ4_NL.kvalues), levels), scales + 32
-            high = ((signed >> 4) << (2 * np.arange(8))).sum(axis=1, keepdims=True)
-            low = signed[:, 0::2] & 15 | (signed[:, 1::2] & 15) << 4
-            parts = [d, high & 255, high >> 8, low, _fold(codes, 16, 4)]
+            spread = ((signed >> 4) << (2 * np.arange(8))).sum(axis=1, keepdims=True)
+            pairs = signed[:, 0::2] & 15 | (signed[:, 1::2] & 15) << 4
+            parts = [d, spread & 255, spread >> 8, pairs, _fold(codes, 16, 4)]
         case _:
             raise ValueError(f"no layout of {kind.name} is known here")
     return _bytes(parts).reshape(rows, -1)
 
 
-def _fold(codes: NDArray[Any], run: int, bits: int) -> NDArray[np.int32]:
+def _fold(codes: NDArray[Any], run: int, bits: int) -> Bytes:
     """[blocks, bytes]: overlays runs of codes, the first of each 8 / bits in the lowest bits."""
     blocks = len(codes)
     stacked = codes.reshape(blocks, -1, 8 // bits, run)
-    shifts = bits * np.arange(8 // bits)[:, None]
-    return np.asarray((stacked << shifts).sum(axis=2).reshape(blocks, -1), np.int32)
+    shifts = bits * np.arange(8 // bits, dtype=np.uint8)[:, None]
+    folded: Bytes = np.bitwise_or.reduce(stacked.astype(np.uint8) << shifts, axis=2)
+    return folded.reshape(blocks, -1)
 
 
 def _scales_and_minima(scales: NDArray[np.int32], minima: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from qwen_serve.convert.compensation.arrays import double, half, indices, like, namespace, on_host
 from qwen_serve.convert.compensation.grids import Blocks, joined
-from qwen_serve.convert.compensation.scales import nearest, search_blocks
+from qwen_serve.convert.compensation.scales import divisors, nearest, search_blocks
 
 if TYPE_CHECKING:
     from qwen_serve.convert.compensation.arrays import Array
@@ -80,14 +80,14 @@ def _carry(rest: Array, upper: Array, part: Blocks, here: slice, order: Array) -
     xp, grid = namespace(rest), part.grid
     sub = order // grid.sub_block
     steps, offsets = part.steps()[sub], part.offsets()[sub]
-    levels = xp.empty_like(steps)
+    by, levels = divisors(steps), xp.empty_like(steps)
     for first in range(here.start, here.stop, LAZY):
         last = min(first + LAZY, here.stop)
         errors = xp.empty_like(rest[first:last])
         for column in range(first, last):
             i, x = column - here.start, rest[column]
-            levels[i] = nearest(x, steps[i], offsets[i], grid)
-            error = (x - (steps[i] * levels[i] - offsets[i])) / upper[column, column]
+            levels[i] = level = nearest(x, by[i], offsets[i], grid)
+            error = (x - (steps[i] * level - offsets[i])) / upper[column, column]
             errors[column - first] = error
             if column + 1 < last:
                 rest[column + 1 : last] -= upper[column, column + 1 : last, None] * error[None]
@@ -102,13 +102,14 @@ def _fit_levels(blocks: Blocks, values: Array, inputs: Inputs) -> None:
     current = blocks.values()
     pull = gram @ (values - current)
     steps, offsets = blocks.steps(), blocks.offsets()
+    by = divisors(steps)
     for first in range(0, len(values), LAZY):
         last = min(first + LAZY, len(values))
         changes = xp.empty_like(values[first:last])
         for column in range(first, last):
             sub = column // grid.sub_block
             wanted = current[column] + pull[column] / inputs.diagonal[column]
-            level = nearest(wanted, steps[sub], offsets[sub], grid)
+            level = nearest(wanted, by[sub], offsets[sub], grid)
             changes[column - first] = change = steps[sub] * level - offsets[sub] - current[column]
             blocks.levels[column] = level
             pull[column:last] -= gram[column, column:last, None] * change[None]

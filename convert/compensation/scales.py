@@ -141,19 +141,18 @@ def _whole(amounts: Array, unit: Array, low: int, high: int) -> Array:
 
 def _round(x: Array, blocks: Blocks, grid: Grid) -> Array:
     """[sub-blocks, weights, rows]: the nearest levels."""
-    return nearest(x, blocks.steps()[:, None], blocks.offsets()[:, None], grid)
+    return nearest(x, divisors(blocks.steps())[:, None], blocks.offsets()[:, None], grid)
 
 
-def nearest(x: Array, step: Array, offset: Array, grid: Grid) -> Array:
-    """The levels nearest to `x` at these steps and offsets; with a step of 0 all are the same."""
-    xp = namespace(x)
-    none = step == 0
-    levels = grid.codes((x + offset) / xp.where(none, xp.ones_like(step), step))
-    return xp.where(none, xp.zeros_like(levels) + _zero(grid), levels)
+def divisors(step: Array) -> Array:
+    """The steps to divide by for `nearest`; a step of 0 gives the level nearest to 0 to every weight."""
+    xp = namespace(step)
+    return xp.where(step == 0, xp.inf, step)
 
 
-def _zero(grid: Grid) -> int:
-    return min(grid.levels, key=abs)
+def nearest(x: Array, divisor: Array, offset: Array, grid: Grid) -> Array:
+    """The levels nearest to `x` at these steps (as `divisors`) and offsets."""
+    return grid.codes((x + offset) / divisor)
 
 
 def _errors(x: Array, w: Array, blocks: Blocks) -> Array:

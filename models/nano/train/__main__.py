@@ -40,6 +40,15 @@ def make_heldout(args: argparse.Namespace) -> None:
     write(args.out / "heldout")
 
 
+def write_text(args: argparse.Namespace) -> None:
+    from tokenizers import Tokenizer
+
+    from models.nano.train.mixture import text
+
+    tokenizer = Tokenizer.from_file(str(args.tokenizer))
+    args.out.write_text(text(args.seed, tokenizer, args.tokens), encoding="utf-8")
+
+
 def given(settings: type[S], args: argparse.Namespace, **more: Any) -> S:
     """Those settings, each by the flag of its name."""
     named = {one.name: getattr(args, one.name) for one in fields(settings) if one.name not in more}
@@ -110,6 +119,13 @@ def parser() -> argparse.ArgumentParser:
     verb = verbs.add_parser("heldout", help="write the held-out files")
     verb.add_argument("--out", type=Path, default=NANO)
     verb.set_defaults(run=make_heldout)
+
+    verb = verbs.add_parser("text", help="write text of the training mixture, to calibrate on")
+    verb.add_argument("--tokenizer", type=Path, default=NANO / "tokenizer.json")
+    verb.add_argument("--out", type=Path, required=True, help="file to write")
+    verb.add_argument("--tokens", type=int, default=66_000, help="at least so many")
+    verb.add_argument("--seed", type=int, default=11)
+    verb.set_defaults(run=write_text)
 
     verb = verbs.add_parser("fit", parents=[training], help="train trunk and draft head")
     verb.add_argument("--tokenizer", type=Path, default=NANO / "tokenizer.json")

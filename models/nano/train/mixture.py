@@ -1,4 +1,4 @@
-"""The training mixture: which family the next document comes from."""
+"""The training mixture: which family the next document comes from, and text of it for calibration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from models.nano.train import continuation, instructions, knowledge, lookup, rea
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tokenizers import Tokenizer
 
     from models.nano.train.document import Document
 
@@ -23,6 +25,8 @@ FAMILIES: tuple[tuple[float, Callable[[random.Random], Document]], ...] = (
 )
 LONG_CHARACTERS = (4_000, 60_000)
 LONG_SHARE = 0.0003
+LONGEST = 6_000
+"""Characters of a document in `text`, so that no single one fills it."""
 
 
 def documents(seed: int) -> Iterator[Document]:
@@ -34,3 +38,14 @@ def documents(seed: int) -> Iterator[Document]:
             yield continuation.long_repeat(rng, rng.randint(*LONG_CHARACTERS))
         else:
             yield rng.choices(draws, shares)[0](rng)
+
+
+def text(seed: int, tokenizer: Tokenizer, tokens: int) -> str:
+    """At least `tokens` tokens of documents for calibration to read, none of them held out."""
+    parts, count, source = [], 0, documents(seed)
+    while count < tokens:
+        part = "".join(segment.text for segment in next(source)) + "\n"
+        if len(part) <= LONGEST:
+            parts.append(part)
+            count += len(tokenizer.encode(part).ids)
+    return "".join(parts)
