@@ -12,7 +12,7 @@ import ssl
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
-from ipaddress import IPv4Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.chat import PromptError
@@ -38,6 +38,11 @@ PIECE = 2**16
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "qwen-serve"}
 
 _NAT64 = IPv6Network("64:ff9b::/96")
+_UNICAST = IPv6Network("2000::/3")
+"""All public IPv6 addresses (IANA). The ipaddress module knows what it excludes by name, and in older Pythons
+less of it: not site-local addresses, local NAT64, IPv4-compatible and translated ones."""
+_PROTOCOLS = IPv4Network("192.0.0.0/24")
+"""IETF protocol assignments. A cloud's metadata service is at 192.0.0.192, global to older Pythons."""
 
 
 class NotPublic(Exception):
@@ -47,12 +52,16 @@ class NotPublic(Exception):
 def is_public(address: str) -> bool:
     """Whether an IP address is public and embeds no other address."""
     ip = ip_address(address.partition("%")[0])
-    wrapped: list[Any] = []
-    if ip.version == 6:
-        wrapped = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in _NAT64:
-            wrapped.append(IPv4Address(int(ip) & 0xFFFFFFFF))
-    return all(one.is_global and not one.is_multicast for one in (ip, *wrapped) if one is not None)
+    if ip in _NAT64:
+        return is_public(str(IPv4Address(int(ip) & 0xFFFFFFFF)))
+    if ip.version == 6 and ip not in _UNICAST:
+        return False
+    wrapped: list[Any] = [ip.sixtofour, *(ip.teredo or ())] if ip.version == 6 else []
+    return all(
+        one.is_global and not one.is_multicast and one not in _PROTOCOLS
+        for one in (ip, *wrapped)
+        if one is not None
+    )
 
 
 @cache

@@ -33,8 +33,8 @@ def check_messages(messages: object, pictures: list[GivenPicture] | None = None)
         raise PromptError("messages is empty; at least one user message is needed", "messages")
     checked = [_message(message, f"messages[{index}]", pictures) for index, message in enumerate(messages)]
     if pictures is not None and len(pictures) > MAX_IMAGES:
-        raise PromptError(
-            f"messages have {len(pictures)} pictures; at most {MAX_IMAGES} are read", "messages"
+        raise pictures[MAX_IMAGES].wrong(
+            f"is picture {MAX_IMAGES + 1} of {len(pictures)}; at most {MAX_IMAGES} are read"
         )
     return _one_system(checked)
 

@@ -187,6 +187,12 @@ DOORS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "input[0].content[0].image_url",
         "pictures are read in messages of users and tools only",
     ),
+    "too many": (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [input_image(1)] * 17}]},
+        "input[0].content[16].image_url",
+        "is picture 17 of 17; at most 16 are read",
+    ),
     "an unknown detail": (
         "/v1/responses",
         {"input": [{"role": "user", "content": [{**input_image(1), "detail": "most"}]}]},

@@ -224,7 +224,7 @@ def test_a_model_that_sees_none() -> None:
 
 
 def test_too_many() -> None:
-    with pytest.raises(PromptError, match="messages have 17 pictures; at most 16 are read"):
+    with pytest.raises(PromptError, match=r"\[17\]\.image_url.* is picture 17 of 17; at most 16 are read"):
         check_messages([message("user", *[PART] * 17)], [])
 
 
