@@ -214,8 +214,7 @@ class Pipeline:
 
     @cached_property
     def _reference(self) -> Output:
-        """The whole model in the base type: it writes the texts, and quantized files are measured against
-        it."""
+        """The whole model in the base type: it writes the texts and is what files are measured against."""
         return self._base(self._options.outtype, WHOLE)
 
     def _stem(self, cut: Cut) -> str:
@@ -315,6 +314,7 @@ class Pipeline:
             text=self._make_text("search").path,
             imatrix=imatrix,
             record=self._search_record(),
+            compensate_on=self._make_calibration() if self._compensates else None,
         )
         if options.force:
             paths.record.unlink(missing_ok=True)

@@ -6,14 +6,16 @@ scales.py    the search for scales and minima
 rounding.py  codes, with each column's error carried on
 gram.py      statistics of a matrix's inputs
 file.py      the pass over a model's matrices
+gains.py     what compensation takes off the errors of types, for the search of recipes
 arrays.py    numpy or torch
 """
 
 from typing import Final
 
 from qwen_serve.convert.compensation.file import compensate
+from qwen_serve.convert.compensation.gains import measure_gains
 
 COMPENSATION_VERSION: Final = 1
 """Raise it when the same model and text would give different blocks."""
 
-__all__ = ["COMPENSATION_VERSION", "compensate"]
+__all__ = ["COMPENSATION_VERSION", "compensate", "measure_gains"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -75,7 +75,16 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
         progress = stack.enter_context(Progress("Compensation", len(tensors), "tensors"))
         file = _File(quantized, tensors, Weights(model, runtime.n_threads), progress, bring)
         stack.callback(file.close)
-        _Run(model, chunks, file, runtime, bring).run()
+        Run(model, chunks, file, runtime, bring).run()
+
+
+class Chooser(Protocol):
+    """Gets each matrix that it wants, after all that a token passes before it."""
+
+    def __contains__(self, name: str, /) -> bool: ...
+
+    def choose(self, names: Sequence[str], grams: Array) -> None:
+        """Gets weights that read the same input, and its Gram matrices [matrices, width, width]."""
 
 
 class _File:
@@ -99,7 +108,7 @@ class _File:
         self._file.close()
 
     def choose(self, names: Sequence[str], grams: Array) -> None:
-        """Chooses blocks of weights that read the same input; `grams` [matrices, width, width]."""
+        """Chooses their blocks."""
         values = {name: self._weights.values(name) for name in names}
         rounded = {name: np.empty_like(values[name]) for name in names}
         for matrix, gram in enumerate(grams):
@@ -124,14 +133,14 @@ class _File:
             out[first : first + step] = on_host(blocks.values().T, np.float32)
 
 
-class _Run:
+class Run:
     """Runs over the model's matrices in order."""
 
     def __init__(
         self,
         model: Model,
         chunks: NDArray[np.int32],
-        file: _File,
+        file: Chooser,
         runtime: Runtime,
         bring: Callable[[Floats], Array],
     ) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """Errors by tensor and type, and readings by the tensors' types.
+    """Errors by tensor and type, gains of compensation by group and type, and readings by the tensors' types.
 
     Measurements of another model, imatrix or text (another `made_from`) are discarded.
     """
@@ -24,6 +24,9 @@ class Record:
     def __init__(self, path: Path, made_from: str) -> None:
         self._path, self._made_from = path, made_from
         self.errors: dict[str, dict[Type, float]] = {}
+        self.gains: dict[str, dict[Type, float]] = {}
+        self.gains_from = ""
+        """Fingerprint of what the gains were measured with."""
         self._readings: dict[str, dict[str, Any]] = {}
         self.seconds = 0.0
         """Seconds spent on loading the model, measuring and solving, over all runs."""
@@ -32,10 +35,8 @@ class Record:
         try:
             data = _read(path)
             if data["made_from"] == made_from:
-                self.errors = {
-                    name: {getattr(Type, kind): error for kind, error in errors.items()}
-                    for name, errors in data["errors"].items()
-                }
+                self.errors = _typed(data["errors"])
+                self.gains, self.gains_from = _typed(data.get("gains", {})), data.get("gains_from", "")
                 self._readings = data["readings"]
                 self.seconds, self.tokens = data["seconds"], data["tokens"]
         except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
@@ -62,10 +63,9 @@ class Record:
             "made_from": self._made_from,
             "seconds": round(self.seconds, 3),
             "tokens": self.tokens,
-            "errors": {
-                name: {kind.name: error for kind, error in errors.items()}
-                for name, errors in self.errors.items()
-            },
+            "errors": _named(self.errors),
+            "gains": _named(self.gains),
+            "gains_from": self.gains_from,
             "readings": self._readings,
         }
         with replacing(self._path) as part:
@@ -83,6 +83,14 @@ def is_record(path: Path) -> bool:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _typed(data: Mapping[str, Mapping[str, float]]) -> dict[str, dict[Type, float]]:
+    return {name: {getattr(Type, kind): x for kind, x in of.items()} for name, of in data.items()}
+
+
+def _named(found: Mapping[str, Mapping[Type, float]]) -> dict[str, dict[str, float]]:
+    return {name: {kind.name: x for kind, x in of.items()} for name, of in found.items()}
 
 
 def _key(types: Mapping[str, Type]) -> str:

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from qwen_serve.convert.cards import BANDWIDTH
+from qwen_serve.convert.compensation import COMPENSATION_VERSION, measure_gains
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
 from qwen_serve.convert.search.groups import Layout, Matrix, Type, read_layout
@@ -17,6 +18,7 @@ from qwen_serve.convert.search.measure import Meter, Reading
 from qwen_serve.convert.search.record import Record
 from qwen_serve.convert.search.solve import choose
 from qwen_serve.convert.search.target import spell_size
+from qwen_serve.convert.stages import file_digest, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -43,12 +45,14 @@ CLOSE: Final = 0.9
 
 @dataclass(frozen=True)
 class Paths:
-    """Files of a search: the whole model, the text to measure on, the imatrix, and the record."""
+    """Files of a search: the whole model, the text to measure on, the imatrix, and the record; also the
+    calibration text if the file will be compensated."""
 
     base: Path
     text: Path
     imatrix: Path | None
     record: Path
+    compensate_on: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ class _Search:
         self._stack.close()
 
     def run(self) -> Found:
+        self._measure_gains()  # has a model of its own, so it is before the meter's
         self._measure_errors()
         laws, left_out = self._fit()
         types, tighter = self._solve(laws), 1.0
@@ -217,6 +222,26 @@ class _Search:
                 self._record.save()
                 progress.advance()
 
+    def _measure_gains(self) -> None:
+        """One tensor of each group stands for all."""
+        paths, record = self._paths, self._record
+        if paths.compensate_on is None:
+            return
+        made_from = fingerprint({"version": COMPENSATION_VERSION, "text": file_digest(paths.compensate_on)})
+        if record.gains_from != made_from:
+            start, groups = time.monotonic(), self._layout.groups
+            found = measure_gains(
+                paths.base,
+                {matrices[0].name: matrices[0].types for matrices in groups.values()},
+                text=paths.compensate_on,
+                imatrix=paths.imatrix,
+                runtime=self._runtime,
+            )
+            record.gains = {group: found.get(of[0].name, {}) for group, of in groups.items()}
+            record.gains_from = made_from
+            record.seconds += time.monotonic() - start
+            record.save()
+
     def _measure(self, what: str, types: Mapping[str, Type]) -> Reading:
         if (known := self._record.reading(types)) is not None:
             return known
@@ -257,16 +282,24 @@ class _Search:
             for kind in _probed(matrices[0]):
                 yield f"{group} at {kind.name}", {m.name: kind for m in matrices}
 
-    def _cost(self, laws: Mapping[str, Law], matrix: Matrix, kind: Type) -> float:
-        return laws[matrix.group].cost(self._record.errors[matrix.name][kind])
+    def _cost(
+        self, laws: Mapping[str, Law], matrix: Matrix, kind: Type, *, compensated: bool = False
+    ) -> float:
+        gain = self._record.gains.get(matrix.group, {}).get(kind, 1.0) if compensated else 1.0
+        return laws[matrix.group].cost(gain * self._record.errors[matrix.name][kind])
 
     # solving
 
     def _solve(self, laws: Mapping[str, Law], tighter: float = 1.0) -> dict[str, Type]:
         """The best types by these laws; `tighter` is a factor on the allowed divergence."""
         layout, target = self._layout, self._target
+        # a divergence to keep to is measured with llama.cpp's rounding, in the memory of the model
+        compensated = self._paths.compensate_on is not None and target.divergence is None
         divergence = [
-            [(DRAFT_WEIGHT if m.mtp else 1.0) * self._cost(laws, m, kind) for kind in m.types]
+            [
+                (DRAFT_WEIGHT if m.mtp else 1.0) * self._cost(laws, m, kind, compensated=compensated)
+                for kind in m.types
+            ]
             for m in layout.matrices
         ]
         bounds = [(amounts, room) for _, amounts, room in limits(layout, target)]

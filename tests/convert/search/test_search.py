@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from gguf import GGMLQuantizationType as Type
 from qwen_serve.convert import calibration, cli, kld, report
 from qwen_serve.convert.calibration import text as writing
 from qwen_serve.convert.recipes import load_recipe
-from qwen_serve.convert.search import Paths, Target, measure, search
-from qwen_serve.convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, read_layout
+from qwen_serve.convert.search import Found, Paths, Target, measure, search
+from qwen_serve.convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, Layout, Matrix, read_layout
+from qwen_serve.convert.search.law import Law
 from qwen_serve.convert.search.measure import Meter, Reading
 from qwen_serve.convert.search.record import Record
+from qwen_serve.convert.search.search import _Search
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import read_header
 from tests.checkpoints import EXPERTS, EXPERTS_USED, VOCAB, write_checkpoint
@@ -144,16 +147,59 @@ def test_bits_divergence_and_time_are_kept_to(base: Path, tmp_path: Path) -> Non
     assert layout.read_bytes(fastest) <= layout.read_bytes(by_divergence)
 
 
+@pytest.mark.slow
+def test_what_compensation_leaves_is_measured_once(base: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    paths, target = Paths(base, text, None, tmp_path / "record.json"), Target(bits_per_weight=7.0)
+
+    def found(paths: Paths) -> Found:
+        return search(paths, target, used_experts=None, made_from="test", runtime=RUNTIME)
+
+    plain, compensated = found(paths), found(replace(paths, compensate_on=text))
+    assert compensated.probes - plain.probes <= 1  # the recipe's own
+    record = Record(paths.record, "test")
+    assert record.gains.keys() == read_layout(base, extra=1024, used_experts=None).groups.keys()
+    assert all(0 < of[Type.Q8_0] < 1 for of in record.gains.values())
+    before = paths.record.stat().st_mtime_ns
+    assert found(replace(paths, compensate_on=text)).types == compensated.types
+    assert paths.record.stat().st_mtime_ns == before
+
+
+def test_a_type_that_compensation_helps_is_chosen_for_it(tmp_path: Path) -> None:
+    """Q3_K and IQ3_S have the same size, and only the former is compensated."""
+    matrix = Matrix("blk.0.ffn_up.weight", "ffn_up 0", 256, 256 * 256, 1.0, mtp=False)
+    layout = Layout((matrix,), fixed=0, fixed_read=0, elements=matrix.elements, fixed_tensors=0)
+    errors = {kind: 1 / (i + 1) for i, kind in enumerate(matrix.types)}
+
+    def chosen(divergence: float | None, text: Path | None) -> Type:
+        paths = Paths(tmp_path, tmp_path, None, tmp_path / "record.json", text)
+        target = Target(n_bytes=matrix.n_bytes(Type.IQ3_S), divergence=divergence)
+        record = Record(paths.record, "test")
+        record.errors[matrix.name] = errors
+        record.gains[matrix.group] = {Type.Q2_K: 0.9, Type.Q3_K: 0.5}
+        record.save()
+        solve = _Search(paths, layout, target, "test", RUNTIME)._solve  # noqa: SLF001 - a search has a model
+        return solve({matrix.group: Law(1.0, 1.0)})[matrix.name]
+
+    assert chosen(None, None) == Type.IQ3_S
+    assert chosen(None, tmp_path) == Type.Q3_K
+    # a divergence is kept to by what is measured, which is llama.cpp's rounding
+    assert chosen(errors[Type.IQ3_S] * 1.01, tmp_path) == Type.IQ3_S
+
+
 def test_a_record_is_kept_and_forgotten_with_what_it_was_made_from(tmp_path: Path) -> None:
     path, types = tmp_path / "record.json", {"blk.0.ffn_up.weight": Type.Q2_K}
     path.write_text('{"made_from": "a", "errors": 3}')
     record = Record(path, "a")
     assert record.reading(types) is None
     record.errors["blk.0.ffn_up.weight"] = {Type.Q2_K: 0.1}
+    record.gains["ffn_up 0"], record.gains_from = {Type.Q2_K: 0.5}, "t"
     record.add("ffn_up 0 at Q2_K", types, Reading(0.1, 0.5, 0.9), 2.0)
     again = Record(path, "a")
     assert again.reading(types) == Reading(0.1, 0.5, 0.9)
     assert (again.errors, again.count, again.seconds) == (record.errors, 1, 2.0)
+    assert (again.gains, again.gains_from) == (record.gains, "t")
     assert again.reading({"blk.0.ffn_up.weight": Type.Q4_K}) is None
     assert Record(path, "b").reading(types) is None
 
