@@ -5,14 +5,14 @@
 - `fair`: within the best waiting tier, the tenant that has used the least is next; within a tenant as
   `priority`. With one tenant and no priorities this is `fcfs`.
 
-Ageing: every `AGEING`th admission to a free slot ignores tiers, and every `AGEING`th admission of a tenant
-takes its longest waiting request, so that a stream of better requests cannot starve the others.
+Ageing: every `AGEING`th admission to a free slot ignores tiers, and every `AGEING`th of a tenant takes its
+longest waiting request, so that better requests cannot starve the others.
 
 A tenant's use is a virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language
 Models", OSDI 2024), divided by its share: computed prompt tokens, and output tokens weighted by how much
-longer a step takes for one. A tenant without waiting requests restarts at the lowest counter of the tenants
-that have some: it saves up no credit and carries no debt. It restarts no lower than an average tenant
-(weighted fair queueing's virtual time), so newcomers cannot starve other tenants.
+longer a step takes for one. A tenant without waiting requests restarts at the lowest counter of those with
+some: it saves up no credit and carries no debt. It restarts no lower than an average tenant (weighted fair
+queueing's virtual time), so newcomers cannot starve others.
 """
 
 from __future__ import annotations

@@ -262,6 +262,8 @@ def test_a_mistyped_key_of_the_file(model: str, tmp_path: Path) -> None:
 
 
 def test_a_mistyped_variable(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in ("QWEN_SERVE_CACHE", "QWEN_SERVE_WHEELS", "QWEN_BENCH_API_KEY"):
+        monkeypatch.setenv(known, "x")
     assert unknown_variables() == []
     monkeypatch.setenv("QWEN_CTX_SIEZ", "1")
     monkeypatch.setenv("QWEN_HOME", "1")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from qwen_serve.server.engine import Generation
+    from qwen_serve.server.engine import Adapters, Generation
 
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 """With F32 weights on the CPU: logits move by 1e-6 with the shape of a batch, which no greedy choice sees."""
@@ -68,6 +68,7 @@ class Request:
     scheduling: SchedulingParams = ANYBODY
     grammar: str | None = None
     """What the answer is kept to, in llguidance's Lark."""
+    adapters: Adapters = ()
 
 
 @dataclass
@@ -94,6 +95,7 @@ def submit(engine: Engine, request: Request) -> Generation:
         stream=request.stream,
         scheduling=request.scheduling,
         constraint=None if grammar is None else grammar.begin(),
+        adapters=request.adapters,
     )
 
 
@@ -105,6 +107,19 @@ async def _collect(generation: Generation, request: Request) -> Answer:
         if request.cancel_after is not None and len(tokens) >= request.cancel_after:
             generation.cancel()
     return Answer(tokens, generation.finish_reason)
+
+
+async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
+    """An answer's tokens and log-probabilities, to the last bit; as far as its listener stays."""
+    await asyncio.sleep(request.delay)  # requests come when they come
+    generation = submit(engine, request)
+    tokens: list[int] = []
+    async for new in generation:
+        tokens += new
+        if request.cancel_after is not None and len(tokens) >= request.cancel_after:
+            generation.cancel()
+    assert generation.logprobs is not None
+    return tokens, repr(generation.logprobs.tokens)
 
 
 async def ask_all(engine: Engine, requests: Sequence[Request]) -> list[Answer]:

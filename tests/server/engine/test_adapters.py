@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 
 from qwen_serve.convert import cli
+from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import ModelLoadError, SamplingParams
 from qwen_serve.server.engine.adapters import TURN
 from qwen_serve.server.engine.planning.adapters import AdapterSpec
 from tests.adapters import merge, write_adapter
 from tests.conftest import NANO
-from tests.server.engine.helpers import EXACT, running, standing_still
+from tests.server.engine.helpers import EXACT, Request, random_prompt, running, standing_still, told
 from tests.server.engine.scheduling import advance, commit, scheduler, sequence
 
 if TYPE_CHECKING:
@@ -122,6 +124,39 @@ def test_every_mix_is_answered_as_by_fresh_prefills(nano_f32: Path, loras: list[
     with running(nano_f32, lora=named(loras), speculation="both", **options, **EXACT) as engine:
         assert asyncio.run(together(engine)) == wanted
         assert engine.stats().prefix.hits > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
+@pytest.mark.parametrize("at_once", [1, 8])
+async def test_deterministic_answers_have_the_same_bits_in_company(
+    nano_q4_k_m: Path, loras: list[Path], at_once: int
+) -> None:
+    """In a quantized model, with drafts and kept states: as each request alone without them."""
+    rng = random.Random(at_once)
+    asked = []
+    for number in range(15):
+        text = random_prompt(rng, rng.randrange(5, 150))
+        params = SamplingParams(ignore_eos=True, logprobs=2)
+        if number % 2:
+            params = replace(params, temperature=1.0, top_k=20, seed=number)
+        asked.append(Request(text * 2, 20, params=params, adapters=SELECTIONS[number % len(SELECTIONS)]))
+    options: dict[str, Any] = {"lora": named(loras), "deterministic": True, "parallel": 8}
+    options |= {"ctx_size": 8 * 512, "prefix_checkpoints": 64}
+    with running(nano_q4_k_m, **options, speculation="off", prefix_cache=False) as engine:
+        alone = [await told(engine, request) for request in asked]
+    with running(nano_q4_k_m, **options, speculation="ngram", draft_always=True) as engine:
+        reproducible = engine.components.scheduler.reproducible
+        assert reproducible is not None
+        assert not reproducible.alone
+        for _ in range(2):
+            for start in range(0, len(asked), at_once):
+                part = asked[start : start + at_once]
+                found = await asyncio.gather(*(told(engine, request) for request in part))
+                assert found == alone[start : start + at_once]
+        stats = engine.stats()
+        assert stats.prefix.hits > 0
+        assert sum(drafts.accepted for drafts in stats.drafts.values()) > 0
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from qwen_serve.server.engine import SamplingParams, SchedulingParams
 from qwen_serve.server.engine.reproducible import Reproducible, rows_are_the_same
 from qwen_serve.server.engine.sequence import Sequence
 from tests.marks import slow_but
-from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, submit
+from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, told
 from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
@@ -198,19 +198,6 @@ def test_passes_of_several_tokens_that_differ_are_not_used(
     assert (found.chunk, found.alone) == (128, alone)
     one, other = (Sequence([0], 1, NO_SAMPLER) for _ in range(2))
     assert found.group(one, {one: 5, other: 6}, 512) == [one]
-
-
-async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
-    """An answer's tokens and log-probabilities, to the last bit; as far as its listener stays."""
-    await asyncio.sleep(request.delay)  # requests come when they come
-    generation = submit(engine, request)
-    tokens: list[int] = []
-    async for new in generation:
-        tokens += new
-        if request.cancel_after is not None and len(tokens) >= request.cancel_after:
-            generation.cancel()
-    assert generation.logprobs is not None
-    return tokens, repr(generation.logprobs.tokens)
 
 
 def with_drafts(rng: random.Random) -> list[Request]:
