@@ -48,7 +48,7 @@ INLINE = re.compile(
 ACTIVATE = ". .venv/bin/activate"
 OWN = re.compile(r"(qwen-|python -m|vllm-router)")
 """What lies in the environment's bin."""
-WITHOUT_CHECKOUT = {"docs/installation.md", "docs/fields.md"}
+WITHOUT_CHECKOUT = {"docs/installation.md"}
 
 ELSEWHERE = {
     r"^make ": "its targets and variables are looked up; CI runs the targets that test",
@@ -62,7 +62,6 @@ ELSEWHERE = {
     r"^vllm-router|host-a:8080": "a router and more machines; tests/server/test_cluster.py",
     r"server\.cluster": "tests/server/test_cluster.py",
     r"--workload tenants|--api-key-file KEYS": "a file of ten API keys; tests/bench/load/test_tenants.py",
-    r"^lm_eval": "fetches a data set; tests/server/test_lm_eval.py",
     r"^qwen-bench conformance clients": "installs clients from the network; tests/bench/test_clients.py",
     r"(start|stop)_server\.sh|experiment hackathon": "a card and the 35B",
     r"stock\.toml": "recipes that the page tells how to write, and an hour",
@@ -184,7 +183,7 @@ def test_a_command_can_be_pasted(command: Command, monkeypatch: pytest.MonkeyPat
         case ["python", "-m", "qwen_serve.server", *options]:
             assert {word for word in options if word.startswith("--")} <= SETTINGS
         case [program, *_]:
-            known = {"curl", "docker", "pip", "export", "lm_eval", "vllm-router", "python", "qwen-serve"}
+            known = {"curl", "docker", "pip", "export", "vllm-router", "python", "qwen-serve"}
             assert program in known or (ROOT / program).is_file() or program.startswith("BIN/"), program
 
 

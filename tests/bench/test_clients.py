@@ -28,7 +28,8 @@ def test_every_snippet_names_a_server() -> None:
         assert URL not in pointed
         if snippet.language == "python":
             compile(pointed, snippet.label, "exec")
-            assert '"secret"' in pointed
+            assert 'secret"' in pointed
+        assert "Bearer none" not in pointed
 
 
 def test_a_setup_goes_in_front_of_the_others(tmp_path: Path) -> None:
