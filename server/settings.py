@@ -87,8 +87,8 @@ class HttpSettings(Section, title="http"):
     """seconds for which the event loop may stand still before the process writes where it stood and ends with
     1, for its supervisor to start another; 0: for ever"""
     image_urls: Literal["off", "https"] = "off"
-    """fetch pictures that requests give by an https address, from image_url_hosts alone and from public
-    addresses alone; off: they are refused, and pictures come in the request"""
+    """fetch pictures that requests give by an https address, only from image_url_hosts and only from
+    public addresses; off: they are refused, and pictures come in the request"""
     image_url_hosts: str = ""
     """names of hosts, with commas between, that pictures may be fetched from; *.example.com for all below it,
     * for any"""

@@ -144,7 +144,7 @@ class SchedulerSettings(Section, title="scheduler"):
     """sequences that run at once, a recurrent state each; the others wait"""
     max_queue: int = Field(256, ge=0)
     """requests that may wait beyond those that run. A further one gets 429, unless its API key (or address,
-    without one) has less than an even part of them"""
+    without one) has less than an equal part of them; at twice as many all get it"""
     scheduling_policy: SchedulingPolicy = "fair"
     """which waiting request is next. fair: each API key (or address, without one) gets its share and does not
     wait behind another's bulk job; for one alone this is first come, first served. priority: by the requests'
@@ -223,8 +223,8 @@ class SpeculationSettings(Section, title="speculation"):
 
     speculation: Speculation = "auto"
     """draft from the text itself where it repeats ("ngram"), with the checkpoint's own MTP head ("mtp"),
-    either by what pays ("both"), or not at all; auto: both on a GPU, ngram without one. A draft_model drafts
-    beside these, or alone ("draft")"""
+    whichever is faster at the moment ("both"), or not at all; auto: both on a GPU, ngram without one. A
+    draft_model drafts beside these, or is the only drafter ("draft")"""
     draft_model: Path | None = None
     """GGUF file of a model that drafts for this one: a block drafter (DFlash), whose kind is read from it"""
     draft_window: int = Field(512, ge=1)
