@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic_core import to_json
-from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
 
-from qwen_serve.server.api.errors import from_exception
+from qwen_serve.server.api.errors import ClientLeft, from_exception
+from qwen_serve.server.api.request import until_gone
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from starlette.types import Receive, Scope, Send
 
@@ -29,9 +32,6 @@ Item = TypeVar("Item")
 
 LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
 """Legal in JSON, but line breaks to clients that split a stream with `str.splitlines`."""
-
-
-NEVER_S = 10**9
 
 
 class Lazily(Generic[Item]):
@@ -91,17 +91,19 @@ class EventWriter:
         """The last event of a failed stream."""
         return event(error.body())
 
-    def ping(self) -> ServerSentEvent:
+    def ping(self) -> bytes:
         """The event that keeps an idle connection open."""
-        return ServerSentEvent(comment="ping", sep="\n")
+        return b": ping\n\n"
 
 
-class EventStream(EventSourceResponse):
+class EventStream(Response):
     """Streams answers through `writer`. Calls `close` however the stream ends, with the error if there is
     one.
 
     That includes a client that left before the first event, when a generator's own `finally` never runs.
     """
+
+    PING_S = 15.0
 
     def __init__(
         self,
@@ -109,41 +111,52 @@ class EventStream(EventSourceResponse):
         writer: EventWriter,
         close: Callable[[ApiError | None], None],
     ) -> None:
-        super().__init__(
-            self._events(answers, writer),
-            media_type=writer.media_type,
-            ping=None if writer.pings else NEVER_S,
-            sep="\n",
-            headers={"Cache-Control": "no-cache"},
-            ping_message_factory=writer.ping,
-        )
-        self._close = close
+        self.status_code, self.media_type, self.background = 200, writer.media_type, None
+        # nginx would collect events; "no-cache": a cache must ask before it repeats an answer
+        headers = {"Cache-Control": "no-cache", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
+        self.init_headers(headers)
+        self._answers, self._writer, self._close = answers, writer, close
         self._error: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientLeft):
+                await until_gone(Request(scope, receive), self._stream(send))
         finally:
             self._close(self._error)
 
-    async def _events(
-        self, answers: Sequence[AsyncIterator[Any]], writer: EventWriter
-    ) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pings = asyncio.create_task(self._ping(send)) if self._writer.pings else None
         try:
-            if begun := writer.begin():
-                yield begun
-            async with aclosing(merge(answers)) as parts:
-                async for index, part in parts:
-                    if written := await writer.write(index, part):
-                        yield written
-            yield await writer.end()
+            last = await self._events(send)
         except Exception as error:
             # the status is sent already, so only an event can report it; without [DONE] the stream does not
             # pass for complete
             self._error = answer = from_exception(error)
             if answer.status == 500:
                 logger.exception("a stream failed")
-            yield writer.failure(answer)
+            last = self._writer.failure(answer)
+        finally:
+            if pings is not None:
+                pings.cancel()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _events(self, send: Send) -> bytes:
+        """Sends all events but the last, which it returns."""
+        writer = self._writer
+        if begun := writer.begin():
+            await send({"type": "http.response.body", "body": begun, "more_body": True})
+        async with aclosing(merge(self._answers)) as parts:
+            async for index, part in parts:
+                if written := await writer.write(index, part):
+                    await send({"type": "http.response.body", "body": written, "more_body": True})
+        return await writer.end()
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self.PING_S)
+            await send({"type": "http.response.body", "body": self._writer.ping(), "more_body": True})
 
 
 async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item | None], None]:
@@ -152,9 +165,13 @@ async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[
     An exception in any stream ends them all.
     """
     if len(streams) == 1:  # nothing to merge, so no tasks
-        async for item in streams[0]:
-            yield 0, item
-        yield 0, None
+        try:
+            async for item in streams[0]:
+                yield 0, item
+            yield 0, None
+        finally:
+            if isinstance(streams[0], AsyncGenerator):
+                await streams[0].aclose()
         return
     queue: asyncio.Queue[tuple[int, Item | None] | Exception] = asyncio.Queue(len(streams))
 

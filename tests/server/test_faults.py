@@ -244,9 +244,6 @@ def test_a_thousand_clients_that_leave_leave_nothing(options: dict[str, Any], na
     with serving(nano_f32, max_queue=4 * AT_ONCE, **options) as served:
         engine = served.engine
         [before] = [content(answer) for answer in asked(served, MATES[:1])]
-        assert (
-            asked(served, [{**MATES[0], "stream": True}])[0].status_code == 200
-        )  # sse-starlette stays to watch
         wait_until(lambda: at_rest(engine), 5)
         [loop] = engine._queues  # noqa: SLF001 - the server's
         time.sleep(0.2)  # what ends a little later is not to be counted

@@ -77,13 +77,13 @@ async def test_events_are_sent_as_they_are() -> None:
     start, *_, last = client.got
     assert start["status"] == 200
     assert (b"content-type", b"text/event-stream; charset=utf-8") in start["headers"]
-    assert client.bodies == [b"one", b"two", b"end", b""]
+    assert client.bodies == [b"one", b"two", b"end"]
     assert last["more_body"] is False
     assert client.closed == 1
 
 
 async def test_a_long_wait_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", 0.001)
+    monkeypatch.setattr(EventStream, "PING_S", 0.001)
     client = Client()
 
     async def events() -> AsyncGenerator[bytes, None]:
@@ -94,7 +94,7 @@ async def test_a_long_wait_is_filled_with_comments(monkeypatch: pytest.MonkeyPat
     pings = [one for one in client.bodies if one.startswith(b":")]
     assert all(ping.endswith(b"\n\n") for ping in pings)
     assert client.bodies[:2] == pings[:2]
-    assert [one for one in client.bodies if one not in pings] == [b"late", b"end", b""]
+    assert [one for one in client.bodies if one not in pings] == [b"late", b"end"]
 
 
 async def test_a_client_that_leaves_ends_the_stream() -> None:
@@ -159,8 +159,8 @@ async def test_a_failure_is_the_last_event() -> None:
 
     client = Client()
     await client.follow(events())
-    one, failure, last = client.bodies
-    assert (one, last) == (b"one", b"")
+    one, failure = client.bodies
+    assert one == b"one"
     assert json.loads(failure.removeprefix(b"data: "))["error"]["code"] == "generation_failed"
     assert client.got[-1]["more_body"] is False
     assert client.closed == 1

@@ -6,7 +6,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
-from sse_starlette import ServerSentEvent
 
 from qwen_serve.server.api.formats.chat import begin
 from qwen_serve.server.api.formats.translation import noted
@@ -90,8 +89,8 @@ class MessageWriter(EventWriter):
     def failure(self, error: ApiError) -> bytes:
         return typed_event(error.anthropic_body())
 
-    def ping(self) -> ServerSentEvent:
-        return ServerSentEvent('{"type":"ping"}', event="ping", sep="\n")
+    def ping(self) -> bytes:
+        return typed_event({"type": "ping"})
 
 
 class Message:
