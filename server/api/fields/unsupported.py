@@ -51,7 +51,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
     "routed_experts_prompt_start": (0,),
-    # SGLang
+    # SGLang; image_data of llama-server's former API, too
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
     "stop_regex": ([], ""),
     "no_stop_trim": (False,),
     "min_new_tokens": (0,),

@@ -103,6 +103,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"adaptive_target": 0.5}, "adaptive_target"),
     ({"stream_options": {"continuous_usage_stats": 1}}, "stream_options.continuous_usage_stats"),
     ({"suffix": "end"}, "suffix"),
+    ({"image_data": [{"data": "aaaa", "id": 1}]}, "image_data"),
     ({"n_cmpl": 2}, "n_cmpl"),
     ({"cache_prompt": "no"}, "cache_prompt"),
     ({"request_id": ""}, "request_id"),
