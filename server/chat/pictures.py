@@ -6,6 +6,7 @@ import binascii
 import math
 from base64 import b64decode
 from dataclasses import dataclass
+from hashlib import sha256
 from io import BytesIO
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from qwen_serve.server.engine.errors import PromptTooLong
+from qwen_serve.server.engine.pictures import Picture
 
 from .errors import PromptError
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.pictures import Picture
+    from qwen_serve.server.engine.encoder import PictureEncoder
 
 MAX_IMAGES = 16
 """Most pictures of a request."""
@@ -138,6 +140,13 @@ class GivenPicture:
             except Exception as error:  # any of Pillow's decoders may raise
                 raise self.wrong(f"could not be decoded: {error}") from None
 
+    def digest(self, asked: PixelBounds) -> bytes:
+        """A hash of all that `pixels` depends on for one `side`."""
+        bounds = self._bounds(asked)
+        made = sha256(b"%d %d " % (bounds.min_pixels or 0, bounds.max_pixels or 0))
+        made.update(self.data if self.data is not None else self.url.encode("utf-8", "surrogatepass"))
+        return made.digest()
+
     def _bounds(self, asked: PixelBounds) -> PixelBounds:
         bounds = self.bounds.within(asked)
         least, most = bounds.min_pixels, bounds.max_pixels
@@ -218,12 +227,15 @@ def shown(
         return ids, []
     length = len(ids)
     pictures: list[tuple[int, Picture]] = []
-    for before, (place, pixels, n_tokens) in enumerate(_measured(ids, given, engine, interrupt, asked)):
-        length += n_tokens - 1
+    for before, (place, picture, encoder) in enumerate(_placed(ids, given, engine, interrupt, asked)):
+        file = picture.digest(asked)
+        seen = encoder.recall(file, salt) or picture.pixels(encoder.side, asked)
+        length += (len(seen) if isinstance(seen, Picture) else encoder.measure(seen)) - 1
         if length >= engine.context_size:
             raise PromptTooLong(length, engine.context_size, exactly=False)
-        assert engine.encoder is not None
-        pictures.append((place - before, engine.encoder.encode(pixels, salt, interrupt)))
+        if not isinstance(seen, Picture):
+            seen = encoder.encode(seen, salt, interrupt, file)
+        pictures.append((place - before, seen))
     return [token for token in ids if token != engine.vocab.picture_id], pictures
 
 
@@ -238,20 +250,21 @@ def counted(
     Otherwise like `shown`."""
     made: list[int] = []
     done = 0
-    for place, _, n_tokens in _measured(ids, given, engine, interrupt, asked):
+    for place, picture, encoder in _placed(ids, given, engine, interrupt, asked):
+        n_tokens = encoder.measure(picture.pixels(encoder.side, asked))
         made += ids[done:place] + ids[place : place + 1] * n_tokens
         done = place + 1
     return made + ids[done:]
 
 
-def _measured(
+def _placed(
     ids: list[int],
     given: list[GivenPicture],
     engine: Engine,
     interrupt: Callable[[], None],
     asked: PixelBounds,
-) -> Iterator[tuple[int, npt.NDArray[np.uint8], int]]:
-    """For each picture, the index of its placeholder in `ids`, its pixels, and its number of tokens."""
+) -> Iterator[tuple[int, GivenPicture, PictureEncoder]]:
+    """The index of each picture's placeholder in `ids`, the picture, and what encodes it."""
     encoder = engine.encoder
     assert encoder is not None, "parts with pictures are refused where nothing reads them"
     places = [index for index, token in enumerate(ids) if token == engine.vocab.picture_id]
@@ -268,8 +281,7 @@ def _measured(
                 "(--image-max-tokens)",
                 picture.where,
             )
-        pixels = picture.pixels(encoder.side, asked)
-        yield place, pixels, encoder.measure(pixels)
+        yield place, picture, encoder
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.vision import VisionTower
 
 
+MAX_FILES = 16_384
+"""Files whose pictures are remembered: 64 bytes each."""
+
+
 class PictureEncoder:
     """Encodes one picture at a time, and prepares the next meanwhile. Any thread may call, and waits for its
     turn. The engine's steps and requests with a cached picture do not wait."""
@@ -48,6 +52,8 @@ class PictureEncoder:
         self._tower, self._identity = tower, identity.encode()
         self._cache: LRUCache[tuple[str, bytes], Picture]
         self._cache = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
+        self._files: LRUCache[tuple[str, bytes], bytes] = LRUCache(MAX_FILES)
+        """The key in `_cache`, after the salt, of what was decoded from a file with this digest."""
         self._preparing, self._encoding = Lock(), Lock()
         """Held while a picture is prepared on the host, and while one is encoded. Who takes both takes
         `_preparing` first."""
@@ -72,15 +78,24 @@ class PictureEncoder:
             except LlamaError as error:
                 raise GenerationError(f"the picture could not be measured: {error}") from error
 
+    def recall(self, file: bytes, salt: str) -> Picture | None:
+        """The cached picture of a file that was decoded before, by its digest: decoding takes as long as the
+        prefix cache's answer to a second question."""
+        with self._lock:
+            key = self._files.get((salt, file))
+        return None if key is None else self._known((salt, key))
+
     def encode(
         self,
         rgb: npt.NDArray[np.uint8],
         salt: str = "",
         interrupt: Callable[[], None] = lambda: None,
+        file: bytes = b"",
     ) -> Picture:
         """Encode a picture of shape [height, width, 3]. A cached one is not encoded again, except with
         another `salt`, since such requests share nothing. `interrupt` is called before it is prepared and
-        before it is encoded; an exception from it ends the work.
+        before it is encoded; an exception from it ends the work. `file` is the digest of what it was decoded
+        from, for `recall`.
 
         Raises GenerationError if llama.cpp fails, QueueFull while requests hold the maximum of rows, and
         EngineDead once it is closed.
@@ -90,6 +105,9 @@ class PictureEncoder:
         digest.update(rgb.data if rgb.flags.c_contiguous else rgb.tobytes())
         key = digest.digest()
         place = salt, key
+        if file:
+            with self._lock:
+                self._files[salt, file] = key
         if (known := self._known(place)) is not None:
             return known
         with self._preparing:

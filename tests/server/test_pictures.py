@@ -17,6 +17,7 @@ from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp import vision as llamacpp_vision
 from qwen_serve.server.api.limits import LARGE
 from qwen_serve.server.api.request import LONG_TEXT
+from qwen_serve.server.chat.pictures import GivenPicture
 from qwen_serve.server.engine import ModelLoadError
 from qwen_serve.server.engine.pictures import Picture, row_ids
 from qwen_serve.server.engine.places import Places
@@ -75,6 +76,24 @@ async def test_a_second_question_encodes_and_reads_no_picture(seeing: Served) ->
     # another picture at the same place is another prompt
     other = await ask(seeing, body(part(noise(4, 256, 256)), text("Which colour is the first?")))
     assert other["usage"]["prompt_tokens_details"]["cached_tokens"] < rows
+
+
+async def test_a_second_question_decodes_no_picture(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = part(noise(41))
+    first = await ask(seeing, body(shown, text("How many dots are there?")))
+
+    def decoded(picture: GivenPicture, *_: Any) -> Any:
+        raise picture.wrong("was decoded")
+
+    monkeypatch.setattr(GivenPicture, "pixels", decoded)
+    again = await ask(seeing, body(shown, text("How many dots are there?")))
+    assert content(again) == content(first)
+    for request in (
+        body(shown, cache_salt="theirs"),
+        body(part(noise(41), detail="low")),
+        body(part(noise(42))),
+    ):
+        assert "was decoded" in (await ask(seeing, request, 400))["error"]["message"]
 
 
 async def test_who_may_not_share_prefixes_cannot_tell_what_was_shown(seeing: Served) -> None:

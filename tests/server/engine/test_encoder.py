@@ -78,6 +78,19 @@ def test_a_picture_is_known_to_those_who_share() -> None:
     assert (made.encoded, made.cached) == (2, 2)
 
 
+def test_a_files_picture_is_recalled_by_those_who_share() -> None:
+    made = encoder(25)
+    assert made.recall(b"a", "ours") is None
+    first = made.encode(pixels(1), "ours", file=b"a")
+    assert made.recall(b"a", "ours") is first
+    assert made.recall(b"a", "theirs") is made.recall(b"b", "ours") is None
+    assert made.encode(pixels(1), "ours", file=b"b") is first  # the same pixels in another file
+    assert made.recall(b"b", "ours") is first
+    for seed in (2, 3):
+        made.encode(pixels(seed), "ours")
+    assert made.recall(b"a", "ours") is None  # there is room for two
+
+
 def test_what_tells_pictures_apart() -> None:
     made, other = encoder(0), encoder(0, "b")
     ids = [
