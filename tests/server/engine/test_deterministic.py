@@ -219,17 +219,27 @@ def with_drafts(rng: random.Random) -> list[Request]:
     return asked
 
 
+DRAFTS: dict[str, dict[str, Any]] = {
+    "from the text": {"speculation": "ngram"},
+    "the head's": {"speculation": "mtp"},
+    "short ones": {"speculation": "both", "mtp_depth": 6, "draft_max": 8},
+}
+"""Short ones are rolled back to a snapshot where a sequence decodes alone, the others to a copy."""
+
+
 @INVARIANT
-async def test_drafts_and_company_change_no_bit(nano_q4_k_m: Path) -> None:
+@pytest.mark.parametrize("drafts", slow_but(["from the text"], DRAFTS))
+async def test_drafts_and_company_change_no_bit(drafts: str, nano_q4_k_m: Path) -> None:
     rng = random.Random("ngram")
     asked = with_drafts(rng)
     options: dict[str, Any] = {"deterministic": True, "parallel": 5, "ctx_size": 5 * 1024}
     with running(nano_q4_k_m, **options, speculation="off", prefix_cache=False) as engine:
         alone = [await told(engine, request) for request in asked]
-    with running(nano_q4_k_m, **options, speculation="ngram", draft_always=True) as engine:
+    with running(nano_q4_k_m, **options, **DRAFTS[drafts], draft_always=True) as engine:
         reproducible = engine.components.scheduler.reproducible
         assert reproducible is not None
         assert not reproducible.alone
+        assert (engine.components.context.n_snapshots > 0) == (drafts != "from the text")
         for apart in (0.0, 0.5):
             late = [replace(request, delay=rng.uniform(0, apart)) for request in asked]
             leaving = [Request(random_prompt(rng, 90), 40, rng.uniform(0, apart), cancel_after=7)] * 2
@@ -237,9 +247,10 @@ async def test_drafts_and_company_change_no_bit(nano_q4_k_m: Path) -> None:
                 *(told(engine, request) for request in late), *(ask(engine, request) for request in leaving)
             )
             assert found[: len(asked)] == alone
-        drafts = engine.stats().drafts
-        assert sum(stats.drafted for stats in drafts.values()) > 0
-        assert sum(stats.accepted for stats in drafts.values()) > 0
+        if drafts != "from the text":
+            assert [await told(engine, request) for request in asked] == alone
+        stats = engine.stats().drafts.values()
+        assert sum(each.drafted for each in stats) > sum(each.accepted for each in stats) > 0
 
 
 def conversations(rng: random.Random, known: list[list[int]]) -> list[Request]:
