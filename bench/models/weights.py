@@ -30,6 +30,7 @@ from qwen_serve.bench.models.neurons import (
     Vectors,
 )
 from qwen_serve.bench.models.routing import zipf_scales
+from qwen_serve.convert.floats import convert
 from qwen_serve.convert.safetensors import NUMPY_TYPES
 from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan, expected_tensors
 
@@ -62,6 +63,12 @@ class Pool:
             values = self._values * np.float32(scale)
             self._scaled[scale, dtype] = values.astype(NUMPY_TYPES[dtype])
         return self._scaled[scale, dtype]
+
+    def matrices(self, scale: float, dtype: FloatType) -> Array:
+        """The same, in F16 before they are `dtype`."""
+        if (key := (scale, f"{dtype} of F16")) not in self._scaled:
+            self._scaled[key] = convert(self.scaled(scale, "F16"), "F16", dtype)
+        return self._scaled[key]
 
 
 class Noise:
@@ -121,7 +128,7 @@ class Weights:
         assert self._mtp.count <= planted_width(config), "neurons for every exception of the MTP block"
 
     def plan(self, outtype: FloatType = "F16") -> TensorPlan:
-        """All tensors, block by block, with matrices as `outtype`; they are always made in F16."""
+        """All tensors, block by block, with matrices as `outtype`. What is not noise alone is made in F16."""
         tensors = []
         listed = expected_tensors(self._config, "", range(self._config.n_layers), has_mtp=True)
         for number, (_, name, rule) in enumerate(listed):
@@ -129,11 +136,15 @@ class Weights:
                 continue
             shape = tuple(n for n in rule.shape(self._config) if n != 1)  # the convolution's middle axis is 1
             dtype: FloatType = "F32" if len(shape) == 1 or rule.keep_f32 else "F16"
-            values = self._pool.scaled(self._scale(name, shape), dtype)
-            noise = Noise(values, number * POOL_STEP, _width(shape))
-            rows = self._rows(name, shape, noise)
-            made = MadeTensor(name, shape, dtype, rows, noise if rows == noise.rows else None)
             float_type = outtype if dtype == "F16" else dtype
+            scale, place, width = self._scale(name, shape), number * POOL_STEP, _width(shape)
+            noise = Noise(self._pool.scaled(scale, dtype), place, width)
+            rows = self._rows(name, shape, noise)
+            made = MadeTensor(name, shape, dtype, rows)
+            if rows == noise.rows:
+                if dtype == "F16":
+                    noise = Noise(self._pool.matrices(scale, outtype), place, width)
+                made = MadeTensor(name, shape, float_type, noise.rows, noise)
             tensors.append(PlannedTensor(name, made, shape, float_type, reorder=None, compute=None))
         return TensorPlan(tuple(tensors), n_blocks=self._config.n_layers + 1, n_mtp_layers=1)
 
