@@ -13,7 +13,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from qwen_serve.common.children import end_with_parent
-from qwen_serve.convert.compensation import compensate
+from qwen_serve.convert.compensation.file import compensate
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.progress import Progress

@@ -7,15 +7,13 @@ rounding.py  codes, with each column's error carried on
 gram.py      statistics of a matrix's inputs
 file.py      the pass over a model's matrices
 gains.py     what compensation takes off the errors of types, for the search of recipes
+worker.py    where Gram matrices and rounding are computed, perhaps another process
 arrays.py    numpy or torch
+
+This module imports none of them: the other process must not load llama.cpp.
 """
 
 from typing import Final
 
-from qwen_serve.convert.compensation.file import compensate
-from qwen_serve.convert.compensation.gains import measure_gains
-
 COMPENSATION_VERSION: Final = 1
 """Raise it when the same model and text would give different blocks."""
-
-__all__ = ["COMPENSATION_VERSION", "compensate", "measure_gains"]

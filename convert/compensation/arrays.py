@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from qwen_serve.llamacpp.probe import Floats
 
 Array: TypeAlias = Any
 """A numpy array or a torch tensor; their types are unrelated."""
@@ -23,17 +17,6 @@ def namespace(array: Array) -> Any:
     import torch  # an optional extra, imported only for its tensors
 
     return torch
-
-
-def backend(*, card: bool) -> Callable[[Floats], Array]:
-    """A function that moves an array to where rounding is computed: a GPU if `card` and there are one and
-    torch."""
-    if card and find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available():
-            return lambda array: torch.tensor(array, device="cuda")
-    return np.array
 
 
 def half(array: Array) -> Array:

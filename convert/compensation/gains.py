@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from qwen_serve.convert.chunks import read_chunks
-from qwen_serve.convert.compensation.arrays import backend, transposed
-from qwen_serve.convert.compensation.file import Run
+from qwen_serve.convert.compensation.file import Run, device_of
 from qwen_serve.convert.compensation.grids import GRIDS
-from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
+from qwen_serve.convert.compensation.worker import working
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gguf import GGMLQuantizationType as Type
 
-    from qwen_serve.convert.compensation.arrays import Array
+    from qwen_serve.convert.compensation.worker import Worker
     from qwen_serve.llamacpp.evaluation import Runtime
     from qwen_serve.llamacpp.probe import Floats
 
@@ -49,11 +48,14 @@ def measure_gains(
         ConvertError: the text is too short, or activations are not finite.
         LlamaError: the model cannot be loaded or run.
     """
-    bring = backend(card=runtime.n_gpu_layers != 0)
-    with runtime.load(base, writable=True) as model, Progress("Gains", len(wanted), "tensors") as progress:
+    with (
+        working(device_of(runtime)) as worker,
+        runtime.load(base, writable=True) as model,
+        Progress("Gains", len(wanted), "tensors") as progress,
+    ):
         means = {n: e.means for n, e in Imatrix.load(imatrix).entries.items()} if imatrix else {}
-        gains = _Gains(wanted, means, Weights(model, runtime.n_threads), progress, bring)
-        Run(model, read_chunks(model, text), gains, runtime, bring).run()
+        gains = _Gains(wanted, means, Weights(model, runtime.n_threads), progress, worker)
+        Run(model, read_chunks(model, text), gains, runtime, worker).run()
     return gains.found
 
 
@@ -66,49 +68,38 @@ class _Gains:
         means: Mapping[str, Floats],
         weights: Weights,
         progress: Progress,
-        bring: Callable[[Floats], Array],
+        worker: Worker,
     ) -> None:
         self._wanted, self._means, self._weights = wanted, means, weights
-        self._progress, self._bring = progress, bring
+        self._progress, self._worker = progress, worker
         self.found: dict[str, dict[Type, float]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._wanted and name in self._weights
 
-    def choose(self, names: Sequence[str], grams: Array) -> None:
-        some = slice(None, None, -(-len(grams) // MATRICES))
-        inputs = [Inputs(gram) for gram in grams[some]]
-        for name in names:
-            self._progress.note(name)
-            values = self._weights.values(name)[some]
-            values = np.ascontiguousarray(values[:, :: max(1, values.size // SAMPLE_ELEMENTS)])
-            means = self._means.get(name)
-            columns = means[some] if means is not None and len(means) == len(grams) else None
-            self.found[name] = {
-                kind: _gain(values, columns, inputs, kind, self._bring)
-                for kind in self._wanted[name]
-                if kind in GRIDS
-            }
+    def choose(self, names: Sequence[str], source: str) -> None:
+        values = {name: self._weights.values(name) for name in names}
+        matrices, _, width = values[names[0]].shape
+        losses = {name: {kind: np.zeros(2) for kind in self._wanted[name] if kind in GRIDS} for name in names}
+        for matrix in range(0, matrices, -(-matrices // MATRICES)):
+            self._worker.prepare((source, matrix), width)
+            for name in names:
+                self._progress.note(name)
+                step = max(1, values[name][matrix].size * min(matrices, MATRICES) // SAMPLE_ELEMENTS)
+                rows = np.ascontiguousarray(values[name][matrix, ::step])
+                for kind, sums in losses[name].items():
+                    sums += self._losses(rows, self._columns(name, matrix, width), kind)
+        self._worker.drop(source)
+        for name, by_kind in losses.items():
+            self.found[name] = {k: float(left / all_) if all_ else 1.0 for k, (left, all_) in by_kind.items()}
             self._progress.advance()
 
+    def _losses(self, rows: Floats, columns: Floats | None, kind: Type) -> tuple[float, float]:
+        """Compensated and llama.cpp's."""
+        nearest = dequantize_rows(quantize_rows(rows[None], kind, columns), kind)[0]
+        _, compensated = self._worker.round(kind, rows, SWEEPS)
+        return self._worker.loss(rows, compensated), self._worker.loss(rows, nearest)
 
-def _gain(
-    values: Floats,
-    columns: Floats | None,
-    inputs: Sequence[Inputs],
-    kind: Type,
-    bring: Callable[[Floats], Array],
-) -> float:
-    """`values` [matrices, rows, width]."""
-    nearest = dequantize_rows(quantize_rows(values, kind, columns), kind)
-    before = after = 0.0
-    for matrix, rounded, one in zip(values, nearest, inputs, strict=True):
-        wanted = transposed(bring(matrix))
-        before += _loss(transposed(bring(rounded)) - wanted, one.gram)
-        after += _loss(round_compensated(wanted, one, GRIDS[kind], sweeps=SWEEPS).values() - wanted, one.gram)
-    return after / before if before else 1.0
-
-
-def _loss(off: Array, gram: Array) -> float:
-    """trace(E G E') of an error [width, rows]."""
-    return float((off * (gram @ off)).sum())
+    def _columns(self, name: str, matrix: int, width: int) -> Floats | None:
+        means = self._means.get(name)
+        return means[matrix : matrix + 1] if means is not None and means.shape[1:] == (width,) else None

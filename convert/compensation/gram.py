@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.convert.compensation.arrays import namespace
-from qwen_serve.convert.errors import ConvertError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container
+    from collections.abc import Container
 
-    from qwen_serve.convert.compensation.arrays import Array
+    from qwen_serve.convert.compensation.worker import Worker
     from qwen_serve.llamacpp.probe import Floats, Routing
 
 
@@ -43,17 +40,15 @@ class Order:
 
 
 class Grams:
-    """An observer that sums the Gram matrices of one or more readings.
+    """An observer that has a worker sum the Gram matrices of one or more readings.
 
     Args:
         wanted: the readings' first weights, which stand for all of them.
         end: the weight after which nothing more is needed.
-        bring: moves rows to the device that computes the products.
     """
 
-    def __init__(self, wanted: Container[str], end: str | None, bring: Callable[[Floats], Array]) -> None:
-        self._wanted, self._end, self._bring = wanted, end, bring
-        self._sums: dict[str, Array] = {}
+    def __init__(self, wanted: Container[str], end: str | None, worker: Worker) -> None:
+        self._wanted, self._end, self._worker = wanted, end, worker
 
     def observes(self, name: str) -> bool:
         return name in self._wanted or name == self._end
@@ -62,28 +57,10 @@ class Grams:
         """`rows` [n, width]: inputs of weight `name`; with `routing`, of the matrices in it."""
         if name == self._end:
             raise EnoughError
-        matrices = 1 if routing is None else routing.experts
-        if name not in self._sums:
-            width = rows.shape[1]
-            self._sums[name] = self._bring(np.zeros((matrices, width, width), np.float32))
-        sums = self._sums[name]
         if routing is None:
-            here = self._bring(rows)
-            sums[0] += here.T @ here
+            self._worker.add((name, 0), rows)
             return
         tokens, used = routing.ids.shape
         row = np.arange(tokens)[:, None] * routing.slots + np.arange(used) % routing.slots
         for expert in np.unique(routing.ids):
-            here = self._bring(rows[row[routing.ids == expert]])
-            sums[int(expert)] += here.T @ here
-
-    def take(self, name: str) -> Array:
-        """[matrices, width, width], which are then discarded.
-
-        Raises:
-            ConvertError: a sum is not finite.
-        """
-        sums = self._sums.pop(name)
-        if not bool(namespace(sums).isfinite(sums).all()):
-            raise ConvertError(f"the inputs of {name} are not finite; is the checkpoint intact?")
-        return sums
+            self._worker.add((name, int(expert)), rows[row[routing.ids == expert]])

@@ -9,7 +9,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from qwen_serve.convert.cards import BANDWIDTH
-from qwen_serve.convert.compensation import COMPENSATION_VERSION, measure_gains
+from qwen_serve.convert.compensation import COMPENSATION_VERSION
+from qwen_serve.convert.compensation.gains import measure_gains
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
 from qwen_serve.convert.search.groups import Layout, Matrix, Type, read_layout
