@@ -52,11 +52,13 @@ declare -A off=(
     [ssm-conv-ids]=GGML_CUDA_REFUSE=conv_ids
     [dequantize-wide]=GGML_CUDA_DEQUANT_MIN_BATCH=1000000000
     [gdn-chunked]=GGML_CUDA_GDN_CHUNKED=0
+    [gdn-hopper]=GGML_CUDA_GDN_HOPPER=0
     [mmq-thin]=GGML_CUDA_MMQ_THIN_MAX=0
     [mmvq-rows]=GGML_CUDA_MMVQ_ONE_ROW=1
     [quantize-once]=GGML_CUDA_QUANTIZE_ALWAYS=1
     [mmq-mid]=GGML_CUDA_MMQ_MID_MAX=0
     [norm-chains]=GGML_CUDA_NORM_APART=1
+    [norm-rope]=GGML_CUDA_ROPE_APART=1
     [moe-grouped]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
     [mmq-experts]=GGML_CUDA_MMQ_BY_EXPERT=0
     [mmq-grouped]=GGML_CUDA_MMQ_GROUPED_MAX=0
@@ -131,7 +133,7 @@ bench() { # bench LABEL SWITCHES OPTION...: JSON lines
 operators() {
     local eager operator failed=0
     for eager in 1 ""; do
-        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES RMS_NORM_MUL_ADD GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
+        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES RMS_NORM_MUL_ADD RMS_NORM_MUL_ROPE GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
             "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)" MUL_MAT_SHARED \
             "MUL_MAT -p type_a=(q8_0|q4_0|q[456]_K),type_b=f32.*n=1," "MUL_MAT_VEC_FUSION -p type=(q8_0|q4_0|q[456]_K)" \
             "MUL_MAT_ID -p type_a=(f16|bf16)," "MUL_MAT_ID -p n_mats=64," "MUL_MAT -p type_a=f32,type_b=f32"; do
@@ -144,7 +146,7 @@ operators() {
     done
     if [ -x "$bin/test-kv-mask" ]; then "$bin/test-kv-mask" | tail -1; fi
     # what a chunked delta net and one kernel for the short convolution take
-    for set in "${off[gdn-chunked]}" "X=0"; do
+    for set in "${off[gdn-chunked]}" "${off[gdn-hopper]}" "X=0"; do
         env "$set" timeout 60 "$bin/test-backend-ops" perf -b CUDA0 -o GATED_DELTA_NET \
             -p "head_count=16,head_size=128,n_seq_tokens=(512|2048)" 2>/dev/null | grep -a "us/run" | sed "s/^/$set /"
     done
@@ -193,7 +195,7 @@ waterfall() {
 prompt() {
     : >"$out/prompt.jsonl"
     for round in $(seq "$rounds"); do
-        for step in $(steps none kv-window reserve-in-place dequantize-wide gdn-chunked); do
+        for step in $(steps none kv-window reserve-in-place dequantize-wide gdn-chunked gdn-hopper norm-rope); do
             set=$(switches "$step") || continue
             bench "$step" "$set" -c 20480 -npp 512,2048,2048,8192 -ntg 4 -npl 1 >>"$out/prompt.jsonl"
         done
