@@ -13,6 +13,13 @@ if(NOT CMAKE_CURRENT_SOURCE_DIR STREQUAL CMAKE_SOURCE_DIR)
     return() # a project inside
 endif()
 
+# A library keeps to itself what static libraries bring. A compiler that finds no libstdc++.so links libstdc++.a:
+# exported, its locales share some numbers of facets with the libstdc++.so.6 of numpy or PyTorch and not others, and a
+# process crashes when it loads a model. Not add_link_options(), which also reaches nvcc's device link.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    string(APPEND CMAKE_SHARED_LINKER_FLAGS " -Wl,--exclude-libs,ALL")
+endif()
+
 option(LLAMA_PATCHES "Patch llama.cpp" ON)
 set(LLAMA_PATCHES_LAST "9999" CACHE STRING "Patch llama.cpp up to this number")
 

@@ -125,7 +125,6 @@ class Build:
         if not self.native:
             args.append("-DGGML_NATIVE=OFF")
         if self.cuda:
-            # --exclude-libs: libggml-cuda would otherwise export the C++ runtime of CUDA's static libraries.
             # The stubs replace the driver's libcuda, which a build machine may lack.
             compiler = Path(str(self._nvcc))
             toolkit = (compiler if self.cuda_from_wheels else compiler.resolve()).parents[1]
@@ -134,7 +133,7 @@ class Build:
                 "-DGGML_CUDA=ON",
                 f"-DCMAKE_CUDA_COMPILER={self._nvcc}",
                 f"-DCMAKE_CUDA_ARCHITECTURES={self.cards}",
-                f"-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL,-rpath-link,{stubs}",
+                f"-DCMAKE_SHARED_LINKER_FLAGS=-Wl,-rpath-link,{stubs}",
             ]
             # Otherwise CMake may take headers and libraries from /usr/local/cuda. If nvcc links to ccache, no
             # toolkit is beside it.

@@ -90,12 +90,10 @@ def this_machines_flavour() -> Flavour:
 def _backend(flavour: Flavour) -> list[str]:
     if flavour == "cpu":
         return ["-DGGML_CUDA=OFF"]
-    # without --exclude-libs, libggml-cuda would export the C++ runtime of CUDA's static libraries
     return [
         "-DGGML_CUDA=ON",
         f"-DCMAKE_CUDA_COMPILER={build_machine.nvcc()}",
         f"-DCMAKE_CUDA_ARCHITECTURES={build_machine.cards()}",
-        "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--exclude-libs,ALL",
     ]
 
 

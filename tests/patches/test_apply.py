@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ LIBRARY = """
 project(inner CXX)
 add_library(llama SHARED llama.cpp)
 set_target_properties(llama PROPERTIES LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR})
+"""
+RUNTIME = """
+add_library(runtime STATIC runtime.cpp)
+set_target_properties(runtime PROPERTIES POSITION_INDEPENDENT_CODE ON)
+target_sources(llama PRIVATE five.cpp)
+target_link_libraries(llama PRIVATE runtime)
 """
 SOURCE = """extern "C" int one(void) { return 1; }
 // between
@@ -155,3 +162,17 @@ def test_sources_changed_by_hand_are_named(tmp_path: Path, queue: Path, sources:
     done = configure(tmp_path, "-DLLAMA_PATCHES=OFF")
     assert done.returncode != 0
     assert "delete that folder" in " ".join(done.stderr.split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only linkers of ELF have --exclude-libs")
+def test_libraries_do_not_export_what_static_ones_bring(tmp_path: Path, queue: Path, sources: Path) -> None:
+    """As libstdc++.a does where a compiler lacks libstdc++.so."""
+    src = sources / "src"
+    (src / "CMakeLists.txt").write_text(LIBRARY + RUNTIME)
+    (src / "runtime.cpp").write_text('extern "C" int runtime(void) { return 5; }\n')
+    calling = 'extern "C" int runtime(void);\nextern "C" int five(void) { return runtime(); }\n'
+    (src / "five.cpp").write_text(calling)
+    assert configure(tmp_path).returncode == 0
+    library = built(tmp_path)
+    assert library.five() == 5
+    assert not hasattr(library, "runtime")
