@@ -205,7 +205,10 @@ class Context:
         for sequence in self._snapshots.disturbed(sequences):
             self._materialize(sequence)
         if self.ring is not None and self._fills_ring:
-            self._ring_rows = self.ring.rows(sequences, self.positions[:n_tokens])
+            if of_pictures:  # no reader wants their rows
+                self._ring_rows = np.full(n_tokens, self.ring.n_rows - 1, np.int32)
+            else:
+                self._ring_rows = self.ring.rows(sequences, self.positions[:n_tokens])
             layers.set_ring_rows(self._handle, self._ring_rows)
         self._batch.n_tokens = n_tokens
         self._uncopied.clear()

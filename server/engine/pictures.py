@@ -86,6 +86,11 @@ class Layout:
         """Number of tokens that are rows of pictures."""
         return sum(len(place.picture) for place in self.places)
 
+    @property
+    def end(self) -> int:
+        """Index of the first token behind the last picture; 0 without pictures."""
+        return self.places[-1].end if self.places else 0
+
     def position(self, index: int) -> int:
         """Position of the text token at `index`, or of the first row of the picture there."""
         if not self.places or not (n := bisect_right(self._starts, index)):

@@ -52,7 +52,7 @@ class DflashDrafter(HiddenDrafter):
     """
 
     name = "dflash"
-    reads_pictures = False  # rows are kept by position, and rows of a picture share positions
+    reads_pictures = False  # the ring keeps rows by position, and rows of a picture share positions
     kinds: Mapping[str, float] = {"dflash": 0.85}
     _context: DraftContext
 
@@ -124,7 +124,7 @@ class DflashDrafter(HiddenDrafter):
             for _ in range(4 if n == 1 else 2):
                 started = perf_counter()
                 together = self._context.source is not None
-                self._put_blocks([(slot, self._block, 0) for slot in range(n)], together=together)
+                self._put_blocks([(slot, self._block, 0, 0) for slot in range(n)], together=together)
                 self._blocks.setdefault(n, Mean()).add(perf_counter() - started)
                 self._context.clear()
             n *= 2
@@ -145,17 +145,19 @@ class DflashDrafter(HiddenDrafter):
                     self._context.remove(request.slot, start - self._block, state.fed)
                 state.rows.clear()
                 state.fed = state.start = state.end
-        guesses = self._put_blocks(
-            [(r.slot, start, r.sequence.tokens[-1]) for r, start in zip(requests, starts, strict=True)],
-            together=together,
-        )
+        wanted = [
+            (r.slot, start, r.sequence.tokens[-1], r.sequence.pictures.position(start) - start)
+            for r, start in zip(requests, starts, strict=True)
+        ]
+        guesses = self._put_blocks(wanted, together=together)
         self._trim(request.slot for request in requests)
         for request, start in zip(requests, starts, strict=True):
             self._context.remove(request.slot, start)
         return [Draft(g[: r.limit], self.name) for g, r in zip(guesses, requests, strict=True)]
 
-    def _put_blocks(self, wanted: ListLike[tuple[int, int, int]], *, together: bool) -> list[list[int]]:
-        """Guess `depth` tokens after each `newest` token, at position `start`: (slot, start, newest).
+    def _put_blocks(self, wanted: ListLike[tuple[int, int, int, int]], *, together: bool) -> list[list[int]]:
+        """Guess `depth` tokens after each `newest` token, the sequence's token `start`: (slot, start, newest,
+        shift). The trunk has it at the position `start` + `shift`, which is less behind pictures.
 
         With `together` the same call injects the rows of as many tokens before it as a block has.
         """
@@ -164,7 +166,8 @@ class DflashDrafter(HiddenDrafter):
         before = n if together else 0
         context.tokens[before : before + n] = self._mask
         context.outputs[before : before + n] = 1  # all rows of blocks, or the graph would read wrong ones
-        for number, (slot, start, newest) in enumerate(wanted):
+        shifts = np.zeros(before, np.int32)
+        for number, (slot, start, newest, shift) in enumerate(wanted):
             at = before + number * block
             context.tokens[at] = newest
             context.positions[at : at + block] = np.arange(start, start + block)
@@ -173,9 +176,11 @@ class DflashDrafter(HiddenDrafter):
                 at -= before
                 context.positions[at : at + block] = np.arange(start - block, start)
                 context.sequences[at : at + block] = slot
+                shifts[at : at + block] = shift
         if together:
             assert context.source is not None
-            context.injected[:n, 0] = context.source.rows(context.sequences[:n], context.positions[:n])
+            places = context.source.rows(context.sequences[:n], context.positions[:n] + shifts)
+            context.injected[:n, 0] = places
             self._with_room(lambda: context.inject_and_decode(n, n))
         else:
             self._with_room(lambda: context.decode(n))

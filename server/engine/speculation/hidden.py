@@ -77,7 +77,7 @@ class HiddenDrafter:
 
     instant = False
     reads_pictures = True
-    """Whether it drafts for sequences with pictures; if not, it gets none of their rows."""
+    """Whether it reads the rows of pictures; if not, it begins behind a sequence's last picture."""
     most: int
     kinds: Mapping[str, float]
     """Its only kind of drafts, with the acceptance assumed for a first token before any is measured."""

@@ -91,7 +91,7 @@ class HiddenRows:
                 slot, right = chunk.sequence.slot, chunk.count + new.accepted
                 if slot is None or slot >= self._slots:
                     continue
-                if chunk.sequence.pictures and not reader.reads_pictures:
+                if not reader.reads_pictures and chunk.start < chunk.sequence.pictures.end:
                     continue
                 left = len(chunk.sequence.tokens) - chunk.start - right
                 if left >= reach:
