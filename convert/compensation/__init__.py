@@ -15,5 +15,5 @@ This module imports none of them: the other process must not load llama.cpp.
 
 from typing import Final
 
-COMPENSATION_VERSION: Final = 1
+COMPENSATION_VERSION: Final = 2
 """Raise it when the same model and text would give different blocks."""

@@ -29,11 +29,15 @@ TINY: Final = 1e-20
 
 
 def search_blocks(values: Array, importance: Array, grid: Grid) -> Blocks:
-    """The grid's blocks nearest to `values` [width, rows]; `importance` [width] weighs squared errors."""
+    """The grid's blocks nearest to `values` [width, rows]; squared errors are weighed by `importance` [width]
+    and the weights' size."""
     xp = namespace(values)
     width, rows = values.shape
     x = values.reshape(-1, grid.sub_block, rows)
-    w = importance.reshape(-1, grid.sub_block, 1)
+    # large weights count for more, as in llama.cpp: errors of inputs that the calibration text lacks
+    blocks = values.reshape(-1, grid.block, rows) ** 2
+    size = xp.sqrt(xp.sum(blocks, 1)[:, None] / grid.block + blocks).reshape(x.shape)
+    w = importance.reshape(-1, grid.sub_block, 1) * size
     step, offset = _fit_each(x, w, grid)
     subs, each = len(x), grid.block // grid.sub_block
     zeros = xp.zeros_like(step)

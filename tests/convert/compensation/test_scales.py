@@ -21,8 +21,11 @@ def test_the_error_is_below_llama_cpps(kind: Type) -> None:
     ours = search_blocks(np.ascontiguousarray(values.T), importance, GRIDS[kind]).values().T
     theirs = dequantize_rows(quantize_rows(values[None], kind, importance[None]), kind)[0]
 
+    squares = np.square(values).reshape(64, -1, GRIDS[kind].block)
+    size = np.sqrt(squares.mean(-1, keepdims=True) + squares).reshape(values.shape)
+
     def error(found: np.ndarray) -> float:
-        return float((np.square(found - values) * importance).sum())
+        return float((np.square(found - values) * importance * size).sum())
 
     assert error(ours) < error(theirs)
 
