@@ -58,7 +58,7 @@ class Engine:
         options.n_gpu_layers = 999 if gpu else 0
         self.model = C.llama_load_model_from_file(str(model).encode(), options)
         params = C.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, 512, 64
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, 512, 128
         params.n_seq_max = 2 * N_SEQ
         params.n_rs_seq = snapshots | (SHARED if shared else 0)
         params.kv_unified = unified
@@ -118,7 +118,7 @@ class Engine:
 
 def play(engine: Engine, seed: int, n_actions: int, n_ctx: int, snapshots: int) -> None:
     """The script."""
-    actions = ["prompt", "step", "steps", "mixed", "verify", "save", "restore", "drop"]
+    actions = ["prompt", "long", "step", "steps", "mixed", "verify", "save", "restore", "drop"]
     if snapshots:
         actions.append("rewind")
     draw = np.random.default_rng(seed)
@@ -139,6 +139,8 @@ def play(engine: Engine, seed: int, n_actions: int, n_ctx: int, snapshots: int) 
         some = running[: int(draw.integers(1, N_SEQ + 1))]
         if action == "prompt" and resting:
             engine.decode({s: ids(int(draw.integers(1, 30))) for s in resting[: int(draw.integers(1, 4))]})
+        elif action == "long" and resting:  # a pass of more than 64 tokens, which steps surround
+            engine.decode({resting[0]: ids(int(draw.integers(65, 120)))})
         elif action == "step" and some:
             engine.decode({s: ids(1) for s in some})
         elif action == "steps" and some:
