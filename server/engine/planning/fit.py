@@ -215,7 +215,8 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
             wanted = max(wanted, spec.draft.block - 1)
         if not SHARES_SNAPSHOTS:
             wanted = min(wanted, FEW_SNAPSHOTS) if settings.parallel <= SNAPSHOT_SLOTS else 0
-    if not SequenceIds.of(settings).drafting or not spec.state:
+    # on a card, answers of a server with the MTP head and snapshots had other bits than without either
+    if not SequenceIds.of(settings).drafting or settings.deterministic or not spec.state:
         wanted = 0
     # llama.cpp keeps a verification in one pass (`split_equal`), and a pass must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
