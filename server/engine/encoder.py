@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 MAX_FILES = 16_384
-"""Files whose pictures are remembered: 64 bytes each."""
+"""Files whose pictures are remembered, in a few hundred bytes each."""
 
 
 class PictureEncoder:
