@@ -53,7 +53,8 @@ def test_an_edited_question_is_another_version_of_it(start: Start, page: Any) ->
     page.keyboard.press("ArrowUp")
     assert page.input_value("#input") == "Second?"
     page.reload()
-    page.wait_for_function("document.querySelector('#input').value === 'Second?'")
+    page.locator("#cancel-edit").wait_for()
+    assert page.input_value("#input") == "Second?"
     assert texts(page) == whole
     page.locator("#cancel-edit").click()
     page.get_by_label("Edit and ask again").first.click()
