@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 CACHE_VARIABLE = "QWEN_SERVE_CACHE"
+WHEELS_VARIABLE = "QWEN_SERVE_WHEELS"
 
 
 def own_version() -> str:

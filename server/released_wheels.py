@@ -24,16 +24,15 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlparse
 from urllib.request import urlopen
 
-from qwen_serve.server.about import cache_folder, data_folder
+from qwen_serve.server.about import WHEELS_VARIABLE, cache_folder, data_folder
 from qwen_serve.server.build_machine import cards, nvcc, output_of, processor_features
 from qwen_serve.server.llama_build import PACKAGE, Build, SetupError, requirement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VARIABLE = "QWEN_SERVE_WHEELS"
 RELEASES = ""
-"""URL of a release's files without VARIABLE; empty as long as the project has no public address."""
+"""URL of a release's files without WHEELS_VARIABLE; empty as long as the project has no public address."""
 
 SUMS = "SHA256SUMS"
 ANSWER_S = 8.0
@@ -150,7 +149,7 @@ class Released(Build):
 
 def place() -> str:
     """The folder or URL in QWEN_SERVE_WHEELS, else the project's release page; "" for none."""
-    return os.environ.get(VARIABLE, RELEASES).strip()
+    return os.environ.get(WHEELS_VARIABLE, RELEASES).strip()
 
 
 def fitting(*, cuda: str, archs: str | None, patched: bool, native: bool) -> Released:

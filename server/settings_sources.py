@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
-from qwen_serve.server.about import llama_version, own_version
+from qwen_serve.server.about import CACHE_VARIABLE, WHEELS_VARIABLE, llama_version, own_version
 from qwen_serve.server.names import nearest
 from qwen_serve.server.settings import DEPLOYED, ENV_PREFIX, Settings, Sources, described_settings
 from qwen_serve.server.variant import (
@@ -238,8 +238,8 @@ def did_you_mean(name: str, *, known: str) -> str:
     return f"did you mean {near!r}?" if near else known
 
 
-OTHER_VARIABLES = ("serve_cache", "serve_wheels", "bench_api_key")
-"""Variables without QWEN_ that are no settings of the server, but that `setup` and qwen-bench read."""
+OTHER_VARIABLES = (CACHE_VARIABLE, WHEELS_VARIABLE, "QWEN_BENCH_API_KEY")
+"""Variables that are no settings of the server, but that `setup` and qwen-bench read."""
 
 
 def unknown_variables() -> list[str]:
@@ -247,7 +247,8 @@ def unknown_variables() -> list[str]:
 
     They are not errors, since other programs may use such names.
     """
-    known = {*Settings.model_fields, "variant", "config", *OTHER_VARIABLES}
+    others = (variable.removeprefix(ENV_PREFIX).lower() for variable in OTHER_VARIABLES)
+    known = {*Settings.model_fields, "variant", "config", *others}
     names = [key.removeprefix(ENV_PREFIX) for key in sorted(os.environ) if key.startswith(ENV_PREFIX)]
     found = []
     for name in names:

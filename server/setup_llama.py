@@ -36,7 +36,7 @@ from typing import IO, TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 from qwen_serve.server import cuda_wheels, released_wheels
-from qwen_serve.server.about import cache_folder
+from qwen_serve.server.about import WHEELS_VARIABLE, cache_folder
 from qwen_serve.server.build_machine import cards, first_line, nvcc, processors
 from qwen_serve.server.llama_build import PACKAGE, Build, SetupError
 
@@ -95,7 +95,7 @@ def main(
         metavar="WHERE",
         default=released_wheels.place(),
         help="folder or URL of a release's wheels, looked at before anything is built; '' builds "
-        f"({released_wheels.VARIABLE}, which is %(default)r)",
+        f"({WHEELS_VARIABLE}, which is %(default)r)",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.add_argument("--advise", action="store_true", help="only say what a card without nvcc needs")
@@ -270,7 +270,7 @@ def build_wheel(build: Build, work: Path) -> None:
     if not first_line(os.environ.get("CXX", "c++"), "--version"):
         raise SetupError(
             "no C++ compiler: install one (build-essential on Debian), name it in CXX, or name a release's "
-            f"wheels in {released_wheels.VARIABLE}"
+            f"wheels in {WHEELS_VARIABLE}"
         )
     if build.patched and shutil.which("patch") is None:
         raise SetupError("llama.cpp's patches need the program patch (--patches 0 does without)")

@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlparse
 import pytest
 
 from qwen_serve.server import build_machine, llama_build, released_wheels, setup_llama
+from qwen_serve.server.about import WHEELS_VARIABLE
 from qwen_serve.server.llama_build import SetupError
 from qwen_serve.server.released_wheels import KINDS, NoWheel, Released, fetch, fitting, listed
 from tests.processes import run
@@ -44,7 +45,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tools.mkdir()
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "cache"))
-    for name in ("CMAKE_ARGS", "CXX", released_wheels.VARIABLE):
+    for name in ("CMAKE_ARGS", "CXX", WHEELS_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(build_machine, "NVCC", tmp_path / "none")
     monkeypatch.setattr(sys, "platform", "linux")
@@ -190,7 +191,7 @@ def test_it_is_taken_over_http_and_from_a_folder(
 def test_the_variable_names_the_place_and_an_empty_flag_none(
     tmp_path: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(released_wheels.VARIABLE, str(release(tmp_path / "wheels", "cpu-x86_64-avx512")))
+    monkeypatch.setenv(WHEELS_VARIABLE, str(release(tmp_path / "wheels", "cpu-x86_64-avx512")))
     assert setup_llama.main(["--wheels", ""]) == 1
     assert "no C++ compiler" in capsys.readouterr().err
     assert setup_llama.main(["--dry-run"]) == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from qwen_serve.server import build_machine, cuda_wheels, llama_build, released_wheels, setup_llama
+from qwen_serve.server.about import WHEELS_VARIABLE
 from qwen_serve.server.llama_build import Build, SetupError, requirement
 from qwen_serve.server.setup_llama import installed_key, kept_wheel, main
 from tests.processes import run
@@ -27,7 +28,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
-    monkeypatch.delenv(released_wheels.VARIABLE, raising=False)
+    monkeypatch.delenv(WHEELS_VARIABLE, raising=False)
     monkeypatch.setattr(build_machine, "NVCC", tmp_path / "none")
     return tools
 
