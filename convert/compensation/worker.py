@@ -1,7 +1,8 @@
 """Sums Gram matrices and rounds by them: with numpy here, or with torch on a GPU in a process of its own.
 
-torch and a CUDA build of llama.cpp in one process can end it, whichever is loaded first. So nothing that
-this module imports may load llama.cpp.
+One process with torch and a llama.cpp whose libraries export a static C++ runtime can crash. Our builds no
+longer export it (patches/apply.cmake), but other libraries may. So nothing that this module imports may load
+llama.cpp.
 """
 
 from __future__ import annotations
