@@ -1,5 +1,6 @@
 """``qwen-bench record``: an hour on one card, as one file and one page."""
 
+import asyncio
 import hashlib
 import platform
 import socket
@@ -26,7 +27,7 @@ GATES_PART = "gates"
 JSON, PAGE, CLOCKS = "record.json", "record.html", "clocks.jsonl"
 
 
-async def record(
+def record(
     model: Path,
     /,
     *,
@@ -37,9 +38,10 @@ async def record(
 ) -> int:
     """An hour on one card: start, latency, throughput at 1, 8 and 64, a tenth of the gates, in one file.
 
-    It runs our server with its defaults and the bundled experiment `card`. After an interruption run the
-    same command: it continues. OUT/record.json names the card, its driver and clocks, the processor,
-    versions and the model's file, and no host, user, path or key; OUT/record.html shows it.
+    It runs our server with its defaults and the bundled experiment `card`. OUT/record.json names the card,
+    its driver and clocks, the processor, versions and the model's file, and no host, user, path or key;
+    OUT/record.html shows it. After an interruption both have what is finished, and the same command
+    continues.
 
     Parameters
     ----------
@@ -72,21 +74,26 @@ async def record(
         for gate in GATES[tasks]
     }
     out.mkdir(parents=True, exist_ok=True)
+    # parts run outside the loop: inside, asyncio would keep Ctrl-C until all of them are done
     try:
-        with sampled(out / CLOCKS):
+        with sampled(out / CLOCKS), asyncio.Runner() as runner:
             for name, words in lines.items():
                 _measure(name, words, out)
             if any(finished_run(words, out / name) is None for name, words in asked.items()):
                 _free(port)
-                async with _server(variables["gguf"], port, out / "server.log"):
+                server = _server(variables["gguf"], port, out / "server.log")
+                runner.run(server.start())
+                try:
                     for name, words in asked.items():
                         _measure(name, words, out)
+                finally:
+                    runner.run(server.stop())
     except (KeyboardInterrupt, SystemExit):
+        _write(make(model, {**lines, **asked}, out, quick=quick), out)
         print("what is finished is kept: the same command goes on", file=sys.stderr)
         raise
     made = make(model, {**lines, **asked}, out, quick=quick)
-    write_atomically(out / JSON, made.text())
-    write_atomically(out / PAGE, html(made))
+    _write(made, out)
     for table in tables(made):
         table.print()
     print(f"wrote {out / JSON} and {out / PAGE}")
@@ -124,6 +131,11 @@ def make(model: Path, lines: dict[str, list[str]], out: Path, *, quick: bool) ->
         parts={name: "missing" if folder is None else "finished" for name, folder in found.items()},
         rows=rows,
     )
+
+
+def _write(made: Record, out: Path) -> None:
+    write_atomically(out / JSON, made.text())
+    write_atomically(out / PAGE, html(made))
 
 
 def _measure(name: str, words: list[str], out: Path) -> None:

@@ -3,6 +3,7 @@
 import getpass
 import json
 import platform
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -49,10 +50,10 @@ ROWS: dict[str, list[Row]] = {
 class NoServer:
     """Stands in for the server that the gates ask."""
 
-    async def __aenter__(self) -> None:
+    async def start(self) -> None:
         pass
 
-    async def __aexit__(self, *_: object) -> None:
+    async def stop(self) -> None:
         pass
 
 
@@ -118,19 +119,28 @@ def test_every_part_is_in_the_file_and_nothing_personal(
     assert "Throughput" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("after", [4, 7])
 def test_it_goes_on_after_an_interruption(
-    recorded: Callable[..., int], measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    recorded: Callable[..., int],
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    after: int,
 ) -> None:
+    """Among the loads and among the gates; the page has what is finished."""
     run_part = series.run_part
 
     def interrupted(words: Sequence[str]) -> str:
-        if len(measured) == 4:
-            raise KeyboardInterrupt
+        if len(measured) == after:
+            signal.raise_signal(signal.SIGINT)
         return run_part(words)
 
     monkeypatch.setattr(series, "run_part", interrupted)
     assert recorded() == 130
-    assert measured == ["start", "official", "distinct", "throughput-1"]
+    assert measured == [*ROWS][:after]
+    states = Record.read(tmp_path / "out" / "record.json").parts
+    assert [name for name, state in states.items() if state == "finished"] == measured
+    assert f"Not measured: {[*ROWS][after]}" in (tmp_path / "out" / "record.html").read_text()
     monkeypatch.setattr(series, "run_part", run_part)
     assert recorded() == 0
     assert measured == list(ROWS), "each once"
