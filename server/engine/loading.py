@@ -345,6 +345,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         host_bytes=settings.prefix_host_mib * 1024**2,
         turn_ids=vocab.turn_ids,
         tool_ids=vocab.tool_ids,
+        on_gpu=plan.on_gpu,
         cell_bytes=spec.cell(settings),
         state_bytes=spec.state,
     )

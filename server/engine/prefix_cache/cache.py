@@ -32,7 +32,8 @@ MIN_GAIN = 16
 """Tokens that a checkpoint must save beyond the one before it. Reading fewer again is as fast as a copy."""
 
 MIN_TURN = 64
-"""Minimum tokens of history for a checkpoint at the start of a chat turn, which costs a pass of its own."""
+"""Minimum tokens of history for a checkpoint at the start of a chat turn, which costs a pass of its own.
+On a GPU, where so few tokens cost no more than a pass, those since the checkpoint before count."""
 
 HEAD = 4
 """First tokens of a chat turn that tell its role and whether it holds a tool's result."""
@@ -114,6 +115,7 @@ class PrefixCache:
         host_bytes: int = 0,
         turn_ids: Collection[int] = (),
         tool_ids: Collection[int] = (),
+        on_gpu: bool = False,
         cell_bytes: int = 0,
         state_bytes: int = 0,
     ) -> None:
@@ -127,6 +129,9 @@ class PrefixCache:
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._tool_ids = np.array(sorted(tool_ids), np.int32)
         """Tokens that mark a turn as a tool's result, which is no question."""
+        self._turn_gain = MIN_TURN if on_gpu else MIN_GAIN
+        """Tokens that a checkpoint at the start of a turn, or at the end of a prompt that one request has,
+        must save beyond the one before it."""
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
         self._host = HostTier(host_bytes)
@@ -424,11 +429,17 @@ class PrefixCache:
 
     def _wanted(self, tokens: npt.NDArray[np.int32], known: int) -> list[int]:
         """Depths of a prompt at which checkpoints are wanted: later prompts are likely to continue there."""
-        turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
-        places = {int(turn) for turn in (*turns[1:2], *self._question(tokens, turns)) if turn >= MIN_TURN}
-        places.update((np.flatnonzero((tokens[:-1] < 0) & (tokens[1:] >= 0)) + 1).tolist())  # pictures' ends
+        picture_ends = np.flatnonzero((tokens[:-1] < 0) & (tokens[1:] >= 0)) + 1
+        places: set[int] = set(picture_ends.tolist())
         if self._interval:
-            places.update(range(self._interval, len(tokens), self._interval))
+            cuts = range(self._interval, len(tokens), self._interval)
+            # no other prompt shares a part of a picture
+            places.update(cut for cut in cuts if tokens[cut - 1] >= 0 or tokens[cut] >= 0)
+        turns = np.flatnonzero(np.isin(tokens, self._turn_ids))
+        for turn in sorted({*turns[1:2].tolist(), *self._question(tokens, turns)}):
+            before = max((place for place in places if place < turn), default=0)
+            if turn >= MIN_TURN and turn - before >= self._turn_gain:
+                places.add(turn)
         if self.chunk > 1:
             places.update((known, len(tokens)))
             places = {place // self.chunk * self.chunk for place in places}
@@ -451,9 +462,11 @@ class PrefixCache:
     def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
         """The nodes deeper than `since` (default: computed) at which the sequence will take a checkpoint."""
         since = sequence.computed if since is None else since
-        previous = 0
-        for node in reversed([*self._paths[sequence].end.path()]):
-            worth = node.depth > since and node.depth - previous >= MIN_GAIN
+        end, previous = self._paths[sequence].end, 0
+        for node in reversed([*end.path()]):
+            alone = node is end and previous and node.refcount == 1
+            gain = self._turn_gain if alone else MIN_GAIN
+            worth = node.depth > since and node.depth - previous >= gain
             if node.seq_id is not None:
                 previous = node.depth
             elif worth and node.depth % self.chunk == 0:

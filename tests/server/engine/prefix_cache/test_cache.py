@@ -124,6 +124,38 @@ def test_turns_and_intervals_leave_checkpoints() -> None:
     assert world.serve([*system[:70], 9]).reused == 64
 
 
+@pytest.mark.parametrize(("question", "passes"), [(40, 1), (70, 2)])
+def test_on_a_gpu_a_short_turn_is_read_in_one_pass(question: int, passes: int) -> None:
+    """A turn's start costs a pass, in which the card could read as many tokens."""
+    system = [1, *range(100, 180)]
+    prompt = [*system, 1, *range(200, 200 + question), 1, 5, 6]
+    steps = []
+    for on_gpu in (False, True):
+        world = World(turn_ids=[1], ids=16, batch=256, budget=256, on_gpu=on_gpu)
+        world.serve([*system, 1, *range(300, 340)])
+        world.add(prompt)
+        steps.append(world.finish())
+    assert steps == [2, passes]
+
+
+def test_on_a_gpu_too_a_short_turn_that_two_share_is_read_once() -> None:
+    world = World(turn_ids=[1], ids=16, batch=256, budget=256, on_gpu=True)
+    prompt = [1, *range(100, 180), 1, *range(200, 240), 1, 5, 6]
+    twins = [world.add(prompt) for _ in range(2)]
+    world.finish()
+    assert [twin.reused for twin in twins] == [0, len(prompt) - 1]
+
+
+@pytest.mark.parametrize("before", [1, 4, 40])
+def test_a_picture_leaves_one_checkpoint_at_its_end(before: int) -> None:
+    """An interval that ends in it leaves none: a prompt has the whole picture or nothing of it."""
+    world = World(interval=64, ids=16, batch=256, budget=256)
+    shown = [*range(before), *range(-60, 0)]
+    world.serve([*shown, *range(500, 520)])
+    assert world.cache.stats().checkpoints == 2, "the picture's end and the prompt's"
+    assert world.serve([*shown, *range(600, 620)]).reused == len(shown)
+
+
 def test_checkpoints_a_few_tokens_apart_are_not_worth_it() -> None:
     world = World()
     world.serve(A)
