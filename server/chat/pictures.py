@@ -20,7 +20,7 @@ from qwen_serve.server.engine.pictures import Picture
 from .errors import PromptError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -208,6 +208,20 @@ def known_detail(given: Any, where: str) -> str:
     return str(detail)
 
 
+def recalled(
+    given: list[GivenPicture], engine: Engine, salt: str, asked: PixelBounds = NO_BOUNDS
+) -> list[Picture]:
+    """The given pictures up to the first that no request with this `salt` has encoded, or that is not cached
+    any more. Raises PromptError."""
+    known: list[Picture] = []
+    encoder = engine.encoder
+    for picture in given:
+        if encoder is None or (seen := encoder.recall(picture.digest(asked), salt)) is None:
+            break
+        known.append(seen)
+    return known
+
+
 def shown(
     ids: list[int],
     given: list[GivenPicture],
@@ -215,21 +229,26 @@ def shown(
     interrupt: Callable[[], None],
     salt: str,
     asked: PixelBounds = NO_BOUNDS,
+    known: Sequence[Picture] = (),
 ) -> tuple[list[int], list[tuple[int, Picture]]]:
     """A conversation's ids without picture placeholders, and the encoded pictures, each with the index of the
     token after it.
 
-    Pictures that requests with this `salt` have encoded are reused. `interrupt`, called before each picture,
-    stops the work by raising; `asked` is the request's bounds for every picture. Raises PromptError,
-    PromptTooLong and GenerationError.
+    Pictures that requests with this `salt` have encoded are reused; `known` has the first ones, as `recalled`
+    found them. `interrupt`, called before each picture, stops the work by raising; `asked` is the request's
+    bounds for every picture. Raises PromptError, PromptTooLong and GenerationError.
     """
     if not given:
         return ids, []
     length = len(ids)
     pictures: list[tuple[int, Picture]] = []
     for before, (place, picture, encoder) in enumerate(_placed(ids, given, engine, interrupt, asked)):
-        file = picture.digest(asked)
-        seen = encoder.recall(file, salt) or picture.pixels(encoder.side, asked)
+        seen: Picture | npt.NDArray[np.uint8]
+        if before < len(known):
+            seen = known[before]
+        else:
+            file = picture.digest(asked)
+            seen = encoder.recall(file, salt) or picture.pixels(encoder.side, asked)
         length += (len(seen) if isinstance(seen, Picture) else encoder.measure(seen)) - 1
         if length >= engine.context_size:
             raise PromptTooLong(length, engine.context_size, exactly=False)

@@ -71,13 +71,23 @@ class AddedTokens:
         """Removes the sentinels; yields the pieces to tokenize one by one, whose concatenation is the
         text."""
         start = 0
-        for end in self._cuts(rendered, sentinel) if self.texts else ():
+        for end in self._cuts(rendered, sentinel) if self.texts and sentinel in rendered else ():
             yield _without(sentinel, rendered[start:end])
             start = end
         yield _without(sentinel, rendered[start:])
 
     def _cuts(self, rendered: str, sentinel: str) -> Iterator[int]:
         """Positions after each caller's character that begins an added token."""
+        pattern = self._pattern(sentinel)
+        margin = 2 * max(map(len, self.texts))
+        for at in range(0, len(rendered), WINDOW):
+            for match in pattern.finditer(rendered, at, at + WINDOW + margin):
+                if match.start() >= at + WINDOW:
+                    break
+                yield match.end()
+
+    def _pattern(self, sentinel: str) -> re.Pattern[str]:
+        """Finds a caller's character that begins an added token."""
         mark = re.escape(sentinel)
         optional = {character: f"{re.escape(character)}{mark}?" for character in self._first}
         rests: dict[str, list[str]] = {}
@@ -85,13 +95,7 @@ class AddedTokens:
             rest = "".join(optional.get(character) or re.escape(character) for character in text[1:])
             rests.setdefault(text[0], []).append(rest)
         # by first character: most places fail at the next one, before any token is compared
-        pattern = re.compile("|".join(f"{re.escape(c)}{mark}(?={'|'.join(r)})" for c, r in rests.items()))
-        margin = 2 * max(map(len, self.texts))
-        for at in range(0, len(rendered), WINDOW):
-            for match in pattern.finditer(rendered, at, at + WINDOW + margin):
-                if match.start() >= at + WINDOW:
-                    break
-                yield match.end()
+        return re.compile("|".join(f"{re.escape(c)}{mark}(?={'|'.join(r)})" for c, r in rests.items()))
 
 
 def _without(sentinel: str, text: str) -> str:

@@ -106,10 +106,14 @@ async def test_who_may_not_share_prefixes_cannot_tell_what_was_shown(seeing: Ser
     assert encoder.encoded == before + 2
 
 
-async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_text_or_known_picture_waits_for_pictures(
+    seeing: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not where more are encoded than there are threads, and not behind a large body."""
     encoder = seeing.engine.encoder
     assert encoder is not None
+    known = body(part(noise(19)), text("What is it?"))
+    first = await ask(seeing, known)
     go, began = threading.Event(), threading.Semaphore(0)
     encode, bodies = encoder.encode, seeing.service.bodies
 
@@ -130,6 +134,7 @@ async def test_no_text_waits_for_pictures(seeing: Served, monkeypatch: pytest.Mo
             request = body(text("Hello."), unread="x" * padding)
             answer = await asyncio.wait_for(ask(seeing, request), 20)
             assert answer["usage"]["completion_tokens"] == N
+        assert content(await asyncio.wait_for(ask(seeing, known), 20)) == content(first)
         assert bodies.held  # what pictures take is counted until they are encoded
         assert gc.isenabled()
     finally:

@@ -42,7 +42,7 @@ from qwen_serve.server.chat import (
     ToolCall,
     check_conversation,
 )
-from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, shown
+from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, recalled, shown
 from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
     from qwen_serve.server.chat.pictures import GivenPicture
     from qwen_serve.server.engine import Prompt
+    from qwen_serve.server.engine.pictures import Picture
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
@@ -258,6 +259,12 @@ async def begin(
     given: list[GivenPicture] = []
     bare: list[int] = []
     """The prompt's ids, if it has pictures."""
+    known: list[Picture] = []
+    """The first of the pictures, as far as they are cached. If all are, they need no thread of their own."""
+    salt = sharing_of(context, request)
+
+    def see(interrupt: Callable[[], None]) -> Prompt:
+        return engine.prompt(*shown(bare, given, engine, interrupt, salt, request.pixel_bounds, known))
 
     def prepare(
         interrupt: Callable[[], None],
@@ -269,14 +276,12 @@ async def begin(
         if given:
             check_uncut(request)
             bare[:] = ids
-        prompt = None if given else engine.prompt(truncated(ids, request, engine.context_size))
+            known[:] = recalled(given, engine, salt, request.pixel_bounds)
+            prompt = see(interrupt) if len(known) == len(given) else None
+        else:
+            prompt = engine.prompt(truncated(ids, request, engine.context_size))
         request.messages = []  # frees the messages for the time of the answer
         return prompt, thinking, stop_strings(request), wanted_grammar(format_, thinking=thinking)
-
-    salt = sharing_of(context, request)
-
-    def see(interrupt: Callable[[], None]) -> Prompt:
-        return engine.prompt(*shown(bare, given, engine, interrupt, salt, request.pixel_bounds))
 
     prompt, thinking, stops, wanted = await prepared(context, prepare)
     if prompt is None:
