@@ -7,10 +7,7 @@ rounding.py  codes, with each column's error carried on
 gram.py      statistics of a matrix's inputs
 file.py      the pass over a model's matrices
 gains.py     what compensation takes off the errors of types, for the search of recipes
-worker.py    where Gram matrices and rounding are computed, perhaps another process
 arrays.py    numpy or torch
-
-This module imports none of them: the other process must not load llama.cpp.
 """
 
 from typing import Final

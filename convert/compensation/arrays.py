@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qwen_serve.llamacpp.probe import Floats
+
 Array: TypeAlias = Any
 """A numpy array or a torch tensor; their types are unrelated."""
+
+Bring: TypeAlias = "Callable[[Floats], Array]"
+"""Copies an array to where rounding is computed."""
+
+
+def backend(*, gpu: bool) -> Bring:
+    """A GPU if it may be one and torch finds it, else numpy."""
+    if gpu and find_spec("torch") is not None:
+        import torch  # an optional extra
+
+        if torch.cuda.is_available():
+            return lambda array: torch.tensor(array, device="cuda")
+    return np.array
+
+
+def release() -> None:
+    """Frees the GPU memory that torch keeps for later arrays, so that llama.cpp can have it."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.cuda.empty_cache()
 
 
 def namespace(array: Array) -> Any:
     """The module that an array is of."""
     if isinstance(array, np.ndarray):
         return np
-    import torch  # an optional extra, imported only for its tensors
-
-    return torch
+    return sys.modules["torch"]
 
 
 def half(array: Array) -> Array:

@@ -14,9 +14,11 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
+from qwen_serve.convert.compensation.arrays import backend, on_host, release, transposed
 from qwen_serve.convert.compensation.gram import EnoughError, Grams, Order
 from qwen_serve.convert.compensation.grids import GRIDS
-from qwen_serve.convert.compensation.worker import working
+from qwen_serve.convert.compensation.packing import pack
+from qwen_serve.convert.compensation.rounding import round_compensated
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.devices import row_bytes
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from qwen_serve.convert.compensation.worker import Worker
+    from qwen_serve.convert.compensation.arrays import Bring
+    from qwen_serve.convert.compensation.rounding import Inputs
     from qwen_serve.llamacpp.evaluation import ContextKind, Runtime
     from qwen_serve.llamacpp.gguf import TensorInfo
     from qwen_serve.llamacpp.model import Model
@@ -65,20 +68,15 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
         if GGMLQuantizationType(tensor.type) in GRIDS and name.endswith(".weight")
     }
     with ExitStack() as stack:
-        worker = stack.enter_context(working(device_of(runtime)))
+        bring = backend(gpu=runtime.n_gpu_layers != 0)
         model = stack.enter_context(runtime.load(base, writable=True))
         chunks = read_chunks(model, text)
         if chunks.size > (most := HIDDEN_BYTES // (4 * model.n_embd)):
             raise ConvertError(f"{text}: {chunks.size:,} tokens; compensation reads at most {most:,} here")
         progress = stack.enter_context(Progress("Compensation", len(tensors), "tensors"))
-        file = _File(quantized, tensors, Weights(model, runtime.n_threads), progress, worker)
+        file = _File(quantized, tensors, Weights(model, runtime.n_threads), progress, bring)
         stack.callback(file.close)
-        Run(model, chunks, file, runtime, worker).run()
-
-
-def device_of(runtime: Runtime) -> str | None:
-    """torch's device for rounding."""
-    return "cuda" if runtime.n_gpu_layers else None
+        Run(model, chunks, file, runtime, bring).run()
 
 
 class Chooser(Protocol):
@@ -86,8 +84,8 @@ class Chooser(Protocol):
 
     def __contains__(self, name: str, /) -> bool: ...
 
-    def choose(self, names: Sequence[str], source: str) -> None:
-        """Gets weights that read the same input. The worker has its Gram matrices by `source`."""
+    def choose(self, names: Sequence[str], source: str, grams: Grams) -> None:
+        """Gets weights that read the same input; its Gram matrices are those of `source`."""
 
 
 class _File:
@@ -99,9 +97,9 @@ class _File:
         tensors: Mapping[str, TensorInfo],
         weights: Weights,
         progress: Progress,
-        worker: Worker,
+        bring: Bring,
     ) -> None:
-        self._tensors, self._weights, self._progress, self._worker = tensors, weights, progress, worker
+        self._tensors, self._weights, self._progress, self._bring = tensors, weights, progress, bring
         self._file = path.open("r+b")
 
     def __contains__(self, name: str) -> bool:
@@ -110,29 +108,32 @@ class _File:
     def close(self) -> None:
         self._file.close()
 
-    def choose(self, names: Sequence[str], source: str) -> None:
+    def choose(self, names: Sequence[str], source: str, grams: Grams) -> None:
         """Chooses their blocks."""
         values = {name: self._weights.values(name) for name in names}
         rounded = {name: np.empty_like(values[name]) for name in names}
         matrices, _, width = values[names[0]].shape
         for matrix in range(matrices):
-            self._worker.prepare((source, matrix), width)
+            inputs = grams.take(source, matrix, width)
             for name in names:
                 self._progress.note(name)
-                self._round(name, matrix, values[name][matrix], rounded[name][matrix])
+                self._round(name, matrix, values[name][matrix], inputs, rounded[name][matrix])
+            del inputs  # before there are others
         for name in names:
             self._weights.set(name, rounded[name], for_good=True)
             self._progress.advance()
 
-    def _round(self, name: str, matrix: int, values: Floats, out: Floats) -> None:
+    def _round(self, name: str, matrix: int, values: Floats, inputs: Inputs, out: Floats) -> None:
         """Writes one matrix [rows, width] to the file, and its quantized values to `out`."""
         tensor = self._tensors[name]
         kind = GGMLQuantizationType(tensor.type)
         self._file.seek(tensor.offset + matrix * row_bytes(tensor.type, tensor.shape[0]) * len(values))
         step = max(1, PIECE_BYTES // (4 * values.shape[1]))
         for first in range(0, len(values), step):
-            packed, out[first : first + step] = self._worker.round(kind, values[first : first + step])
-            self._file.write(packed.tobytes())
+            piece = transposed(self._bring(values[first : first + step]))
+            blocks = round_compensated(piece, inputs, GRIDS[kind])
+            self._file.write(pack(kind, blocks).tobytes())
+            out[first : first + step] = on_host(blocks.values().T, np.float32)
 
 
 class Run:
@@ -144,9 +145,9 @@ class Run:
         chunks: NDArray[np.int32],
         file: Chooser,
         runtime: Runtime,
-        worker: Worker,
+        bring: Bring,
     ) -> None:
-        self._model, self._chunks, self._file, self._worker = model, chunks, file, worker
+        self._model, self._chunks, self._file, self._bring = model, chunks, file, bring
         self._threads = runtime.n_threads
         self._hidden = np.zeros((*chunks.shape, model.n_embd), np.float32)
 
@@ -157,14 +158,12 @@ class Run:
             self._embedding()
         elif EMBEDDING in self._file:  # tied: it is rounded first, with the head's inputs
             self._read_trunk(None)
-            self._sum_head()
-            self._file.choose([EMBEDDING], HEAD)
+            self._file.choose([EMBEDDING], HEAD, self._head_grams())
         readings = [names for names in order.readings if names[0].startswith("blk.")]
         self._in_turn(readings, self._read_trunk)
         self._read_trunk(None)
         if HEAD in self._file:
-            self._sum_head()
-            self._file.choose([HEAD], HEAD)
+            self._file.choose([HEAD], HEAD, self._head_grams())
         if self._model.n_nextn:
             order = Order()
             self._read_mtp(order.add, chunks=self._chunks[:1])
@@ -174,7 +173,7 @@ class Run:
     def _embedding(self) -> None:
         """Rounds an embedding that is not the head: each token reads one column, so it has no Gram matrix."""
         if EMBEDDING in self._file:
-            self._file.choose([EMBEDDING], EMBEDDING)
+            self._file.choose([EMBEDDING], EMBEDDING, Grams((), None, self._bring))
 
     def _in_turn(self, readings: Sequence[Sequence[str]], read: Callable[..., None]) -> None:
         """Goes block by block: the text is read once for each, after the blocks below are quantized."""
@@ -185,14 +184,16 @@ class Run:
             if not due:
                 continue
             end = blocks[i + 1][0][0] if i + 1 < len(blocks) else None
-            grams = Grams(due, end, self._worker)
+            grams = Grams(due, end, self._bring)
             read(grams.add, grams.observes)
             for first, names in due.items():
-                self._file.choose(names, first)
+                self._file.choose(names, first, grams)
 
-    def _sum_head(self) -> None:
+    def _head_grams(self) -> Grams:
+        grams = Grams({HEAD}, None, self._bring)
         for rows in self._hidden:
-            self._worker.add((HEAD, 0), rows)
+            grams.add(HEAD, rows)
+        return grams
 
     def _read_trunk(
         self,
@@ -235,6 +236,7 @@ class Run:
     def _context(
         self, kind: ContextKind, observe: Observer | None, observes: Callable[[str], bool]
     ) -> Iterator[EvalContext]:
+        release()
         n_seq = min(CHUNKS_PER_BATCH, len(self._chunks))
         cells = n_seq * self._chunks.shape[1]
         with EvalContext(

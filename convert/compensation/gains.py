@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from qwen_serve.convert.chunks import read_chunks
-from qwen_serve.convert.compensation.file import Run, device_of
+from qwen_serve.convert.compensation.arrays import backend, transposed
+from qwen_serve.convert.compensation.file import Run
 from qwen_serve.convert.compensation.grids import GRIDS
-from qwen_serve.convert.compensation.worker import working
+from qwen_serve.convert.compensation.rounding import round_compensated
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
     from gguf import GGMLQuantizationType as Type
 
-    from qwen_serve.convert.compensation.worker import Worker
+    from qwen_serve.convert.compensation.arrays import Array, Bring
+    from qwen_serve.convert.compensation.gram import Grams
+    from qwen_serve.convert.compensation.rounding import Inputs
     from qwen_serve.llamacpp.evaluation import Runtime
     from qwen_serve.llamacpp.probe import Floats
 
@@ -48,14 +51,11 @@ def measure_gains(
         ConvertError: the text is too short, or activations are not finite.
         LlamaError: the model cannot be loaded or run.
     """
-    with (
-        working(device_of(runtime)) as worker,
-        runtime.load(base, writable=True) as model,
-        Progress("Gains", len(wanted), "tensors") as progress,
-    ):
+    bring = backend(gpu=runtime.n_gpu_layers != 0)
+    with runtime.load(base, writable=True) as model, Progress("Gains", len(wanted), "tensors") as progress:
         means = {n: e.means for n, e in Imatrix.load(imatrix).entries.items()} if imatrix else {}
-        gains = _Gains(wanted, means, Weights(model, runtime.n_threads), progress, worker)
-        Run(model, read_chunks(model, text), gains, runtime, worker).run()
+        gains = _Gains(wanted, means, Weights(model, runtime.n_threads), progress, bring)
+        Run(model, read_chunks(model, text), gains, runtime, bring).run()
     return gains.found
 
 
@@ -68,38 +68,46 @@ class _Gains:
         means: Mapping[str, Floats],
         weights: Weights,
         progress: Progress,
-        worker: Worker,
+        bring: Bring,
     ) -> None:
         self._wanted, self._means, self._weights = wanted, means, weights
-        self._progress, self._worker = progress, worker
+        self._progress, self._bring = progress, bring
         self.found: dict[str, dict[Type, float]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._wanted and name in self._weights
 
-    def choose(self, names: Sequence[str], source: str) -> None:
+    def choose(self, names: Sequence[str], source: str, grams: Grams) -> None:
         values = {name: self._weights.values(name) for name in names}
         matrices, _, width = values[names[0]].shape
         losses = {name: {kind: np.zeros(2) for kind in self._wanted[name] if kind in GRIDS} for name in names}
         for matrix in range(0, matrices, -(-matrices // MATRICES)):
-            self._worker.prepare((source, matrix), width)
+            inputs = grams.take(source, matrix, width)
             for name in names:
                 self._progress.note(name)
                 step = max(1, values[name][matrix].size * min(matrices, MATRICES) // SAMPLE_ELEMENTS)
                 rows = np.ascontiguousarray(values[name][matrix, ::step])
                 for kind, sums in losses[name].items():
-                    sums += self._losses(rows, self._columns(name, matrix, width), kind)
-        self._worker.drop(source)
+                    sums += self._losses(rows, self._columns(name, matrix, width), inputs, kind)
+            del inputs  # before there are others
         for name, by_kind in losses.items():
             self.found[name] = {k: float(left / all_) if all_ else 1.0 for k, (left, all_) in by_kind.items()}
             self._progress.advance()
 
-    def _losses(self, rows: Floats, columns: Floats | None, kind: Type) -> tuple[float, float]:
+    def _losses(
+        self, rows: Floats, columns: Floats | None, inputs: Inputs, kind: Type
+    ) -> tuple[float, float]:
         """Compensated and llama.cpp's."""
+        wanted = transposed(self._bring(rows))
         nearest = dequantize_rows(quantize_rows(rows[None], kind, columns), kind)[0]
-        _, compensated = self._worker.round(kind, rows, SWEEPS)
-        return self._worker.loss(rows, compensated), self._worker.loss(rows, nearest)
+        compensated = round_compensated(wanted, inputs, GRIDS[kind], sweeps=SWEEPS).values()
+        return _loss(compensated - wanted, inputs), _loss(transposed(self._bring(nearest)) - wanted, inputs)
 
     def _columns(self, name: str, matrix: int, width: int) -> Floats | None:
         means = self._means.get(name)
         return means[matrix : matrix + 1] if means is not None and means.shape[1:] == (width,) else None
+
+
+def _loss(off: Array, inputs: Inputs) -> float:
+    """trace(E G E') of an error [width, rows]."""
+    return float((off * (inputs.gram @ off)).sum())

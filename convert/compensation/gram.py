@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qwen_serve.convert.compensation.arrays import namespace
+from qwen_serve.convert.compensation.rounding import Inputs
+from qwen_serve.convert.errors import ConvertError
+
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from qwen_serve.convert.compensation.worker import Worker
+    from qwen_serve.convert.compensation.arrays import Array, Bring
     from qwen_serve.llamacpp.probe import Floats, Routing
 
 
@@ -40,15 +44,16 @@ class Order:
 
 
 class Grams:
-    """An observer that has a worker sum the Gram matrices of one or more readings.
+    """An observer that sums the Gram matrices of one or more readings.
 
     Args:
         wanted: the readings' first weights, which stand for all of them.
         end: the weight after which nothing more is needed.
     """
 
-    def __init__(self, wanted: Container[str], end: str | None, worker: Worker) -> None:
-        self._wanted, self._end, self._worker = wanted, end, worker
+    def __init__(self, wanted: Container[str], end: str | None, bring: Bring) -> None:
+        self._wanted, self._end, self._bring = wanted, end, bring
+        self._sums: dict[tuple[str, int], Array] = {}
 
     def observes(self, name: str) -> bool:
         return name in self._wanted or name == self._end
@@ -58,9 +63,31 @@ class Grams:
         if name == self._end:
             raise EnoughError
         if routing is None:
-            self._worker.add((name, 0), rows)
+            self._add((name, 0), rows)
             return
         tokens, used = routing.ids.shape
         row = np.arange(tokens)[:, None] * routing.slots + np.arange(used) % routing.slots
         for expert in np.unique(routing.ids):
-            self._worker.add((name, int(expert)), rows[row[routing.ids == expert]])
+            self._add((name, int(expert)), rows[row[routing.ids == expert]])
+
+    def _add(self, key: tuple[str, int], rows: Floats) -> None:
+        here = self._bring(rows)
+        product = here.T @ here
+        if key in self._sums:
+            self._sums[key] += product
+        else:
+            self._sums[key] = product
+
+    def take(self, name: str, matrix: int, width: int) -> Inputs:
+        """Those of one matrix [.., width] of the weight, whose sum is then discarded. A matrix that read
+        nothing has the identity: no error is carried on.
+
+        Raises:
+            ConvertError: they are not finite.
+        """
+        gram = self._sums.pop((name, matrix), None)
+        if gram is None:
+            gram = self._bring(np.zeros((width, width), np.float32))
+        if not bool(namespace(gram).isfinite(gram).all()):
+            raise ConvertError(f"the inputs of {name} are not finite; is the checkpoint intact?")
+        return Inputs(gram)

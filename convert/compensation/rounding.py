@@ -44,15 +44,16 @@ class Inputs:
     def __init__(self, gram: Array, damping: float = DAMPING) -> None:
         width = len(gram)
         mean = float(gram.diagonal().sum()) / width
-        eye = like(np.eye(width, dtype=np.float32), gram)
-        self.gram = gram / mean + damping * eye if mean > 0 else eye
+        self.gram = gram / (mean or 1.0)
+        self.gram.reshape(-1)[:: width + 1] += damping if mean > 0 else 1.0
         self.diagonal = self.gram.diagonal()
         importance = on_host(self.diagonal, np.float32)
         falling = [np.argsort(-importance[i : i + SPAN], kind="stable") + i for i in range(0, width, SPAN)]
         order = np.concatenate(falling)
         self.order, self.back = indices(order, gram), indices(np.argsort(order), gram)
-        xp, wide = namespace(gram), double(self.gram[self.order][:, self.order])
-        self.upper = like(xp.linalg.cholesky(xp.linalg.inv(wide)).T, gram)
+        linalg = namespace(gram).linalg
+        inverse = linalg.inv(double(self.gram[self.order][:, self.order]))
+        self.upper = like(linalg.cholesky(inverse).T, gram)
 
 
 def round_compensated(values: Array, inputs: Inputs, grid: Grid, *, sweeps: int = SWEEPS) -> Blocks:

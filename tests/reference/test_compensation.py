@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
+from qwen_serve.convert.compensation.gram import Grams
 from qwen_serve.convert.compensation.grids import GRIDS
 from qwen_serve.convert.compensation.packing import pack
 from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
-from qwen_serve.convert.compensation.worker import Worker, working
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.llamacpp.weights import dequantize_rows
 
@@ -37,20 +37,15 @@ def test_torch_rounds_as_numpy_does(kind: Type) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-def test_a_process_with_torch_gives_what_numpy_gives() -> None:
-    rng = np.random.default_rng(4)
-    rows = rng.standard_normal((4 * WIDTH, WIDTH)) @ rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5
-    values = rng.standard_normal((ROWS, WIDTH)).astype(np.float32)
-    losses = []
-    for device in (None, "cpu"):
-        with working(device) as worker:
-            assert (type(worker) is Worker) == (device is None)
-            worker.add(("w", 0), rows.astype(np.float32))
-            worker.prepare(("w", 0), WIDTH)
-            packed, rounded = worker.round(Type.Q3_K, values)
-            np.testing.assert_array_equal(dequantize_rows(packed, Type.Q3_K), rounded)
-            losses.append(worker.loss(values, rounded))
-            worker.add(("v", 0), np.full((1, WIDTH), np.inf, np.float32))
-            with pytest.raises(ConvertError, match="inputs of v are not finite"):
-                worker.prepare(("v", 0), WIDTH)
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+def test_torch_sums_what_numpy_sums() -> None:
+    rows = np.random.default_rng(4).standard_normal((3, 40, 8)).astype(np.float32)
+    found = []
+    for bring in (np.array, torch.tensor):
+        grams = Grams({"w", "v"}, None, bring)
+        for part in rows:
+            grams.add("w", part)
+        found.append(np.asarray(grams.take("w", 0, 8).gram))
+        grams.add("v", np.full((1, 8), np.inf, np.float32))
+        with pytest.raises(ConvertError, match="inputs of v are not finite"):
+            grams.take("v", 0, 8)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5, atol=1e-6)

@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType, GGUFReader
 
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.compensation.file import _File
+from qwen_serve.convert.compensation.gram import Grams
 from qwen_serve.convert.compensation.grids import GRIDS
-from qwen_serve.convert.compensation.worker import Worker
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.kld import compare
 from qwen_serve.convert.progress import Progress
@@ -80,9 +80,9 @@ def test_no_copy_is_kept_of_weights_that_were_replaced(
         tensors = read_header(copy).tensors
         fits = [n for n, t in tensors.items() if n in weights and GGMLQuantizationType(t.type) in GRIDS]
         name = min(fits, key=lambda name: tensors[name].n_elements)
-        file = _File(copy, {name: tensors[name]}, weights, progress, Worker(np.array))
+        file = _File(copy, {name: tensors[name]}, weights, progress, np.array)
         before = weights.values(name)
-        file.choose([name], name)
+        file.choose([name], name, Grams((), None, np.array))
         file.close()
         assert (weights.values(name) != before).any()
         assert not list(weights.changed())

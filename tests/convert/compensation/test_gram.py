@@ -3,59 +3,67 @@
 from __future__ import annotations
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from qwen_serve.convert.compensation.gram import EnoughError, Grams, Order
-from qwen_serve.convert.compensation.worker import Worker
+from qwen_serve.convert.compensation.grids import GRIDS
+from qwen_serve.convert.compensation.packing import pack
+from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
+from qwen_serve.convert.errors import ConvertError
 from qwen_serve.llamacpp.probe import Routing
 
 import numpy as np  # isort: skip
 
 
-class Sums(Worker):
-    """Keeps what it is sent, as a plain sum."""
-
-    def __init__(self) -> None:
-        super().__init__(np.array)
-        self.grams: dict[tuple[str, int], np.ndarray] = {}
-
-    def add(self, key: tuple[str, int], rows: np.ndarray) -> None:
-        super().add(key, rows)
-        self.grams[key] = self.grams.get(key, 0) + rows.T @ rows
+RNG = np.random.default_rng(3)
 
 
 def test_rows_of_several_calls_add_up() -> None:
-    rows = np.random.default_rng(0).standard_normal((30, 8)).astype(np.float32)
-    several, once = Worker(np.array), Worker(np.array)
-    grams = Grams({"a"}, None, several)
+    rows = RNG.standard_normal((30, 8)).astype(np.float32)
+    several, once = Grams({"a"}, None, np.array), Grams({"a"}, None, np.array)
     for part in np.split(rows, 3):
-        grams.add("a", part)
-    once.add(("a", 0), rows)
-    off = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
-    for worker in (several, once):
-        worker.prepare(("a", 0), 8)
-    assert several.loss(off, off + 1) == pytest.approx(once.loss(off, off + 1), rel=1e-5)
+        several.add("a", part)
+    once.add("a", rows)
+    np.testing.assert_allclose(several.take("a", 0, 8).gram, once.take("a", 0, 8).gram, rtol=1e-5, atol=1e-6)
+
+
+def test_without_inputs_no_error_is_carried_on() -> None:
+    none, plain = Grams({"a"}, None, np.array), Grams({"a"}, None, np.array)
+    plain.add("a", np.eye(256, dtype=np.float32))
+    values, found = RNG.standard_normal((256, 4)).astype(np.float32), []
+    for grams in (none, plain):
+        inputs = grams.take("a", 0, 256)
+        np.testing.assert_allclose(inputs.gram, np.eye(256) * inputs.gram[0, 0])
+        found.append(pack(Type.Q6_K, round_compensated(values, inputs, GRIDS[Type.Q6_K])).tobytes())
+    assert found[0] == found[1]
+
+
+def test_inputs_that_are_not_finite_name_their_weight() -> None:
+    grams = Grams({"a"}, None, np.array)
+    grams.add("a", np.array([[1.0, np.inf]], np.float32))
+    with pytest.raises(ConvertError, match="inputs of a are not finite"):
+        grams.take("a", 0, 2)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_an_expert_has_those_that_the_router_sent(slots: int) -> None:
-    rng = np.random.default_rng(1)
     tokens, used, experts = 20, 2, 5
-    ids = np.array([rng.choice(experts - 1, used, replace=False) for _ in range(tokens)], np.int32)
-    rows = rng.standard_normal((tokens * slots, 8)).astype(np.float32)
-    sums = Sums()
-    Grams({"e"}, None, sums).add("e", rows, Routing(experts, ids, slots))
+    ids = np.array([RNG.choice(experts - 1, used, replace=False) for _ in range(tokens)], np.int32)
+    rows = RNG.standard_normal((tokens * slots, 8)).astype(np.float32)
+    grams = Grams({"e"}, None, np.array)
+    grams.add("e", rows, Routing(experts, ids, slots))
     expected = np.zeros((experts, 8, 8))
     for token in range(tokens):
         for i, expert in enumerate(ids[token]):
             row = rows[token * slots + i % slots].astype(np.float64)
             expected[expert] += np.outer(row, row)
-    assert sums.grams.keys() == {("e", expert) for expert in range(experts - 1)}
-    for (_, expert), found in sums.grams.items():
-        np.testing.assert_allclose(found, expected[expert], rtol=1e-4, atol=1e-5)
+    for expert, gram in enumerate(expected):
+        wanted = Inputs(gram.astype(np.float32)).gram  # the last got none
+        np.testing.assert_allclose(grams.take("e", expert, 8).gram, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_graph_need_not_go_on_behind_the_end() -> None:
-    grams = Grams({"a"}, "b", Worker(np.array))
+    grams = Grams({"a"}, "b", np.array)
     assert [grams.observes(name) for name in "abc"] == [True, True, False]
     with pytest.raises(EnoughError):
         grams.add("b", np.ones((1, 8), np.float32))
