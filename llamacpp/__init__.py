@@ -7,7 +7,13 @@ Python's logging (logger `llama.cpp`). Only the tokenizer is thread-safe.
 import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
 
 from .adapter import LoraAdapter
-from .context import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, Context, ContextOptions
+from .context import (
+    BATCH_INVARIANT_SNAPSHOTS,
+    BATCH_INVARIANT_TOKENS,
+    HAS_BATCH_INVARIANCE,
+    Context,
+    ContextOptions,
+)
 from .device_sampler import N_CANDIDATES, DeviceSampler
 from .devices import (
     CACHE_TYPES,
@@ -30,6 +36,7 @@ from .samplers import DrySampler, SamplerChain
 from .snapshots import SHARED as SHARES_SNAPSHOTS
 
 __all__ = [
+    "BATCH_INVARIANT_SNAPSHOTS",
     "BATCH_INVARIANT_TOKENS",
     "CACHE_TYPES",
     "HAS_BATCH_INVARIANCE",

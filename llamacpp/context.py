@@ -37,6 +37,9 @@ HAS_BATCH_INVARIANCE = brings(BATCH_INVARIANT, "llama_set_batch_invariant")
 BATCH_INVARIANT_TOKENS = 64
 """Most tokens of a batch-invariant pass (`LLAMA_BATCH_INVARIANT_MAX`)."""
 
+BATCH_INVARIANT_SNAPSHOTS = 15
+"""Most snapshots with which a batch-invariant context has the same bits as without."""
+
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 

@@ -237,8 +237,8 @@ class SpeculationSettings(Section, title="speculation"):
     snapshots: int = Field(-1, ge=-1)
     """rejected tokens that a lone sequence can take back without a copy of its state; each takes the memory
     of a recurrent state. -1: 8 with the MTP head, as many as a draft model's block has tokens, or what fits;
-    else 0. With a stock llama.cpp each takes that for every sequence and every state of the prefix cache, and
-    -1 is 2 with at most 8 sequences"""
+    else 0. With deterministic -1 is 0, and 15 are the most. With a stock llama.cpp each takes that for every
+    sequence and every state of the prefix cache, and -1 is 2 with at most 8 sequences"""
 
 
 class CpuSettings(Section, title="CPU"):

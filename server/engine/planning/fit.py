@@ -10,7 +10,14 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.llamacpp import HAS_F16_COPIES, SHARES_SNAPSHOTS, Device, devices, keeps_f16_copies
+from qwen_serve.llamacpp import (
+    BATCH_INVARIANT_SNAPSHOTS,
+    HAS_F16_COPIES,
+    SHARES_SNAPSHOTS,
+    Device,
+    devices,
+    keeps_f16_copies,
+)
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
@@ -207,19 +214,28 @@ def _with_passes(
 
 
 def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
-    """Choose how many tokens a sequence can roll back, if left open, before checking what fits."""
+    """Choose how many tokens a sequence can roll back, if left open, before checking what fits. Raises
+    ModelLoadError if `deterministic` cannot have as many as set."""
     wanted = settings.snapshots
-    if wanted < 0:
+    if wanted < 0 and settings.deterministic:
+        wanted = 0
+    elif wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
         if spec.draft is not None:
             wanted = max(wanted, spec.draft.block - 1)
         if not SHARES_SNAPSHOTS:
             wanted = min(wanted, FEW_SNAPSHOTS) if settings.parallel <= SNAPSHOT_SLOTS else 0
-    # on a card, answers of a server with the MTP head and snapshots had other bits than without either
-    if not SequenceIds.of(settings).drafting or settings.deterministic or not spec.state:
+    if not SequenceIds.of(settings).drafting or not spec.state:
+        if settings.deterministic and wanted:
+            raise ModelLoadError(
+                f"snapshots is {wanted}, but nothing is drafted that could be taken back; set speculation, "
+                "or leave snapshots out"
+            )
         wanted = 0
     # llama.cpp keeps a verification in one pass (`split_equal`), and a pass must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
+    if settings.deterministic and wanted > (most := min(most, BATCH_INVARIANT_SNAPSHOTS)):
+        raise ModelLoadError(f"snapshots is {wanted}; with deterministic it can be at most {most} here")
     return settings.replace(snapshots=min(wanted, most))
 
 

@@ -14,7 +14,7 @@ If the draft is short enough for one of the context's snapshots (llama.cpp's `n_
 and accepted tokens need not be decoded twice.
 
 If every sequence id has cells of its own, sharing cells would copy them all. Then the state of every sequence
-that drafts is copied on the device.
+that drafts is copied on the device, unless a snapshot serves.
 """
 
 from __future__ import annotations

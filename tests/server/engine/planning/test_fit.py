@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,13 @@ def test_snapshots_are_for_drafts(
     assert four_b_plan(speculation="both", batch_size=8, ubatch_size=3).settings.snapshots == 1
     assert four_b_plan(speculation="ngram", snapshots=2).settings.snapshots == 2
     assert four_b_plan(speculation="off", snapshots=2).settings.snapshots == 0
+    exact = partial(four_b_plan, deterministic=True)
+    assert exact(speculation="both").settings.snapshots == 0
+    assert exact(speculation="both", snapshots=15).settings.snapshots == 15
+    with pytest.raises(ModelLoadError, match="snapshots is 16; with deterministic it can be at most 15"):
+        exact(speculation="both", snapshots=16)
+    with pytest.raises(ModelLoadError, match=r"snapshots is 2, but nothing is drafted .* set speculation"):
+        exact(speculation="off", snapshots=2)
     share_snapshots(monkeypatch, False)
     card(12 * GIB)
     with pytest.raises(DoesNotFit, match="snapshots=0"):
