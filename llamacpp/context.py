@@ -238,8 +238,8 @@ class Context:
 
     @property
     def graphs_reused(self) -> int:
-        """Number of passes so far that reused the graph of the pass before, the only one that llama.cpp
-        keeps."""
+        """Number of passes so far that reused a graph: that of the pass before, or with the patch steps-apart
+        that of the last pass of up to 64 tokens, or of more."""
         return int(C.llama_perf_context(self._handle).n_reused)
 
     def wait(self) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 
 from . import ggml
 from .errors import LlamaError
+from .patches import STEPS_APART, brings
 from .top_k import at_places, best_places, top_k
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .model import Model
+
+HAS_LOGITS_TENSOR = brings(STEPS_APART, "llama_get_logits_tensor")
+"""Whether this build says where the logits of the last pass are."""
+
+if HAS_LOGITS_TENSOR:
+    _logits_tensor = C._lib.llama_get_logits_tensor
+    _logits_tensor.restype, _logits_tensor.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
 N_CANDIDATES = 64
 """Number of candidates that TOP_K returns."""
@@ -180,7 +188,7 @@ class DeviceSamplers:
                 self.attach(context, sequence, kind)
         self.active = bool(self.kinds) and kind is not None
 
-    def fetch(self, row: int, n_rows: int) -> npt.NDArray[np.float32] | None:
+    def fetch(self, context: int, row: int, n_rows: int) -> npt.NDArray[np.float32] | None:
         """The whole logits [n_vocab] of one of the last call's `n_rows` rows, the last of which is its last
         token's; None if they are gone.
 
@@ -188,10 +196,18 @@ class DeviceSamplers:
         its graph (`llm_graph_result::set_outputs`), whose memory is not reused.
         """
         whole = self._whole
-        if whole is None or not whole.padded or (index := row - (n_rows - whole.n_rows)) < 0:
+        if whole is None or not whole.padded:
+            return None
+        tensor, n = whole.logits, whole.n_rows
+        if HAS_LOGITS_TENSOR:  # it keeps two graphs, and the last pass may have been that of the older one
+            tensor = _logits_tensor(context) or 0
+            if not tensor:
+                return None
+            n = ggml.Tensor.from_address(tensor).ne[1]
+        if (index := row - (n_rows - n)) < 0:
             return None
         logits = np.empty(whole.n_vocab, np.float32)
-        ggml.tensor_get(whole.logits, logits.ctypes.data, whole.row_bytes * index, whole.row_bytes)
+        ggml.tensor_get(tensor, logits.ctypes.data, whole.row_bytes * index, whole.row_bytes)
         return logits
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from .errors import LlamaError
 
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
-F16_COPIES, BATCH_INVARIANT = "f16-copies", "batch-invariant"
+F16_COPIES, BATCH_INVARIANT, STEPS_APART = "f16-copies", "batch-invariant", "steps-apart"
 """Patches that change what the server does."""
 
 NUMBER = re.compile(r"^\d+-")

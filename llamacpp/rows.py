@@ -163,7 +163,7 @@ class Rows:
     def fetch(self, row: int) -> Numbers | None:
         """The whole logits of a row that was sampled on the device, copied from there, which waits; None if
         the device no longer has them. It keeps those of a call's last pass."""
-        return None if self._samplers is None else self._samplers.fetch(row, len(self.kinds))
+        return None if self._samplers is None else self._samplers.fetch(self._context, row, len(self.kinds))
 
     def best(self, row: int) -> int:
         """The best token. For BEST and GUESS. Raises FloatingPointError if there are no usable logits."""

@@ -71,6 +71,7 @@ declare -A off=(
     [gdn-head]=GGML_CUDA_GDN_HEAD=0
     [bf16-products]=GGML_CUDA_MMF_TMA_BF16=0
     [inputs-queued]=LLAMA_INPUTS_WAIT=1
+    [steps-apart]=LLAMA_ONE_SCHED=1
     [shared-expert]=GGML_CUDA_SHARED_APART=1
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell

@@ -21,7 +21,7 @@ from qwen_serve.llamacpp import (
     ggml,
     supports_gpu,
 )
-from qwen_serve.llamacpp.device_sampler import DeviceSamplers, n_blocks
+from qwen_serve.llamacpp.device_sampler import HAS_LOGITS_TENSOR, DeviceSamplers, n_blocks
 from qwen_serve.llamacpp.devices import _dev_get
 from qwen_serve.llamacpp.rows import best_but_ends, best_tokens, guesses, log_sums
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
@@ -198,6 +198,47 @@ def test_prompts_and_decodes_in_one_batch(model: Model, logits: npt.NDArray[np.f
     context.decode(10)
     best = allowed(model, logits, ends=True).argmax(axis=1)
     assert context.rows([0, 1], [0, 9]).all_best() == [best[0], best[LENGTH + 8]]
+    context.close()
+
+
+@pytest.mark.parametrize("kind", [None, DeviceSampler.BEST])
+def test_a_step_behind_a_prompt_has_the_graph_of_the_step_before(
+    model: Model, kind: DeviceSampler | None
+) -> None:
+    """And whole rows are those of the last pass, not of the graph that was built last."""
+    if not HAS_LOGITS_TENSOR:
+        pytest.skip("llama.cpp has no patch steps-apart")
+    tokens = np.random.default_rng(1).integers(256, 2000, 100)
+    context = make(model, kind)
+
+    def row(sequence: int, start: int, end: int) -> npt.NDArray[np.float32]:
+        n = end - start
+        context.tokens[:n], context.positions[:n] = tokens[start:end], np.arange(start, end)
+        context.sequences[:n], context.outputs[:n] = sequence, 0
+        context.outputs[n - 1] = 1
+        context.decode(n)
+        rows = context.rows([sequence], [n - 1])
+        found = rows.logits(0) if kind is None else rows.fetch(0)
+        assert found is not None
+        return found.copy()
+
+    def step(end: int) -> npt.NDArray[np.float32]:
+        return row(0, end - 1, end)
+
+    row(0, 0, 20)
+    alone = [step(21), step(22), step(23)]
+    context.remove(0)
+    row(0, 0, 20)
+    step(21)
+    built = step(22)
+    reused = context.graphs_reused
+    prompt = row(1, 0, 100)
+    behind = step(23)
+    assert context.graphs_reused == reused + 1
+    np.testing.assert_allclose(built, alone[1], atol=1e-4)
+    np.testing.assert_allclose(behind, alone[2], atol=1e-4)
+    context.remove(1)
+    np.testing.assert_allclose(row(1, 0, 100), prompt, atol=1e-4)
     context.close()
 
 
