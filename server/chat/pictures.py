@@ -5,6 +5,7 @@ from __future__ import annotations
 import binascii
 import math
 from base64 import b64decode
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
@@ -130,15 +131,20 @@ class GivenPicture:
         """The decoded pixels, shape [height, width, 3]. Animations give their first frame, EXIF rotation is
         applied, transparency becomes white. The picture is resized to its own bounds, else to `asked`. A
         token is `side` pixels high and wide. Slow: not for an event loop. Raises PromptError."""
+        bounds, data = self._bounds(asked), self._data()
+        with _decoding, self._opened(data) as image:
+            image.load()
+            turned = _eight_bits(ImageOps.exif_transpose(image))
+            if (size := bounds.size(*turned.size, side)) != turned.size:
+                turned = turned.resize(size, Image.Resampling.BICUBIC)
+            return np.array(turned, np.uint8)
+
+    def size(self, side: int, asked: PixelBounds = NO_BOUNDS) -> tuple[int, int]:
+        """The width and height that `pixels` gives, or, if EXIF turns the picture, the height and width. Only
+        the file's head is read. Raises PromptError."""
         bounds = self._bounds(asked)
-        data = self._data()
-        with _decoding:
-            try:
-                return self._decoded(data, bounds, side)
-            except PromptError:
-                raise
-            except Exception as error:  # any of Pillow's decoders may raise
-                raise self.wrong(f"could not be decoded: {error}") from None
+        with self._opened(self._data()) as image:
+            return bounds.size(*image.size, side)
 
     def digest(self, asked: PixelBounds) -> bytes:
         """A hash of all that `pixels` depends on for one `side`."""
@@ -173,26 +179,27 @@ class GivenPicture:
         except (binascii.Error, ValueError):
             raise self.wrong("is not valid base64") from None
 
-    def _decoded(self, data: bytes, bounds: PixelBounds, side: int) -> npt.NDArray[np.uint8]:
+    @contextmanager
+    def _opened(self, data: bytes) -> Iterator[Image.Image]:
+        """The picture, not yet decoded. What Pillow raises meanwhile becomes a PromptError."""
         try:
-            image = Image.open(BytesIO(data), formats=FORMATS)
+            with Image.open(BytesIO(data), formats=FORMATS) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise self.wrong(f"has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
+                if max(width, height) > MAX_RATIO * min(width, height):
+                    raise self.wrong(
+                        f"has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other"
+                    )
+                if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
+                    raise self.wrong(f"has {scans:,} scans; a JPEG may have at most {MAX_SCANS}")
+                yield image
+        except PromptError:
+            raise
         except UnidentifiedImageError:
             raise self.wrong(f"is no picture of a known format: {', '.join(FORMATS)}") from None
-        with image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise self.wrong(f"has {width} x {height} pixels; at most {MAX_PIXELS:,} are decoded")
-            if max(width, height) > MAX_RATIO * min(width, height):
-                raise self.wrong(
-                    f"has {width} x {height} pixels; one side may be at most {MAX_RATIO} times the other"
-                )
-            if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
-                raise self.wrong(f"has {scans:,} scans; a JPEG may have at most {MAX_SCANS}")
-            image.load()
-            turned = _eight_bits(ImageOps.exif_transpose(image))
-            if (size := bounds.size(*turned.size, side)) != turned.size:
-                turned = turned.resize(size, Image.Resampling.BICUBIC)
-            return np.array(turned, np.uint8)
+        except Exception as error:  # any of Pillow's decoders may raise
+            raise self.wrong(f"could not be decoded: {error}") from None
 
     def wrong(self, what: str) -> PromptError:
         """An error about the picture's field."""
@@ -240,6 +247,8 @@ def shown(
     """
     if not given:
         return ids, []
+    if len(given) - len(known) > 1:  # else the one is measured before it is encoded
+        _check_room(ids, given, engine, interrupt, asked)
     length = len(ids)
     pictures: list[tuple[int, Picture]] = []
     for before, (place, picture, encoder) in enumerate(_placed(ids, given, engine, interrupt, asked)):
@@ -249,7 +258,7 @@ def shown(
         else:
             file = picture.digest(asked)
             seen = encoder.recall(file, salt) or picture.pixels(encoder.side, asked)
-        length += (len(seen) if isinstance(seen, Picture) else encoder.measure(seen)) - 1
+        length += (len(seen) if isinstance(seen, Picture) else encoder.measure(*seen.shape[1::-1])) - 1
         if length >= engine.context_size:
             raise PromptTooLong(length, engine.context_size, exactly=False)
         if not isinstance(seen, Picture):
@@ -270,10 +279,27 @@ def counted(
     made: list[int] = []
     done = 0
     for place, picture, encoder in _placed(ids, given, engine, interrupt, asked):
-        n_tokens = encoder.measure(picture.pixels(encoder.side, asked))
+        height, width, _ = picture.pixels(encoder.side, asked).shape
+        n_tokens = encoder.measure(width, height)
         made += ids[done:place] + ids[place : place + 1] * n_tokens
         done = place + 1
     return made + ids[done:]
+
+
+def _check_room(
+    ids: list[int],
+    given: list[GivenPicture],
+    engine: Engine,
+    interrupt: Callable[[], None],
+    asked: PixelBounds,
+) -> None:
+    """Raises PromptTooLong if the context does not hold the ids and all pictures, and PromptError. Nothing is
+    decoded."""
+    length = len(ids)
+    for _, picture, encoder in _placed(ids, given, engine, interrupt, asked):
+        length += encoder.measure(*picture.size(encoder.side, asked)) - 1
+    if length >= engine.context_size:
+        raise PromptTooLong(length, engine.context_size, exactly=False)
 
 
 def _placed(

@@ -68,9 +68,8 @@ class PictureEncoder:
         self.encoded = self.cached = 0
         """Pictures encoded, and pictures found in the cache."""
 
-    def measure(self, rgb: npt.NDArray[np.uint8]) -> int:
-        """Tokens of a picture of shape [height, width, 3]. Raises GenerationError and EngineDead."""
-        height, width, _ = rgb.shape
+    def measure(self, width: int, height: int) -> int:
+        """Tokens of a picture of this size in pixels. Raises GenerationError and EngineDead."""
         with self._lock:
             self._check_open()
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,10 @@ async def test_a_request_that_is_refused_encodes_nothing(
     monkeypatch.setattr(seeing.engine, "_places", Places(0, 0))
     error = (await ask(seeing, body(part(noise(30)), text("What is it?")), 429))["error"]
     assert error["code"] == "queue_full"
+    monkeypatch.undo()
+    many = body(*[part(noise(n, 800, 800)) for n in range(4)])  # 2,500 tokens each
+    for request in (many, {**many, "messages": [*body(part(noise(31)))["messages"], *many["messages"]]}):
+        assert "8192" in (await ask(seeing, request, 400))["error"]["message"]
     assert encoder.encoded == before
     assert not seeing.service.bodies.held
 
@@ -178,6 +183,34 @@ async def test_beside_schemas_choices_and_logprobs(seeing: Served) -> None:
     for choice in answer["choices"]:
         assert choice["message"]["content"].startswith("{")
         assert choice["logprobs"]["content"]
+
+
+async def test_beside_thinking_and_tools(seeing: Served) -> None:
+    shown = part(noise(13))
+    thought = await ask(
+        seeing, body(shown, text("How many?"), chat_template_kwargs={"enable_thinking": True})
+    )
+    assert thought["choices"][0]["message"]["reasoning_content"]
+    assert thought["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    assert thought["usage"]["prompt_tokens_details"]["image_tokens"]
+    colour = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": colour}}
+    fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    request = {**body(shown, text("Which colour?"), **fields), "max_tokens": 200, "ignore_eos": False}
+    [choice] = (await ask(seeing, request))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["c"] in ("red", "blue")
+
+
+async def test_the_smallest_picture(seeing: Served) -> None:
+    answers = []
+    for colour in ("red", "blue"):
+        dot = part(Image.new("RGB", (1, 1), colour))
+        answer = await ask(seeing, body(dot, text("What is it?"), max_tokens=1, logprobs=True))
+        assert answer["usage"]["prompt_tokens_details"]["image_tokens"] >= 1
+        answers.append(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
+    assert answers[0] != answers[1]
 
 
 async def test_in_a_tools_answer(seeing: Served) -> None:
@@ -214,7 +247,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "is no picture of a known format",
         "messages[0].content[0].image_url.url",
     ),
-    "more than fits": (body(*[part(noise(n, 800, 800)) for n in range(4)]), "8192", ""),
     "cut": (
         body(part(noise(1)), text("x"), truncate_prompt_tokens=20),
         "a prompt with pictures is not cut",

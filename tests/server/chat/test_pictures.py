@@ -141,6 +141,27 @@ BAD: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "fields"),
+    [
+        (300, 200, {}),
+        (600, 1200, {"detail": "low"}),
+        (640, 64, {"max_pixels": 9000}),
+        (40, 30, {"min_pixels": 9000}),
+    ],
+)
+def test_its_size_is_known_before_it_is_decoded(width: int, height: int, fields: dict[str, Any]) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    for turned in (False, True):
+        data = saved(Image.new("RGB", (width, height)), "JPEG", **({"exif": exif} if turned else {}))
+        bounds = {name: value for name, value in fields.items() if name != "detail"}
+        shown = {"image_url": {"url": url(data), "detail": fields.get("detail")}, **bounds}
+        picture = GivenPicture.of_part(shown, WHERE)
+        rows, columns, _ = picture.pixels(32).shape
+        assert picture.size(32) == ((rows, columns) if turned else (columns, rows))
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_refused_is_named(case: str) -> None:
     data, message = BAD[case]
@@ -228,6 +249,7 @@ def test_too_many() -> None:
         check_messages([message("user", *[PART] * 17)], [])
 
 
-def test_videos_stay_refused() -> None:
-    with pytest.raises(PromptError, match=r"'video_url'; 'text' and 'image_url' are served"):
-        check_messages([message("user", {"type": "video_url", "video_url": {"url": "x"}})], [])
+@pytest.mark.parametrize("kind", ["video_url", "input_audio"])
+def test_videos_and_sounds_stay_refused(kind: str) -> None:
+    with pytest.raises(PromptError, match=rf"'{kind}'; 'text' and 'image_url' are served"):
+        check_messages([message("user", {"type": kind, kind: {"url": "x"}})], [])

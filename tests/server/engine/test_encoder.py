@@ -170,9 +170,10 @@ def test_nothing_is_encoded_by_a_tower_that_is_freed(threads: ThreadPoolExecutor
     for other in others:
         if (error := other.exception(20)) is not None:  # it came before the end, or after
             assert isinstance(error, EngineDead)
-    for late in (made.encode, made.measure):
-        with pytest.raises(EngineDead, match="the engine was closed"):
-            late(pixels(9))
+    with pytest.raises(EngineDead, match="the engine was closed"):
+        made.encode(pixels(9))
+    with pytest.raises(EngineDead, match="the engine was closed"):
+        made.measure(64, 64)
 
 
 def test_a_known_picture_waits_for_nobody(threads: ThreadPoolExecutor) -> None:
@@ -186,7 +187,7 @@ def test_a_known_picture_waits_for_nobody(threads: ThreadPoolExecutor) -> None:
     assert tower.began.wait(20)
     try:
         assert threads.submit(made.encode, pixels(1)).result(10) is known
-        assert threads.submit(made.measure, pixels(3)).result(10) == 10
+        assert threads.submit(made.measure, *pixels(3).shape[1::-1]).result(10) == 10
     finally:
         tower.go.set()
     assert len(other.result(20)) == 10
