@@ -97,9 +97,10 @@ async def awake(context: RequestContext, check: Callable[[], object] = lambda: N
 
 def decode(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `body`; an empty one for no body. Raises ApiError 400."""
-    if len(body) > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
+    marks = count_marks(body) if len(body) > MAX_VALUES else 0  # so many keys are longer, too
+    if marks > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
         raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
-    if len(body) > 4 * MAX_KEYS and body.count(b":") > MAX_KEYS and count_keys(body) > MAX_KEYS:
+    if marks > MAX_KEYS and body.count(b":") > MAX_KEYS and count_keys(body) > MAX_KEYS:
         raise bad_request(f"the body's objects have more than {MAX_KEYS:,} keys", None, "invalid_json")
     if len(body) > MAX_DIGITS and count_digits(body) > MAX_DIGITS:
         message = f"the body's numbers of 19 digits or more have more than {MAX_DIGITS:,} digits together"
@@ -114,6 +115,15 @@ def decode(body: bytes | bytearray) -> dict[str, Any]:
         if not all_finite(value):
             raise bad_request(f"{field}: a number is too large, as 1e400 would be", field, "invalid_value")
     return decoded
+
+
+def count_marks(body: bytes | bytearray) -> int:
+    """Counts a JSON text's opening brackets, commas and colons, in strings too; values and keys are no more.
+
+    A picture's base64 has none, and this is faster than counting each of the four.
+    """
+    parts = (body[at : at + SLICE] for at in range(0, len(body), SLICE))
+    return sum(len(part) - len(part.translate(None, b"[{,:")) for part in parts)
 
 
 def count_keys(body: bytes | bytearray) -> int:
