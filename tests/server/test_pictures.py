@@ -161,6 +161,32 @@ async def test_a_request_that_is_refused_encodes_nothing(
     assert not seeing.service.bodies.held
 
 
+async def test_a_client_that_leaves_has_no_further_picture_encoded(
+    seeing: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = seeing.engine.encoder
+    assert encoder is not None
+    go, began, before = threading.Event(), threading.Event(), encoder.encoded
+    encode = encoder.encode
+
+    def slow(*given: Any) -> Picture:
+        began.set()
+        assert go.wait(60)
+        return encode(*given)
+
+    monkeypatch.setattr(encoder, "encode", slow)
+    asked = asyncio.create_task(ask(seeing, body(part(noise(32)), part(noise(33)), text("Compare them."))))
+    assert await asyncio.to_thread(began.wait, 20)
+    try:
+        asked.cancel()
+        await until(lambda: not seeing.service.bodies.held)
+    finally:
+        go.set()
+    monkeypatch.undo()
+    await ask(seeing, body(part(noise(34)), text("What is it?")))
+    assert encoder.encoded == before + 1, "nor the first, which was not yet prepared"
+
+
 async def test_together_as_alone(seeing: Served) -> None:
     requests = [
         body(part(noise(5)), text("What is this?")),
