@@ -219,6 +219,25 @@ def test_padding_starts_after_the_last_real_token(vocab: Vocab) -> None:
     assert vocab.bos_id is None
 
 
+@pytest.mark.parametrize("unified", [True, False])
+def test_buffers_have_room_for_any_pass_of_few_tokens(
+    model: Model, unified: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of more sequences than such a pass has tokens, and with recurrent states in place and elsewhere."""
+    context = Context(
+        model, exact_options(n_ctx=80 * 64, n_seq=80, n_batch=128, n_outputs=128, unified=unified)
+    )
+    for position, sequences in enumerate((range(60), range(60), range(59, -1, -1), range(0, 60, 2))):
+        n = len(sequences)
+        context.tokens[:n], context.positions[:n], context.sequences[:n] = 100, position, sequences
+        context.outputs[:n] = 1
+        context.decode(n)
+        context.wait()
+    with caplog.at_level(logging.WARNING, logger="llama.cpp"):
+        context.close()
+    assert not [message for message in caplog.messages if "compute buffer" in message]
+
+
 def test_with_cells_of_their_own_a_copy_is_made_in_the_next_decode(model: Model) -> None:
     options = replace(OPTIONS, n_ctx=4 * 256, n_seq=4, n_outputs=8, unified=False)
     context = Context(model, options)
