@@ -88,6 +88,8 @@ class _PromptPath:
     nodes: list[Node]
     """The nodes that this request refers to: those that it wants kept, `end` among them, and the one that it
     started from."""
+    again: bool = False
+    """Whether all of the prompt had been read before."""
     suspended: Node | None = None
     """The node that keeps its state while another sequence has its slot, or None."""
 
@@ -130,8 +132,8 @@ class PrefixCache:
         self._tool_ids = np.array(sorted(tool_ids), np.int32)
         """Tokens that mark a turn as a tool's result, which is no question."""
         self._turn_gain = MIN_TURN if on_gpu else MIN_GAIN
-        """Tokens that a checkpoint at the start of a turn, or at the end of a prompt that one request has,
-        must save beyond the one before it."""
+        """Tokens that a checkpoint at the start of a turn, or the end of a new prompt, must save beyond the
+        one before it."""
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
         self._host = HostTier(host_bytes)
@@ -184,6 +186,8 @@ class PrefixCache:
             sequence.reused = sequence.computed
             before = self._read(sequence, sequence.prompt_length)
             sequence.missed = self._missed(sequence, before)
+            path = self._paths[sequence]
+            path.again = path.end.depth - before < BLOCK
             again = max(sequence.computed, before)
             weight = min(1.0, sequence.prompt_length / max(1, self._max_cells))
             self._again += weight * (again / sequence.prompt_length - self._again)
@@ -462,10 +466,10 @@ class PrefixCache:
     def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
         """The nodes deeper than `since` (default: computed) at which the sequence will take a checkpoint."""
         since = sequence.computed if since is None else since
-        end, previous = self._paths[sequence].end, 0
-        for node in reversed([*end.path()]):
-            alone = node is end and previous and node.refcount == 1
-            gain = self._turn_gain if alone else MIN_GAIN
+        path, previous = self._paths[sequence], 0
+        for node in reversed([*path.end.path()]):
+            new = node is path.end and node.refcount == 1 and not path.again
+            gain = self._turn_gain if new else MIN_GAIN
             worth = node.depth > since and node.depth - previous >= gain
             if node.seq_id is not None:
                 previous = node.depth

@@ -326,6 +326,7 @@ def prompt(plan: Plan) -> list[int]:
     host_bytes=st.sampled_from([0, 60, 300]),
     draft_rows=st.sampled_from([0, 20]),
     fails=st.sampled_from([0.0, 0.5]),
+    on_gpu=st.booleans(),
 )
 @mock.patch("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 20)
 def test_every_request_computes_on_from_what_it_really_holds(
@@ -340,6 +341,7 @@ def test_every_request_computes_on_from_what_it_really_holds(
     host_bytes: int,
     draft_rows: int,
     fails: float,
+    on_gpu: bool,
 ) -> None:
     world = World(
         slots=slots,
@@ -352,6 +354,7 @@ def test_every_request_computes_on_from_what_it_really_holds(
         host_bytes=host_bytes,
         draft_rows=draft_rows,
         turn_ids=[100],
+        on_gpu=on_gpu,
     )
     started: dict[int, Sequence] = {}
     rng = random.Random(1)

@@ -31,6 +31,19 @@ def test_on_a_gpu_a_short_turn_is_read_in_one_pass(question: int, passes: int) -
     assert steps == [2, passes]
 
 
+@pytest.mark.parametrize(("length", "passes"), [(40, [1, 2, 1]), (66, [2, 1, 1])])
+def test_on_a_gpu_a_short_prompt_leaves_its_end_when_it_comes_again(length: int, passes: list[int]) -> None:
+    world = World(ids=16, batch=256, budget=256, on_gpu=True)
+    steps, computed = [], []
+    for _ in passes:
+        before = world.computed
+        world.add(range(100, 100 + length))
+        steps.append(world.finish())
+        computed.append(world.computed - before)
+    assert steps == passes
+    assert computed[-1] == 1
+
+
 def test_on_a_gpu_too_a_short_turn_that_two_share_is_read_once() -> None:
     world = World(turn_ids=[1], ids=16, batch=256, budget=256, on_gpu=True)
     prompt = [1, *range(100, 180), 1, *range(200, 240), 1, 5, 6]
