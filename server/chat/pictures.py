@@ -248,7 +248,7 @@ def shown(
     if not given:
         return ids, []
     if len(given) - len(known) > 1:  # else the one is measured before it is encoded
-        _check_room(ids, given, engine, interrupt, asked)
+        _check_room(ids, given, engine, interrupt, asked, known)
     length = len(ids)
     pictures: list[tuple[int, Picture]] = []
     for before, (place, picture, encoder) in enumerate(_placed(ids, given, engine, interrupt, asked)):
@@ -292,12 +292,16 @@ def _check_room(
     engine: Engine,
     interrupt: Callable[[], None],
     asked: PixelBounds,
+    known: Sequence[Picture],
 ) -> None:
     """Raises PromptTooLong if the context does not hold the ids and all pictures, and PromptError. Nothing is
-    decoded."""
+    decoded, and of the `known` ones nothing is read."""
     length = len(ids)
-    for _, picture, encoder in _placed(ids, given, engine, interrupt, asked):
-        length += encoder.measure(*picture.size(encoder.side, asked)) - 1
+    for before, (_, picture, encoder) in enumerate(_placed(ids, given, engine, interrupt, asked)):
+        if before < len(known):
+            length += len(known[before]) - 1
+        else:
+            length += encoder.measure(*picture.size(encoder.side, asked)) - 1
     if length >= engine.context_size:
         raise PromptTooLong(length, engine.context_size, exactly=False)
 

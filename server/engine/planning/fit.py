@@ -234,8 +234,10 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
         wanted = 0
     # llama.cpp keeps a verification in one pass (`split_equal`), and a pass must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
-    if settings.deterministic and wanted > (most := min(most, BATCH_INVARIANT_SNAPSHOTS)):
-        raise ModelLoadError(f"snapshots is {wanted}; with deterministic it can be at most {most} here")
+    if settings.deterministic:
+        most = min(most, BATCH_INVARIANT_SNAPSHOTS)
+        if wanted > most:
+            raise ModelLoadError(f"snapshots is {wanted}; with deterministic it can be at most {most} here")
     return settings.replace(snapshots=min(wanted, most))
 
 
