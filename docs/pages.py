@@ -25,6 +25,7 @@ from qwen_serve.server.settings import described_settings  # noqa: E402
 PAGES = {
     "server/README.md": "architecture.md",
     "server/engine/prefix_cache/README.md": "prefix-caching.md",
+    "server/engine/defaults.md": "defaults.md",
     "quant_recipes/README.md": "recipes.md",
     "patches/README.md": "patches.md",
     "patches/moving-the-pin.md": "moving-the-pin.md",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 400
 """Rows that may carry more than needed before slots get narrower device samplers: the cost of a change, which
-plans all graphs anew, divided by the cost of a whole row (docs/benchmark-method.md)."""
+plans all graphs anew, divided by the cost of a whole row (defaults.md)."""
 
 
 class Runner:
