@@ -52,37 +52,37 @@ endif
 .PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify record docs lint bump clean
 
 # What `make help` says of variables: name and default, the targets that read it, what it means.
-#= QUANT=Q4_K_M       convert, image  one or more with commas; auto searches types (TARGET, BPW, KLD or MS)
+#= QUANT=Q4_K_M       convert, image  one or more, separated by commas; auto searches for TARGET, BPW, KLD or MS
 #= VARIANT=           convert, serve, image  quant and settings under one name, such as fast (docs/variants.md)
 #= SRC=Qwen/Qwen3.5-4B  convert, image  hub id, checkpoint's folder, or a GGUF in F16, BF16 or F32
 #= OUT=models         convert  where files go
 #= RECIPE=            convert  a TOML file of types in place of QUANT's
 #= CALIBRATION=       convert  text for the importance matrix
-#= METHOD=nearest     convert  compensated: errors of rounding are made up for by other columns
-#= TARGET=            convert  size with QUANT=auto, such as 2.4GB; of a block drafter the model it drafts for
+#= METHOD=nearest     convert  compensated: other columns compensate for rounding errors (GPTQ)
+#= TARGET=            convert  with QUANT=auto the size, such as 2.4GB; for a block drafter its target model
 #= BPW= KLD= MS=      convert  other targets of QUANT=auto: bits a weight, KL divergence, milliseconds
 #= FOR=               convert  the card that MS is for: A10G, L4, H100, H200
-#= MODEL=nano         serve, serve-cluster, image, soak  the GGUF file
+#= MODEL=nano         serve, serve-cluster, image, soak, record  the GGUF file
 #= MMPROJ=            image  the vision tower's file; empty for none
 #= HOST=127.0.0.1 PORT=8080  serve, serve-cluster  the address
 #= REPLICAS=2 GPUS=   serve-cluster  how many, and on which cards (GPUS=0,1)
-#= IMAGE=qwen-serve   image  its name
-#= URL=http://127.0.0.1:8080  chat, verify  the server
-#= CUDA=auto          setup, image  0 or 1 decides by hand; pypi fetches CUDA's compiler
-#= CUDA_ARCHS=        setup, image  other compute capabilities than this machine's, such as "86;89"
-#= PATCHES=1         setup, image  0: llama.cpp as it comes
-#= NATIVE=1          setup  0: for any processor of this kind
-#= QWEN_SERVE_WHEELS=  setup  folder or URL of a release's wheels, taken instead of building
-#= WORKERS=           test  how many at a time
+#= IMAGE=qwen-serve   image  the image's name
+#= URL=http://127.0.0.1:8080  chat, verify  the server's address
+#= CUDA=auto          setup, image  0: CPU only, 1: CUDA; pypi: also downloads CUDA's compiler
+#= CUDA_ARCHS=        setup, image  compute capabilities to build for, such as "86;89" (this machine's)
+#= PATCHES=1         setup, image  0: stock llama.cpp
+#= NATIVE=1          setup  0: for every processor of the same architecture
+#= QWEN_SERVE_WHEELS=  setup  folder or URL of a release, whose wheel is used instead of a build
+#= WORKERS=           test  number of parallel test processes
 #= SINCE=main         check  the commit to compare with
-#= FUZZ_CASES=625     fuzz  for each endpoint
-#= MINUTES=30         soak  how long
-#= TASKS=nano         verify  official asks the official gates
-#= GATES=results      submission  store with the model's gates; SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM from the environment
-#= VERSION=           bump  the release of llama-cpp-python, such as 0.3.37
+#= FUZZ_CASES=625     fuzz  requests for each of 8 endpoints, valid and invalid
+#= MINUTES=30         soak  duration
+#= TASKS=nano         verify, record  quality gates: nano's, or official (record's default if MODEL is given)
+#= GATES=results      submission  results of the quality gates; also set SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM
+#= VERSION=           bump  a release of llama-cpp-python, such as 0.3.37
 #= ARGS=              most  more flags for the program: make serve ARGS='--ctx-size 32768'
 
-help: ## this text
+help: ## print this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
 	@echo
 	@echo "  make setup                                       # once"
@@ -94,9 +94,9 @@ help: ## this text
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Variables:"
-	@awk -F '   *' '/^#= / { sub(/^#= */, ""); printf "  %-27s %-36s %s\n", $$1, $$2, $$3 }' $(MAKEFILE_LIST)
+	@awk -F '   *' '/^#= / { sub(/^#= */, ""); printf "  %-27s %-43s %s\n", $$1, $$2, $$3 }' $(MAKEFILE_LIST)
 
-setup: llama $(VENV)/.serve ## make .venv/ and build llama.cpp for this machine, or take a release's wheel
+setup: llama $(VENV)/.serve ## create .venv/ and build llama.cpp for this machine, or use a release's wheel
 	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' --advise,:)
 
 convert: setup $(if $(filter auto,$(QUANT)),$(VENV)/.search) ## convert a checkpoint to GGUF and quantize it
@@ -126,7 +126,7 @@ BAKED     := $(or $(NAMED),models/$(MADE)-$(QUANT).gguf)
 MMPROJ    ?= $(shell for tower in $(dir $(BAKED))mmproj-*-*.gguf; do case 'mmproj-$(notdir $(BAKED))' in \
 	("$$(basename "$$tower" | sed 's/-[^-]*$$//')"-*) echo "$$tower";; esac; done)
 
-image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## a container image with the model baked in (CUDA=0: nano on the CPU)
+image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## build a container image that holds the model (CUDA=0: nano on the CPU)
 	$(if $(and $(VARIANT),$(if $(wildcard variants/$(VARIANT).toml),,no)),$(error VARIANT=$(VARIANT): an image has those of variants/ alone))
 ifeq ($(CUDA),0)
 	$(CONTAINER) build -f Dockerfile.cpu --build-arg QUANT='$(QUANT)' --build-arg VARIANT='$(VARIANT)' \
@@ -138,7 +138,7 @@ endif
 
 GATES ?= results
 
-submission: image $(VENV)/.bench ## `make image`, the competition's rules checked, handed in
+submission: image $(VENV)/.bench ## build the image, check the competition's rules, upload it
 	$(CONTAINER) save -o image.tar '$(IMAGE)'
 	gzip -f image.tar
 	$(PY) -m qwen_serve.bench submit image.tar.gz --model '$(BAKED)' $(if $(MMPROJ),--model '$(MMPROJ)') --original '$(SRC)' --gates '$(GATES)' $(ARGS)
@@ -154,42 +154,42 @@ TOGETHER  = -n $(WORKERS) --dist worksteal
 LONG      = -n $(CORES) --dist worksteal
 SINCE    ?= main
 
-test: setup $(VENV)/.dev ## the tests: no torch, no GPU, no network
+test: setup $(VENV)/.dev ## run the tests that need no torch, no GPU and no network
 	$(PY) -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-test-slow: setup $(VENV)/.dev ## the long tests, at last those that want the machine to themselves
+test-slow: setup $(VENV)/.dev ## run the long tests, and last those that need an idle machine
 	$(PY) -m pytest -m 'slow and not alone and not reference and not image' $(LONG) $(ARGS) || [ $$? -eq 5 ]
 	$(PY) -m pytest -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ] # 5: ARGS names files without any
 
 # every floor of pyproject.toml is one that was tested: an environment of the lowest versions, kept apart
-test-lowest: setup ## `make test` with the lowest version of each direct dependency
+test-lowest: setup ## run the tests with the lowest version of each direct dependency
 	$(PY) -m pip --disable-pip-version-check install -q uv
 	$(PY) -m uv venv -q --clear --seed --python $(PY) .venv-lowest
 	$(PY) -m uv pip install --python .venv-lowest/bin/python --resolution lowest-direct -e '.[cluster,bench,dev]' \
 		"llama-cpp-python @ $$($(PY) -c 'import importlib.metadata as m, json; print(json.loads(m.distribution("llama-cpp-python").read_text("direct_url.json"))["url"])')"
 	.venv-lowest/bin/python -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of what differs from SINCE
+check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of files changed since SINCE
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(PY) -m tests.changed --since '$(SINCE)' -- -m '$(QUICK)' $(TOGETHER) -q $(ARGS)
 
-fuzz: setup $(VENV)/.dev ## 10,000 made-up requests, and requests made to hurt
+fuzz: setup $(VENV)/.dev ## send 10,000 generated and hostile requests
 	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_openapi.py \
 		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
-test-reference: setup $(VENV)/.reference ## the comparisons with transformers, stock llama.cpp and its programs
+test-reference: setup $(VENV)/.reference ## compare with transformers and stock llama.cpp
 	$(PY) -m pytest -m reference --timeout 1800 $(LONG) tests/reference tests/patches $(ARGS) # the first use builds llama.cpp
 
-test-image: setup $(VENV)/.dev ## the steps of Dockerfile.cpu in a chroot (root, mmdebstrap, ten minutes)
+test-image: setup $(VENV)/.dev ## run the steps of Dockerfile.cpu in a chroot (needs root and mmdebstrap; ten minutes)
 	$(PY) -m pytest -m image --timeout 3600 tests/test_image.py $(ARGS)
 
 SOAK_PORT ?= 8099
 MINUTES   ?= 30
 
-soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## 32 clients on one deterministic server: failures, drift, leaks
+soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## load one deterministic server with 32 clients; reports failures, drift and leaks
 	$(PY) -m qwen_serve.server --model '$(MODEL)' --port $(SOAK_PORT) --parallel 32 --ctx-size 65536 --deterministic \
 		--log-level warning & pid=$$!; trap 'kill $$pid; wait $$pid' EXIT; \
 	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
@@ -197,17 +197,17 @@ soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## 32 clients 
 
 TASKS ?= nano
 
-verify: $(VENV)/.bench ## a running server as it will be judged: contract, latency, gates, long answers
+verify: $(VENV)/.bench ## check a running server by the competition's rules: contract, latency, gates, long answers
 	$(PY) -m qwen_serve.bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
 
 # a model that is named is taken for the real one, whose gates are the official ones
-record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## MODEL=path.gguf: an hour on one card, in one file to send in [TASKS=official|nano] [ARGS=--quick]; goes on after an interruption
+record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure MODEL for an hour, in one file to send in (ARGS=--quick: a minute); repeat to continue
 	$(PY) -m qwen_serve.bench record '$(MODEL)' --tasks '$(if $(filter file,$(origin TASKS)),$(if $(NAMED),official,nano),$(TASKS))' $(ARGS)
 
-docs: setup $(VENV)/.dev ## the documentation as a site in build/site, every link checked
+docs: setup $(VENV)/.dev ## build the documentation in build/site and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
 
-lint: setup $(VENV)/.dev ## ruff, mypy --strict, hadolint
+lint: setup $(VENV)/.dev ## run ruff, mypy --strict and hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

@@ -33,42 +33,43 @@ class Command:
 
 COMMANDS = {
     "latency": Command(
-        "One request at a time: the same prompt again, and another one each time.",
+        "One request at a time: latency with a repeated prompt, and with new ones.",
         "qwen_serve.bench.load.latency:latency",
     ),
     "throughput": Command(
-        "Many requests: levels of concurrency, or request rates.",
+        "Throughput of many requests, by concurrency or by request rate.",
         "qwen_serve.bench.load.throughput:throughput",
     ),
     "peers": Command(
-        "Several servers in turns on one model, with ratios.", "qwen_serve.bench.servers.peers:peers"
+        "Several servers in turns, on one model, with ratios and intervals.",
+        "qwen_serve.bench.servers.peers:peers",
     ),
     "start": Command(
-        "How long servers take to start, in turns; ours by stage.", "qwen_serve.bench.servers.start:start"
+        "Start times of servers, in turns; of qwen-serve by stage.", "qwen_serve.bench.servers.start:start"
     ),
     "experiment": Command(
         "A series of measurements, described in TOML.", "qwen_serve.bench.experiments.run:experiment"
     ),
     "record": Command(
-        "An hour on one card: latency, throughput, gates, start, clocks, in one file to send in.",
+        "An hour on one card (latency, throughput, gates, start, clocks) in one file to send in.",
         "qwen_serve.bench.record.command:record",
     ),
     "soak": Command(
-        "Mixed load for minutes or hours: failures, drift, leaks.",
+        "Mixed load for minutes or hours; reports failures, drift and leaks.",
         "qwen_serve.bench.load.soak:soak",
         {
             "answers": Command(
-                "The same requests alone and in company: is every answer the same, bit for bit?",
+                "The same requests alone and together: are the answers the same, bit for bit?",
                 "qwen_serve.bench.load.answers:answers",
             )
         },
     ),
     "conformance": Command(
-        "The server's contract as checks, pass or fail a line each.",
+        "The API's contract as checks, one line each.",
         "qwen_serve.bench.checks.conformance:conformance",
         {
             "clients": Command(
-                "The clients people use, each with its snippet of docs/clients.md.",
+                "Common clients, each with its snippet of docs/clients.md.",
                 "qwen_serve.bench.clients.run:clients",
             )
         },
@@ -78,11 +79,11 @@ COMMANDS = {
         "qwen_serve.bench.gates.quality:quality",
         {
             "paired": Command(
-                "Two models' answers to the same items: which is better, item by item.",
+                "Two models on the same items, compared item by item.",
                 "qwen_serve.bench.gates.paired:paired",
             ),
             "perplexity": Command(
-                "How far a GGUF is from its reference: perplexity and KL divergence over a text.",
+                "Perplexity of a GGUF, and its KL divergence from a reference.",
                 "qwen_serve.bench.gates.perplexity:perplexity",
             ),
         },
@@ -92,46 +93,46 @@ COMMANDS = {
         "qwen_serve.bench.variants.sweep:sweep",
         {
             "variants": Command(
-                "What comes with the package: settings, predicted latency, recorded gates.",
+                "The bundled variants: settings, predicted latency, recorded gates.",
                 "qwen_serve.bench.variants.catalogue:variants",
             )
         },
     ),
     "engine": Command(
-        "What parts of our engine cost, without a server; what a card allows at best.",
+        "Cost of the engine's parts, without a server; the lower bound of a card.",
         parts={
-            "drafts": Command("Ways to draft, in turns.", "qwen_serve.bench.engine.drafts:drafts"),
-            "grammar": Command("Answers kept to a schema.", "qwen_serve.bench.engine.grammar:grammar"),
-            "sampling": Command("Ways to the next token.", "qwen_serve.bench.engine.sampling:sampling"),
+            "drafts": Command("Each way to draft, in turns.", "qwen_serve.bench.engine.drafts:drafts"),
+            "grammar": Command("Cost of a schema.", "qwen_serve.bench.engine.grammar:grammar"),
+            "sampling": Command("Cost of each way to sample.", "qwen_serve.bench.engine.sampling:sampling"),
             "prefix-cache": Command(
-                "Holding and sharing states.", "qwen_serve.bench.engine.prefix_cache:prefix_cache"
+                "Cost of keeping and sharing states.", "qwen_serve.bench.engine.prefix_cache:prefix_cache"
             ),
             "kv-cache": Command(
-                "Types of the KV cache: bytes, time, divergence, retrieval from far back.",
+                "Types of the KV cache: bytes, time, divergence, retrieval over long distances.",
                 "qwen_serve.bench.engine.kv_cache:kv_cache",
             ),
             "roofline": Command(
-                "What a request would take on a card: an estimate.",
+                "Predicted time of a request on a card.",
                 "qwen_serve.bench.analysis.roofline:roofline",
             ),
         },
     ),
     "report": Command(
-        "Tables, pictures and one page from a store; runs side by side; what is published.",
+        "Tables, charts and a page from recorded runs; --compare shows runs side by side.",
         "qwen_serve.bench.report.report:report",
     ),
     "build": Command(
-        "Build llama.cpp's programs, to compare with.",
+        "Build llama.cpp's programs, for comparisons.",
         "qwen_serve.bench.servers.builds:build",
         {
             "synthetic": Command(
-                "Write a made-up model for measuring speed alone.",
+                "Write the synthetic model, which measures speed only.",
                 "qwen_serve.bench.models.command:synthetic",
             )
         },
     ),
     "submit": Command(
-        "Hand an image in: the competition's rules checked, then uploaded.",
+        "Check an image against the competition's rules, and upload it.",
         "qwen_serve.bench.submission.submit:submit",
     ),
 }
@@ -156,14 +157,14 @@ RENAMED = {
 GROUPS = {
     "Measure a server": ("latency", "throughput", "peers", "start", "experiment", "record"),
     "Check a server": ("conformance", "soak"),
-    "Judge a model": ("quality", "sweep"),
-    "Look inside": ("engine",),
+    "Measure a model's quality": ("quality", "sweep"),
+    "Measure the engine": ("engine",),
     "Results": ("report",),
-    "Make": ("build", "submit"),
+    "Build": ("build", "submit"),
 }
 """Headings of the help -> commands."""
 
-HELP = """Measure any OpenAI-shaped server. Every run is recorded in a store (--out).
+HELP = """Measure any server with OpenAI's API. Every run is recorded in a folder (--out).
 
 - `qwen-bench latency --url http://127.0.0.1:8080 --runs 50`
 - `qwen-bench throughput --url http://127.0.0.1:8080 --levels 1,8,64`

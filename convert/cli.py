@@ -44,40 +44,46 @@ INTERRUPTED, TERMINATED, FAILED = 130, 143, 1
 
 DESCRIPTION = """\
 Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with an importance matrix.
---src may also be a GGUF that is not quantized: it is read where it lies, in place of <name>-F16.gguf.
+--src may also be an unquantized GGUF, which then takes the place of <name>-F16.gguf.
 
-  qwen-convert --src models/nano --quant Q4_K_M,Q2_K
-  qwen-convert --src models/nano --quant Q2_K --method compensated
+A model:
   qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --out models
-  qwen-convert --src ./my-finetune --quant F16
   qwen-convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
-  qwen-convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
+  qwen-convert --src ./my-finetune --quant F16
+  qwen-convert --src models/nano --quant Q2_K --method compensated
   qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
+
+Types of your own:
+  qwen-convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
   qwen-convert --src ./my-finetune --quant Q4_K_M --imatrix theirs.gguf --tensor-type ffn_down=Q6_K
+
+Types found by a search:
   qwen-convert --src models/nano --quant auto --target-size 4.0MB
   qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-kld 0.01
   qwen-convert --src Qwen/Qwen3.5-4B --quant auto --target-ms 4.5 --for A10G
+
+A LoRA adapter (PEFT), a block drafter (DFlash):
   qwen-convert --src ./my-adapter --base Qwen/Qwen3.5-4B
   qwen-convert --src z-lab/Qwen3.5-4B-DFlash --target Qwen/Qwen3.5-4B --quant Q4_K_M
 """
 
 FILES = """\
-Files go to --out, each under its final name only when it is complete:
-  <name>-F16.gguf           the whole model, from which everything else is made
+Files in --out; a file gets its final name when it is complete:
+  <name>-F16.gguf           the unquantized model, from which everything else is made
   <name>.calibration.txt    text that the model wrote itself, for the importance matrix
-  <name>.evaluation.txt     more of it, from other prompts, for the KL divergence
+  <name>.evaluation.txt     the same from other prompts, for the KL divergence
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
-  <name>-<QUANT>.json       its size, bits per weight, types, method, sha256, and divergence from the whole
-  mmproj-<name>-F16.gguf    its vision tower, of a checkpoint that has one and says how pictures are prepared
-  <name>-auto-<TARGET>.*    a model by a searched recipe (--quant auto): GGUF, report, and the recipe as TOML
-  <name>.search.txt, .json  the text that a search measures on, and all that it has measured
-  <name>.stages.json        which of these are finished, what each was made from, and how long it took
-A LoRA adapter (PEFT) becomes <name>-F32.gguf alone, for the server's --lora.
-A block drafter (DFlash) needs its model as --target; it gets no texts, no importance matrix, no divergence.
-With --keep-vocab N, the <name> of all but the texts is <name>-vN, and outputs are compared with the whole
-model over the tokens that they have.
-A second run makes only what is missing or out of date, so an interrupted one is finished by repeating it.
+  <name>-<QUANT>.json       its size, bits per weight, types, method, sha256, and KL divergence
+  mmproj-<name>-F16.gguf    the vision tower, if the checkpoint has one
+  <name>-auto-<TARGET>.*    a model with searched types (--quant auto): GGUF, report, and the recipe as TOML
+  <name>.search.txt, .json  the text that a search measures on, and its measurements
+  <name>.stages.json        finished stages, what each was made from, and how long it took
+A LoRA adapter (PEFT) gives only <name>-F32.gguf, for the server's --lora.
+A block drafter (DFlash) gives only its GGUFs and their reports.
+With --keep-vocab N all names but those of the texts begin with <name>-vN, and the divergence covers the
+kept tokens.
+To finish an interrupted run, repeat the command: it makes only what is missing or out of date.
 """
 
 
@@ -278,62 +284,63 @@ def parser() -> argparse.ArgumentParser:
         "--base",
         metavar="SRC",
         help="where --src is a LoRA adapter (PEFT): the checkpoint that it was trained for, a folder with "
-        "its config.json, or a hub id (what adapter_config.json names)",
+        "its config.json, or a hub id (the one that adapter_config.json names)",
     )
-    what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id (its main branch)")
+    what.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub id (main)")
     what.add_argument(
         "--quant",
         metavar="A,B",
         type=_quant_list,
         help=f"one or more of {', '.join([*FLOAT_TYPES, *known_recipes(), AUTO])} ({DEFAULT_QUANT}); {AUTO} "
-        "searches a recipe of its own for this model and a target",
+        "searches for each tensor's type, given a target",
     )
     what.add_argument(
         "--recipe",
         metavar="FILE",
         type=Path,
-        help="a recipe of your own (TOML, see quant_recipes/) in place of what --quant would load; "
-        "without --quant the output is named after the file",
+        help="a recipe of your own (TOML, see quant_recipes/) in place of --quant's; without --quant the "
+        "output is named after the file",
     )
     what.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("models"), help="where to (%(default)s)"
+        "--out", metavar="DIR", type=Path, default=Path("models"), help="folder for the results (%(default)s)"
     )
     what.add_argument(
         "--name",
         help="first part of the output names (the last part of --src, without -F16.gguf and the like)",
     )
-    auto = parser.add_argument_group(f"what --quant {AUTO} is to keep to; of several, all of them")
+    auto = parser.add_argument_group(f"targets of --quant {AUTO} (with several, all are met)")
     auto.add_argument(
-        "--target-size", metavar="SIZE", type=_size, help="the file's size at most, such as 2.4GB or 900MiB"
+        "--target-size", metavar="SIZE", type=_size, help="largest file, such as 2.4GB or 900MiB"
     )
     auto.add_argument(
-        "--target-bpw", metavar="BITS", type=_number, help="bits per weight at most, over all tensors"
+        "--target-bpw", metavar="BITS", type=_number, help="most bits per weight, over all tensors"
     )
     auto.add_argument(
         "--target-kld",
         metavar="NATS",
         type=_number,
-        help="mean KL divergence from the whole model at most, in the smallest file (with --for the fastest)",
+        help="largest mean KL divergence from the unquantized model; finds the smallest file (with --for the "
+        "fastest)",
     )
     auto.add_argument(
         "--target-ms",
         metavar="MS",
         type=_number,
-        help="milliseconds in which --for's card reads at most what a token reads of the weights",
+        help="longest time in which --for's card reads the weights that one token needs, in milliseconds",
     )
     auto.add_argument(
         "--for",
         dest="card",
         metavar="CARD",
         type=_card,
-        help=f"count the bytes that each token reads, not those that lie there: {', '.join(BANDWIDTH)}",
+        help=f"count the bytes that each token reads, not the file's: {', '.join(BANDWIDTH)}",
     )
     how = parser.add_argument_group("how")
     how.add_argument(
         "--outtype",
         type=str.upper,
         choices=FLOAT_TYPES,
-        help="type of the whole model's file, from which the rest is made "
+        help="type of the unquantized file, from which the rest is made "
         f"({DEFAULT_OUTTYPE}; a GGUF has its own; F32 for an adapter)",
     )
     how.add_argument(
@@ -341,32 +348,32 @@ def parser() -> argparse.ArgumentParser:
         metavar="TYPE",
         type=str.upper,
         choices=VISION_TYPES,
-        help=f"type of the vision tower's matrices: {', '.join(VISION_TYPES)} (the whole model's)",
+        help=f"type of the vision tower's matrices: {', '.join(VISION_TYPES)} (--outtype's)",
     )
     how.add_argument(
-        "--no-vision", dest="vision", action="store_false", help="leave the vision tower where it is"
+        "--no-vision", dest="vision", action="store_false", help="do not convert the vision tower"
     )
     how.add_argument(
         "--keep-vocab",
         metavar="N",
         type=_positive,
-        help="keep the first N regular tokens and all special ones, for a smaller embedding and output head; "
-        "other text is spelt in smaller pieces, bytes if need be (every token there is); for checkpoints",
+        help="keep the first N regular tokens and all special ones, for a smaller embedding and output head "
+        "(all tokens); other text is then split into smaller tokens; for checkpoints only",
     )
     how.add_argument(
         "--method",
         choices=METHODS,
         default=METHODS[0],
-        help="how weights are rounded: each by itself, as llama.cpp does, or with the error of each column "
-        "compensated in the others, onto llama.cpp's types (GPTQ; takes longer; diverges less on text like "
-        "that of --calibration) (%(default)s)",
+        help="nearest rounds each weight by itself; compensated lets other columns compensate for "
+        "each column's error (GPTQ): slower, with a smaller divergence on text like --calibration's "
+        "(%(default)s)",
     )
     how.add_argument(
         "--calibration",
         metavar="FILE",
         type=Path,
-        help="text for importance matrix and compensation, UTF-8 (the model writes its own, from prompts in "
-        "the package)",
+        help="UTF-8 text for the importance matrix and compensation (text that the model writes itself, from "
+        "prompts in the package)",
     )
     how.add_argument(
         "--no-imatrix", dest="imatrix", action="store_false", help="quantize without an importance matrix"
@@ -377,16 +384,16 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--show-tensors",
         action="store_true",
-        help="print each file's types by tensor group, digest and divergence in full (its .json has them)",
+        help="print each file's types by tensor group, digest and full divergence (also in its .json)",
     )
     how.add_argument(
         "--force",
         action="store_true",
-        help="make everything again, finished or not, in place of files that others made, too",
+        help="make everything again, and overwrite files that other programs made",
     )
     add_flags(parser)
     where = parser.add_argument_group("where llama.cpp runs")
-    where.add_argument("--threads", metavar="N", type=_positive, help="CPU threads (every CPU there is)")
+    where.add_argument("--threads", metavar="N", type=_positive, help="CPU threads (all)")
     where.add_argument(
         "--gpu-layers", metavar="N", type=int, default=-1, help="layers on the GPU, -1 for all (%(default)s)"
     )

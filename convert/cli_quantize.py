@@ -31,13 +31,13 @@ OTHERS = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the group of llama-quantize's flags."""
-    group = parser.add_argument_group("as llama-quantize has them; each comes before what a recipe says")
+    group = parser.add_argument_group("flags of llama-quantize; they take precedence over a recipe")
     group.add_argument(
         "--imatrix",
         dest="imatrix_file",
         metavar="FILE",
         type=Path,
-        help="an importance matrix that is there, llama-imatrix's GGUF or one of ours, in place of a new one",
+        help="use this importance matrix (a GGUF of llama-imatrix or of this converter) instead of a new one",
     )
     group.add_argument(
         "--tensor-type",
@@ -45,32 +45,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=_override,
-        help="type of the tensors in whose name the regular expression NAME is found, such as ffn_down=Q6_K; "
-        "may be repeated, the first that fits decides",
+        help="type of the tensors whose names match the regular expression NAME, such as ffn_down=Q6_K; may "
+        "be repeated: the first match decides",
     )
     group.add_argument(
         "--output-tensor-type",
         metavar="TYPE",
         type=_type,
-        help="of output.weight, and of an embedding that is the output head",
+        help="type of output.weight, and of an embedding that is also the output head",
     )
+    group.add_argument("--token-embedding-type", metavar="TYPE", type=_type, help="type of token_embd.weight")
     group.add_argument(
-        "--token-embedding-type", metavar="TYPE", type=_type, help="of the embedding, token_embd.weight"
-    )
-    group.add_argument(
-        "--dry-run", action="store_true", help="say how large each --quant would be, and write nothing"
+        "--dry-run", action="store_true", help="print the size of each --quant and write nothing"
     )
     group.add_argument(
         "--split-max-size",
         metavar="SIZE",
         type=_size,
-        help="write each file in parts, too, of at most so many bytes of weights, such as 45GB or 900M: "
-        "NAME-00001-of-00003.gguf, as llama-gguf-split does",
+        help="also write each file in parts of at most this size (weights), such as 45GB or 900M: "
+        "NAME-00001-of-00003.gguf, like llama-gguf-split",
     )
     group.add_argument(
         "--pure",
         action="store_true",
-        help="all matrices with the quant's own type: no mixture, and no overrides but --tensor-type's",
+        help="the same type for all matrices: no mixture, and no overrides except --tensor-type",
     )
 
 

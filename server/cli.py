@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 USAGE = """\
 Serve Qwen3.5 models, talk to them, convert them.
 
-  qwen-serve serve nano                                        # the tiny model that comes along
-  qwen-serve serve Qwen/Qwen3.5-4B --quant Q4_K_M              # fetched and converted once
+  qwen-serve serve nano                                        # the tiny bundled model
+  qwen-serve serve Qwen/Qwen3.5-4B --quant Q4_K_M              # downloads and converts it once
+  qwen-serve serve hf:unsloth/Qwen3.5-4B-GGUF:Q4_K_M           # downloads a finished GGUF
   qwen-serve serve model.gguf --parallel 32 --ctx-size 131072
   qwen-serve chat 'What is 17+25?'
 
@@ -25,19 +26,24 @@ Serve and ask:
   qwen-serve chat [QUESTION]      talk to a running server
 
 Models:
-  qwen-serve list                 those that are in the caches
-  qwen-serve rm NAME              remove one
-  qwen-serve convert [--src ...] [--quant ...]    checkpoint to GGUF (also qwen-convert)
+  qwen-serve list                 list cached models
+  qwen-serve rm NAME              remove a cached model
+  qwen-serve convert [--src ...] [--quant ...]    convert a checkpoint to GGUF (same as qwen-convert)
 
 This machine:
-  qwen-serve setup                build llama.cpp, patched, or take a release's wheel
-  qwen-serve --version
+  qwen-serve setup                build the patched llama.cpp, or use a release's wheel
+  qwen-serve --version            versions of qwen-serve and llama-cpp-python
 
-MODEL is a GGUF file, or one on the Hugging Face hub (hf:owner/name:Q4_K_M; also -hf owner/name[:quant]), a
-checkpoint's folder or its hub id, such as Qwen/Qwen3.5-4B, or nano, the tiny model that comes with the
-package. A GGUF is fetched once, into the hub's own cache (HF_HOME). A checkpoint is fetched and converted to
---quant (Q4_K_M) once, into the folder that QWEN_SERVE_CACHE names (~/.cache/qwen-serve). A variant, such as
-fast or small, names a quant and settings together: docs/variants.md. Each command has --help."""
+MODEL is one of
+  model.gguf                      a GGUF file
+  hf:owner/name:Q4_K_M            a GGUF on the Hugging Face hub (also -hf owner/name[:quant]); downloaded
+                                  once into the hub's cache (HF_HOME)
+  Qwen/Qwen3.5-4B, ./folder       a checkpoint, by hub id or folder; converted once to --quant (Q4_K_M) in
+                                  QWEN_SERVE_CACHE (~/.cache/qwen-serve)
+  nano                            the tiny bundled model
+
+A variant, such as fast or small, is a quant and settings under one name: docs/variants.md.
+Each command has --help."""
 
 
 def main() -> int:

@@ -40,89 +40,88 @@ class HttpSettings(Section, title="http"):
     host: str = "127.0.0.1"
     """address to listen on"""
     port: int = Field(8080, ge=0, le=65535)
-    """port to listen on; 0 takes a free one"""
+    """port to listen on; 0: a free one"""
     alias: str | None = None
     """model id in /v1/models (default: the file's name)"""
     api_key: SecretStr | None = Field(None, min_length=1)
-    """clients must send it as a bearer token or as X-Api-Key (QWEN_API_KEY keeps it out of `ps`)"""
+    """key that clients must send, as a bearer token or X-Api-Key (QWEN_API_KEY keeps it out of `ps`)"""
     api_key_file: Path | None = None
-    """file of further keys, one a line, each followed by its class= (priority, default, flex) and its share=
-    (a number) where they are not default and 1: what they get by --scheduling-policy; # begins a comment"""
+    """file of further keys, one a line, optionally with class= (priority, default, flex; default: default)
+    and share= (a number; default: 1), which --scheduling-policy uses; # begins a comment"""
     allowed_origins: str | None = None
-    """origins whose pages may call from a browser (CORS), with commas between them; * allows any"""
+    """origins whose pages may call from a browser (CORS), separated by commas; *: any"""
     ssl_certfile: Path | None = None
     """TLS certificate, PEM: serve https"""
     ssl_keyfile: Path | None = None
-    """its private key, PEM"""
+    """private key of the certificate, PEM"""
     uds: Path | None = None
     """Unix socket to listen on, instead of host and port"""
     prefix_by_key: bool = True
-    """requests with different API keys share no prefixes and no encoded pictures, so that none can tell what
-    another has asked; off: they share all but what `cache_salt` parts"""
+    """requests with different API keys share no prefixes and no encoded pictures, so that no client can find
+    out what another asked. off: all keys share them, except between different values of `cache_salt`"""
     max_body_mib: int = Field(8, ge=1, le=1024)
-    """largest request body, in MiB; the work on one takes up to 20 times its size"""
+    """largest request body, in MiB; handling it takes up to 20 times its size in memory"""
     max_bodies_mib: int = Field(64, ge=1)
-    """memory for the bodies of all requests that are being received or read, in MiB; one more gets 429"""
+    """memory for all request bodies that are being received or parsed, in MiB; beyond it requests get 429"""
     max_header_kib: int = Field(64, ge=1, le=1024)
-    """most bytes of a request's line and headers, in KiB"""
+    """largest request line with headers, in KiB"""
     header_timeout: float = Field(10.0, gt=0, allow_inf_nan=False)
-    """seconds that a client has to send them; a new connection may be idle for as long"""
+    """seconds in which a client has to send the headers; also how long a new connection may be idle"""
     body_timeout: float = Field(60.0, gt=0, allow_inf_nan=False)
-    """seconds that it has to send a body"""
+    """seconds in which a client has to send a body"""
     max_connections: int = Field(1024, ge=1)
-    """connections open at once, as far as the process may open files; a new one takes the place of the
-    one that is idle for longest, else of one whose request is not all there, else it gets 503 unless it asks
-    for /ping or /health"""
+    """most open connections, within the process's limit on open files. Beyond it a new connection replaces
+    the one that is idle longest, else one whose request is incomplete; otherwise it gets 503, except for
+    /ping and /health"""
     allowed_hosts: str = ""
-    """names, with commas between, under which a server that listens on loopback may be asked without
-    an API key, besides localhost and addresses; * for any"""
+    """host names, separated by commas, that requests to a server on loopback without an API key may use,
+    besides localhost and addresses; *: any"""
     open_metrics: bool = True
-    """answer /metrics without the API key; else only /ping and /health are"""
+    """answer /metrics without an API key, like /ping and /health"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
-    """seconds that running requests get to finish after SIGTERM"""
+    """seconds in which running requests may finish after SIGTERM"""
     sleep_idle_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """seconds without requests after which the model is unloaded and its memory free; the next request loads
-    it again, and waits for as long as a start takes (default: never)"""
+    """seconds without requests after which the model is unloaded, which frees its memory; the next request
+    loads it again and waits as long as a start takes (default: never)"""
     watchdog: float = Field(120.0, ge=0, allow_inf_nan=False)
-    """seconds for which the event loop may stand still before the process writes where it stood and ends with
-    1, for its supervisor to start another; 0: for ever"""
+    """seconds for which the event loop may hang before the process logs a stack trace and exits with 1, so
+    that its supervisor starts another; 0: no limit"""
     image_urls: Literal["off", "https"] = "off"
-    """fetch pictures that requests give by an https address, only from image_url_hosts and only from
-    public addresses; off: they are refused, and pictures come in the request"""
+    """https: fetch pictures that requests name by an https URL, only from image_url_hosts and only from
+    public addresses. off: refuse URLs; requests then carry their pictures"""
     image_url_hosts: str = ""
-    """names of hosts, with commas between, that pictures may be fetched from; *.example.com for all below it,
-    * for any"""
+    """hosts from which pictures may be fetched, separated by commas; *.example.com: all below it, *: any"""
     slot_save_path: Path | None = None
-    """folder for files that POST /slots/0?action=save writes and action=restore reads: what the prompt cache
-    has (default: neither is offered)"""
+    """folder for the prefix cache's files, which POST /slots/0?action=save writes and action=restore reads
+    (default: both are refused)"""
     page: bool = True
     """serve the chat page at /"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """least level logged"""
+    """lowest level that is logged"""
 
 
 class ChatSettings(Section, title="chat"):
     """From messages to a prompt, and from tokens to a message."""
 
     chat_template: Path | None = None
-    """Jinja chat template to use in place of the one inside the GGUF"""
+    """Jinja chat template to use instead of the GGUF's"""
     thinking: bool = False
-    """think where a request does not say"""
+    """think unless a request says otherwise"""
     thinking_budget: int | None = Field(None, ge=0)
-    """most tokens of reasoning where a request does not say (default: as many as the model likes)"""
+    """most tokens of reasoning unless a request says otherwise (default: no limit)"""
     loop_guard: bool = True
-    """end reasoning that repeats the same few tokens over and over, and have the model answer"""
+    """end reasoning that repeats itself over and over, and let the model answer"""
     inline_reasoning: bool = False
-    """leave reasoning in `content` as <think>...</think> instead of `reasoning_content`"""
+    """leave reasoning in `content` as <think>...</think>, not in `reasoning_content`"""
     sampling_defaults: Literal["file", "card", "card-coding"] = "file"
-    """temperature, top-p, top-k and penalties where a request gives none: those of the GGUF, or in chats
-    those of Qwen3.5's model card, which has others with thinking, without it and for coding"""
+    """temperature, top-p, top-k and penalties that a request omits. file: the GGUF's. card: in chats those of
+    Qwen3.5's model card, which differ with thinking and without. card-coding: the card's for coding"""
     greedy: bool = False
-    """temperature 0 where a request gives none; the GGUF's advice is passed over"""
+    """temperature 0 unless a request says otherwise, whatever the GGUF recommends"""
 
 
 class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
-    """Everything that `python -m qwen_serve.server` can be told."""
+    """All settings of `python -m qwen_serve.server`."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX)
 

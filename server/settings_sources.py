@@ -90,12 +90,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--variant",
         metavar="NAME",
-        help=f"take the settings of a variant: {', '.join(known_variants())}, or a TOML file (or "
+        help=f"use the settings of a variant: {', '.join(known_variants())}, or a TOML file (also "
         f"{ENV_PREFIX}VARIANT)",
     )
-    result.add_argument("--config", metavar="PATH", help=f"TOML file of settings (or {ENV_PREFIX}CONFIG)")
+    result.add_argument("--config", metavar="PATH", help=f"TOML file of settings (also {ENV_PREFIX}CONFIG)")
     result.add_argument(
-        "--print-settings", action="store_true", help="print the settings in effect, as TOML, and leave"
+        "--print-settings", action="store_true", help="print the settings in effect as TOML, and exit"
     )
     result.add_argument(
         "--version",

@@ -36,33 +36,33 @@ class Section(BaseModel):
 
 
 class ModelSettings(Section, title="model"):
-    """What is loaded, and where it goes."""
+    """Which model is loaded, and onto which devices."""
 
     model: Path
     """GGUF file, or a folder that holds exactly one"""
     n_gpu_layers: int = Field(-1, ge=-1)
-    """layers on the GPU, counted from the last, the output head being one more; -1: all of them"""
+    """number of layers on the GPU, counted from the last one; the output head counts as one more. -1: all"""
     main_gpu: int = Field(0, ge=0)
     """index of the GPU to use, as llama.cpp numbers them"""
     split_mode: SplitMode = "none"
-    """one GPU holds all layers ("none"), or all GPUs that the process sees share them out ("layer"), for
-    models that are too large for one; steps go through them one after the other"""
+    """none: one GPU holds all layers. layer: all visible GPUs share the layers, for models that are too large
+    for one GPU; a step uses one GPU after the other"""
     tensor_split: str | None = None
-    """each GPU's share of the layers with split_mode=layer, such as 3,1; by free memory unless given"""
+    """each GPU's share of the layers with split_mode=layer, such as 3,1 (default: by free memory)"""
     offload_embedding: bool = True
-    """put the token embedding on the GPU, too, where that is NVIDIA's, has all layers, and room; off: on the
-    host, as llama.cpp does, which looks a prompt's tokens up there while the GPU waits"""
+    """also put the token embedding on the GPU, if that is an NVIDIA GPU that holds all layers and has room.
+    off: keep it on the host, like llama.cpp; the GPU then waits for the lookup of each prompt's tokens"""
     f16_copies: F16Copies = "auto"
-    """keep copies in FP16 of the quantized matrices beside them on the GPU, which products with many columns
-    read: prompts, and steps of many sequences. They take 2 bytes a weight, 8.4 GB for a 4B. auto: on GPUs
-    that are faster with them (NVIDIA's Hopper) where everything else leaves room for all of them"""
+    """keep FP16 copies of the quantized matrices on the GPU, for prompts and for steps of many sequences.
+    They take 2 bytes a weight, 8.4 GB for a 4B. auto: on GPUs that are faster with them (NVIDIA's Hopper), if
+    memory is left for all of them"""
     use_mmap: bool = True
-    """map the file instead of reading it: weights that stay on the host share the page cache"""
+    """map the file instead of reading it; weights on the host then share the page cache"""
     mlock: bool = False
-    """keep the weights that stay on the host from being paged out"""
+    """lock weights on the host in memory"""
     lora: str | None = None
-    """LoRA adapters, as NAME=FILE.gguf, several with commas between or the flag again: a request has one
-    applied that says its name as `model`, or its number in `lora`"""
+    """LoRA adapters, as NAME=FILE.gguf; separate several by commas, or repeat the flag. A request chooses one
+    by its name in `model` or its number in `lora`"""
 
     @field_validator("lora")
     @classmethod
@@ -115,13 +115,13 @@ class ModelSettings(Section, title="model"):
 
 
 class CacheSettings(Section, title="KV cache"):
-    """Keys and values of all sequences."""
+    """The keys and values of all sequences."""
 
     ctx_size: int = Field(0, ge=0)
-    """tokens that the KV cache holds, all sequences together; 0: 16,384 for each but no more than 262,144,
-    and some for the prefix cache; or what fits"""
+    """size of the KV cache in tokens, for all sequences together. 0: 16,384 for each sequence, at most
+    262,144, plus cells for the prefix cache, or what fits"""
     flash_attn: FlashAttention = "auto"
-    """flash attention"""
+    """whether to use flash attention"""
     cache_type_k: CacheType = "f16"
     """type of the cached keys"""
     cache_type_v: CacheType = "f16"
@@ -138,36 +138,36 @@ class CacheSettings(Section, title="KV cache"):
 
 
 class SchedulerSettings(Section, title="scheduler"):
-    """Who runs, and what a step is."""
+    """Which requests run, and the size of a step."""
 
     parallel: int = Field(8, ge=1, le=MAX_SEQUENCES)
-    """sequences that run at once, a recurrent state each; the others wait"""
+    """sequences that run at once, each with a recurrent state; further requests wait"""
     max_queue: int = Field(256, ge=0)
-    """requests that may wait beyond those that run. A further one gets 429, unless its API key (or address,
-    without one) has less than an equal part of them; at twice as many all get it"""
+    """requests that may wait beside the running ones. A further request gets 429, unless its API key (or
+    address, without one) holds less than an equal part of the places; at twice the limit every request
+    does"""
     scheduling_policy: SchedulingPolicy = "fair"
-    """which waiting request is next. fair: each API key (or address, without one) gets its share and does not
-    wait behind another's bulk job; for one alone this is first come, first served. priority: by the requests'
-    service_tier and `priority`, the lower first. fcfs: first come, first served. With the first two an answer
-    may lose its slot for a while; its state waits in the prefix cache"""
+    """which waiting request is next. fair: each API key (or address, without one) gets its share, so nobody
+    waits behind another's bulk job; with one key it is first come, first served. priority: by service_tier,
+    then the lowest `priority`. fcfs: first come, first served. With fair and priority an answer may lose its
+    slot for a while; its state then waits in the prefix cache"""
     batch_size: int = Field(0, ge=0)
-    """most tokens in one step, and of prompts between two decode steps; 0: four passes (ubatch_size) on a
-    GPU, 2,048 without one"""
+    """most tokens in one step, and most prompt tokens between two decode steps. 0: four passes (ubatch_size)
+    on a GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)
-    """most tokens in one pass over the weights, which sets the size of the compute buffers; 0: 2,048 on a GPU
-    if that fits, else 512"""
+    """most tokens in one pass over the weights; sets the size of the compute buffers. 0: 2,048 on a GPU if
+    that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
-    """about how long prefill steps delay running answers, to the nearest whole number of passes
-    (ubatch_size), and without a GPU for 128 tokens at most; more gives more throughput if many requests
-    arrive at once"""
+    """how long a prefill step may delay running answers, rounded to whole passes (ubatch_size); without a GPU
+    at most 128 tokens. A larger value raises throughput if many requests arrive at once"""
     deterministic: bool = False
-    """the same request gets the same answer whatever else is served: every sequence has KV cells of its own
-    (ctx_size / parallel, and as many for each state of the prefix cache), and prompts are read in small
-    passes, or cut at fixed places. Drafts, on the CPU from the text unless speculation says otherwise, need
-    the patch batch-invariant. Slower; docs/deterministic.md says by how much"""
+    """the same request gets the same answer whatever else is served, at a lower speed
+    (docs/deterministic.md). Every sequence has its own KV cells (ctx_size / parallel, and as many for each
+    state of the prefix cache), and prompts are read in small passes or cut at fixed places. Drafts need the
+    patch batch-invariant; on the CPU they come from the text by default"""
     remember: bool = True
-    """keep what a start finds out (seconds of steps, sizes of buffers) for the next one with the same card,
-    driver, build, model and settings, in files of the cache folder"""
+    """keep a start's measurements (times of steps, sizes of buffers) in the cache folder, for the next start
+    with the same card, driver, build, model and settings"""
 
     @model_validator(mode="after")
     def _a_token_for_each_sequence(self) -> Self:
@@ -180,26 +180,26 @@ class SchedulerSettings(Section, title="scheduler"):
 
 
 class PrefixCacheSettings(Section, title="prefix cache"):
-    """States of what was computed, for requests that begin alike."""
+    """Kept states, for requests that begin with the same tokens."""
 
     prefix_cache: bool = True
-    """start from the states that earlier prompts and answers left"""
+    """continue from the states of earlier prompts and answers"""
     prefix_checkpoints: int = Field(0, ge=0)
-    """states that the prefix cache may hold, a sequence id and a recurrent state each; 0: 32, or what fits.
-    Where steps read their own cells only (an NVIDIA GPU with all layers, F16 cache, the patches
-    attention-own-cells and kq-mask-in-place) more, up to all 256 ids: they and cells for them take at most
-    half of the memory that is left"""
+    """most states in the prefix cache; each takes a recurrent state and a sequence id. 0: 32, or what fits.
+    On an NVIDIA GPU with all layers, an F16 cache and the patches attention-own-cells and kq-mask-in-place:
+    as many as the 256 ids allow and as fit, with their cells, into half of the memory that is left"""
     prefix_cells: int = Field(0, ge=0)
-    """KV cells that it may hold beyond those of running sequences, which take back what they need. 0: 131,072
-    if steps read their own cells only; else, since others' cells make steps longer, a tenth of the bytes of
-    the weights, at least 9,216, and fewer while less than half of the prompt tokens were read before"""
+    """most KV cells in the prefix cache beside those of running sequences, which take back what they need. 0:
+    131,072 if steps read only their own cells (as above). Otherwise other sequences' cells make steps longer,
+    so it is a tenth of the weights' bytes (at least 9,216), and fewer while less than half of the prompt
+    tokens come from the cache"""
     prefix_interval: int = Field(4096, ge=0)
-    """tokens between the states kept while a long prompt is read; 0: none on the way"""
+    """tokens between the states that are kept while a long prompt is read; 0: none"""
     prefix_host_mib: int = Field(0, ge=0)
-    """host memory for states evicted from the device, in MiB; 0: they are dropped"""
+    """host memory for states evicted from the device, in MiB; 0: evicted states are dropped"""
     prefix_file: Path | None = None
-    """file in which states outlive a restart: written when the server stops, read when it starts if it is of
-    the same model, build and settings"""
+    """file that keeps the states over a restart: written when the server stops, read when it starts with the
+    same model, build and settings"""
     prefix_file_mib: int = Field(1024, ge=1)
     """maximum size of prefix_file, in MiB; the most recently used states are written first"""
 
@@ -219,35 +219,35 @@ class PrefixCacheSettings(Section, title="prefix cache"):
 
 
 class SpeculationSettings(Section, title="speculation"):
-    """What drafts tokens, to be verified many at a time. Answers do not depend on it."""
+    """How tokens are drafted, which are then verified many at a time. It does not change answers."""
 
     speculation: Speculation = "auto"
-    """draft from the text itself where it repeats ("ngram"), with the checkpoint's own MTP head ("mtp"),
-    whichever is faster at the moment ("both"), or not at all; auto: both on a GPU, ngram without one. A
-    draft_model drafts beside these, or is the only drafter ("draft")"""
+    """source of drafts. ngram: repeated text. mtp: the checkpoint's MTP head. both: the faster of the two at
+    the moment. off: none. auto: both on a GPU, ngram without one. draft: only draft_model, which otherwise
+    drafts beside these"""
     draft_model: Path | None = None
-    """GGUF file of a model that drafts for this one: a block drafter (DFlash), whose kind is read from it"""
+    """GGUF file of a block drafter (DFlash) that was made for this model"""
     draft_window: int = Field(512, ge=1)
-    """newest tokens of a sequence that the MTP head or the draft model reads before its first draft; their
-    hidden states wait in memory. A draft model looks back on twice as many at most"""
+    """how many of a sequence's newest tokens the MTP head or the draft model reads before its first draft;
+    their hidden states take memory. While drafting, a draft model attends to at most twice as many"""
     draft_max: int = Field(255, ge=1)
     """most tokens of a draft from the text"""
     mtp_depth: int = Field(16, ge=1)
     """most tokens of a draft from the MTP head"""
     snapshots: int = Field(-1, ge=-1)
-    """rejected tokens that a lone sequence can take back without a copy of its state; each takes the memory
-    of a recurrent state. -1: 8 with the MTP head, as many as a draft model's block has tokens, or what fits;
-    else 0. With deterministic -1 is 0, and 15 are the most. With a stock llama.cpp each takes that for every
-    sequence and every state of the prefix cache, and -1 is 2 with at most 8 sequences"""
+    """recurrent states kept of a sequence that runs alone: that many rejected tokens are undone without a
+    copy. -1: 8 with the MTP head, the length of a block with a draft model, or what fits; else 0. With
+    deterministic -1 means 0, and 15 is the most. With stock llama.cpp they take memory for every sequence and
+    every state of the prefix cache, and -1 means 2 with at most 8 sequences"""
 
 
 class CpuSettings(Section, title="CPU"):
-    """Threads that compute what is not on a GPU."""
+    """Threads for what is computed on the CPU."""
 
     threads: int = Field(0, ge=0)
     """CPU threads for steps of one token; 0: one less than the physical cores that this process may use"""
     threads_batch: int = Field(0, ge=0)
-    """CPU threads for larger steps; 0: as `threads`"""
+    """CPU threads for larger steps; 0: as many as `threads`"""
 
     @field_validator("threads", "threads_batch")
     @classmethod
@@ -259,34 +259,34 @@ class CpuSettings(Section, title="CPU"):
 
 
 class ForcedSettings(Section, title="forced"):
-    """What tests and measurements force; else the engine decides. No flag, variable or key has it."""
+    """What tests and measurements force. Users cannot set these: the engine decides."""
 
     draft_always: bool = False
-    """draft as far as possible whenever possible, rather than by what pays"""
+    """always draft as many tokens as possible, whether or not that is faster"""
     prefill_budget: int = Field(0, ge=0)
-    """most prompt tokens in a step beside running answers; 0: as many as are read in prefill_seconds, by the
-    fastest of the start's measurement and the steps since"""
+    """most prompt tokens in a step beside running answers. 0: as many as are read in prefill_seconds, at the
+    fastest rate measured so far"""
     prefix_shrinks: bool = True
-    """hold fewer cells, in proportion, while less than half of the prompt tokens were read before"""
+    """hold proportionally fewer cells while less than half of the prompt tokens come from the cache"""
     sampling: Sampling = "auto"
-    """find the best tokens in the graph ("device"), so that a row's token comes to the host and not its
-    logits, or on the host; auto: on the device if it is a GPU"""
+    """where the best tokens of a row are found. device: in the graph, so that tokens are copied to the host,
+    not logits. host: on the host. auto: on the device if that is a GPU"""
 
 
 class PictureSettings(Section, title="pictures"):
-    """What the model sees."""
+    """Pictures in messages."""
 
     mmproj: Path | None = None
-    """GGUF file of the model's vision tower, for pictures in chats; what a conversion left beside the model
-    (mmproj-NAME-*.gguf) is found, unless this is off. They are refused without"""
+    """GGUF file of the model's vision tower (default: mmproj-NAME-*.gguf beside the model); off: none.
+    Without a tower pictures are refused"""
     mmproj_offload: bool = True
-    """put the vision tower on the GPU, if there is one in use"""
+    """put the vision tower on the GPU, if one is used"""
     image_min_tokens: int = Field(0, ge=0)
-    """tokens that a picture has at least: smaller ones are enlarged; 0: 8"""
+    """fewest tokens of a picture: smaller pictures are enlarged; 0: 8"""
     image_max_tokens: int = Field(0, ge=0, le=16384)
-    """tokens that a picture has at most: larger ones are made smaller; 0: 4096"""
+    """most tokens of a picture: larger pictures are shrunk; 0: 4096"""
     image_cache_mib: int = Field(256, ge=0)
-    """host memory for a cache of encoded pictures, which a chat sends again with every turn, in MiB"""
+    """host memory for a cache of encoded pictures, in MiB; a chat sends its pictures again with every turn"""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -307,7 +307,7 @@ class UserSettings(
     SpeculationSettings,
     CpuSettings,
 ):
-    """What users say of the engine. Zero means "choose for me" where noted.
+    """The engine's settings that users can set. Zero means "choose for me" where noted.
 
     Raises ValueError (pydantic's ValidationError), naming the field and what would be right.
     """
