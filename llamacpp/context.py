@@ -38,7 +38,8 @@ BATCH_INVARIANT_TOKENS = 64
 """Most tokens of a batch-invariant pass (`LLAMA_BATCH_INVARIANT_MAX`)."""
 
 BATCH_INVARIANT_SNAPSHOTS = 15
-"""Most snapshots with which a batch-invariant context has the same bits as without."""
+"""Most snapshots with which a batch-invariant context has the same bits as without: as many last tokens of a
+prompt's pass, and one more, go through the recurrent layers one by one."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
@@ -434,5 +435,5 @@ class Context:
 
 def _set_batch_invariant(context: int) -> None:
     function = C._lib.llama_set_batch_invariant
-    function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_bool]
-    function(context, True)
+    function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_uint32]
+    function(context, BATCH_INVARIANT_SNAPSHOTS + 1)

@@ -65,7 +65,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "prefix": {},
     "repeats": {"ignore_eos": True},
     "chat": {},
-    "seeded chat": {"temperature": 0.8, "top_p": 0.95},
+    "seeded chat": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
     "schema": {"temperature": 1.0, "response_format": FORMAT},
     "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
     "tools": {"tools": [TOOL], "tool_choice": "required"},

@@ -237,8 +237,8 @@ class SpeculationSettings(Section, title="speculation"):
     snapshots: int = Field(-1, ge=-1)
     """recurrent states kept of a sequence that runs alone: that many rejected tokens are undone without a
     copy. -1: 8 with the MTP head, the length of a block with a draft model, or what fits; else 0. With
-    deterministic -1 means 0, and 15 is the most. With stock llama.cpp they take memory for every sequence and
-    every state of the prefix cache, and -1 means 2 with at most 8 sequences"""
+    deterministic 15 is the most. With stock llama.cpp they take memory for every sequence and every state of
+    the prefix cache, and -1 means 2 with at most 8 sequences"""
 
 
 class CpuSettings(Section, title="CPU"):

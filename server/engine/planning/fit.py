@@ -217,16 +217,14 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
     """Choose how many tokens a sequence can roll back, if left open, before checking what fits. Raises
     ModelLoadError if `deterministic` cannot have as many as set."""
     wanted = settings.snapshots
-    if wanted < 0 and settings.deterministic:
-        wanted = 0
-    elif wanted < 0:
+    if wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
         if spec.draft is not None:
             wanted = max(wanted, spec.draft.block - 1)
         if not SHARES_SNAPSHOTS:
             wanted = min(wanted, FEW_SNAPSHOTS) if settings.parallel <= SNAPSHOT_SLOTS else 0
     if not SequenceIds.of(settings).drafting or not spec.state:
-        if settings.deterministic and wanted:
+        if settings.deterministic and settings.snapshots > 0:
             raise ModelLoadError(
                 f"snapshots is {wanted}, but nothing is drafted that could be taken back; set speculation, "
                 "or leave snapshots out"
@@ -236,7 +234,7 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
     if settings.deterministic:
         most = min(most, BATCH_INVARIANT_SNAPSHOTS)
-        if wanted > most:
+        if settings.snapshots > most:
             raise ModelLoadError(f"snapshots is {wanted}; with deterministic it can be at most {most} here")
     return settings.replace(snapshots=min(wanted, most))
 
