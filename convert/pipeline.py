@@ -1,19 +1,19 @@
 """The stages from a checkpoint to quantized files; a stage with a finished output is skipped.
 
-    checkpoint        -> <name>-F16.gguf, unless a GGUF is given in its place
+    checkpoint        -> <name>-F16.gguf, unless the source is a GGUF
     F16               -> <name>.calibration.txt, <name>.evaluation.txt
     F16 + calibration -> <name>.imatrix.gguf
-    F16 + imatrix     -> <name>-<QUANT>.gguf, which --method compensated reads the calibration text for, too
+    F16 + imatrix     -> <name>-<QUANT>.gguf; --method compensated also reads the calibration text
     F16 + evaluation  -> <name>-<QUANT>.json
-    checkpoint        -> mmproj-<name>-F16.gguf, where it sees
+    checkpoint        -> mmproj-<name>-F16.gguf, if it has a vision tower
 
 and for a searched recipe, which is then quantized and reported like any other:
 
     F16               -> <name>.search.txt
     F16 + imatrix + search text -> <name>.search.json, all measurements; <name>-auto-<TARGET>.toml
 
-Quants share the outputs without a quant's name. A recipe that prunes layers, and every output under --keep-
-vocab, has a base and an imatrix of its own, named after what is cut; the whole model writes its texts.
+Quants share the outputs without a quant's name. A recipe that prunes layers has its own base and imatrix,
+named after the pruned layers; so have outputs with --keep-vocab. Their texts are written by the whole model.
 """
 
 from __future__ import annotations

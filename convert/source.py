@@ -56,12 +56,11 @@ class Source:
 
 
 def resolve(src: str, revision: str | None = None) -> Source:
-    """Finds `src`, a folder, a file or a hub id such as Qwen/Qwen3.5-4B, downloading what is not in the cache
-    yet.
+    """Finds `src`: a folder, a file or a hub id such as Qwen/Qwen3.5-4B, which is downloaded into the cache.
 
     Raises:
-        ConvertError: none exists, access is refused, the hub cannot be reached, or the disk is too small; or
-            a revision of what is no hub id.
+        ConvertError: `src` does not exist, access is refused, the hub cannot be reached, or the disk is too
+            small; or `revision` is given and `src` is no hub id.
     """
     path = Path(src).expanduser()
     if path.exists():

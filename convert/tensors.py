@@ -234,7 +234,8 @@ class PlannedTensor:
     stored: TensorSource
     shape: Shape
     type: str
-    """gguf's name of it. I64 for a table, whose source is I64, too. Quantized if rows are whole blocks."""
+    """The type's name in gguf. I64 for a table with a source in I64. Quantized types need rows of whole
+    blocks."""
     reorder: Transform | None
     compute: Transform | None
 

@@ -239,8 +239,8 @@ class Context:
 
     @property
     def graphs_reused(self) -> int:
-        """Number of passes so far that reused a graph: that of the pass before, or with the patch steps-apart
-        that of the last pass of up to 64 tokens, or of more."""
+        """Number of passes so far that reused the graph of the pass before. With the patch steps-apart,
+        passes of up to 64 tokens and longer passes each reuse the graph of the last pass of their kind."""
         return int(C.llama_perf_context(self._handle).n_reused)
 
     def wait(self) -> None:
@@ -275,8 +275,8 @@ class Context:
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
     def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:
-        """Whether the last batch's hidden rows on the host, from `place` on, survive another batch of
-        `n_tokens` tokens and `n_rows` rows of logits, which writes its own over the first ones
+        """Whether a further batch of `n_tokens` tokens and `n_rows` rows of logits leaves the last batch's
+        hidden rows on the host intact from index `place` on. A batch writes its rows over the first ones
         (`output_reserve` in llama-context.cpp)."""
         return n_tokens <= place and max(n_rows, self._n_seq) == self._n_reserved
 
@@ -357,10 +357,10 @@ class Context:
         """Remove a sequence, or positions [start, end) of it; cells that no other sequence shares become
         free.
 
-        Returns False, with nothing changed, if a recurrent state would have to be rolled back. With
-        snapshots, a sequence that was alone in the last call, in one pass, can be rolled back by at most
-        `n_snapshots` tokens, and not past the start of that call. Raises LlamaError if llama.cpp would use a
-        state that does not exist.
+        Returns False, and changes nothing, if a recurrent state would have to be rolled back. Snapshots allow
+        that for a sequence that was alone in the last call, which took one pass: by at most `n_snapshots`
+        tokens, and not past the start of that call. Raises LlamaError if llama.cpp would use a state that
+        does not exist.
         """
         if start > 0 and self.n_snapshots:
             surplus = int(C.llama_memory_seq_pos_max(self._memory, sequence)) + 1 - start
@@ -382,7 +382,7 @@ class Context:
         self._load(sequence, self._stashes[sequence], ON_DEVICE)
 
     def _materialize(self, sequence: int) -> None:
-        """Make the state that a sequence was rolled back to its newest state."""
+        """Copy the snapshot to which a sequence was rolled back over its newest state."""
         self.stash(sequence)
         self.unstash(sequence)
 
@@ -404,9 +404,10 @@ class Context:
         return saved
 
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
-        """Restore a saved sequence to an id, whose content is lost. Raises LlamaError if there is no room."""
+        """Restore a saved sequence to an id and overwrite what the id holds. Raises LlamaError without
+        room."""
         self._require_copied(sequence)
-        if sequence in self._copied_from:  # the restored state would be copied instead
+        if sequence in self._copied_from:  # its next decode would copy the restored state
             raise LlamaError(f"sequence {sequence} is copied from in the next decode")
         self._load(sequence, saved, 0)
 
@@ -421,7 +422,7 @@ class Context:
             raise LlamaError(f"llama.cpp could not restore {saved.size} bytes into sequence {sequence}")
 
     def clear(self, *, data: bool = False) -> None:
-        """Remove all sequences; with `data` the contents of their cells are cleared, too."""
+        """Remove all sequences; with `data` also clear the contents of their cells."""
         self._snapshots.clear()
         C.llama_memory_clear(self._memory, data)
 

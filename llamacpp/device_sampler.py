@@ -62,7 +62,7 @@ def n_blocks(n_vocab: int) -> int:
 
 
 class DeviceSampler(IntEnum):
-    """What the host gets for a row. Banned tokens are those that only pad the vocabulary."""
+    """What a row returns to the host. Banned tokens are those that only pad the vocabulary."""
 
     BEST = 1
     """The best token that is not banned, and the best one that also does not end a generation."""
@@ -100,10 +100,10 @@ class _Outputs(NamedTuple):
     """The outputs for a slab of rows, read by rows.py. Token ids are below 2^24, exact as F32."""
 
     figures: int
-    """F32 [width, n]. BEST: the end tokens, then each block's best token that is neither banned nor an end;
-    their logits; each block's sum of logits, which is finite if all logits are. GUESS and LOGPROBS: the place
-    of each block's best token in the block, their logits, their probabilities within their blocks. TOP_K: the
-    sums."""
+    """F32 [width, n]. BEST: the end tokens and each block's best token that is neither banned nor an end
+    token; the logits of all these; each block's sum of logits, which is finite if its logits are. GUESS and
+    LOGPROBS: the index of each block's best token within the block, its logit, and its probability within the
+    block. TOP_K: the sums."""
     width: int
     candidates: int = 0
     """I32 [k, n], for TOP_K and LOGPROBS. Each extra copy to the host is costly for each row, so the rest is
@@ -391,8 +391,8 @@ class DeviceSamplers:
         going_on = ggml.add(memory, logits, constants.no_end) if constants.no_end else logits
         best = ggml.argmax(memory, ggml.reshape_3d(memory, going_on, width, count, 1))
         tokens = ggml.reshape_3d(memory, ggml.cast(memory, best, ggml.F32), blocks, n, 1)
-        # argmax returns -1 or anything in a block without an allowed token: its start is so low that the sum
-        # is clamped to the lowest allowed token, which changes nothing
+        # in a block without an allowed token argmax returns -1 or any index; the start of such a block is so
+        # low that the sum is clamped to the lowest allowed token, which does not change the result
         tokens = ggml.add(memory, tokens, constants.starts)
         tokens = ggml.clamp(memory, tokens, float(self._lowest), float(size - 1))
         if constants.ends:

@@ -85,7 +85,8 @@ def output_reserve(path: Path) -> str:
 def passes(path: Path) -> list[list[int]]:
     """The tokens of each pass over a batch of `LENGTHS`, sequence by sequence, in the order of computation.
 
-    A token is recognized by its embedding; a first batch, of one sequence, gives those of all tokens.
+    A token is recognized by its embedding. A first batch, of one sequence, shows the embeddings of all
+    tokens.
     """
     seen: list[npt.NDArray[np.float32]] = []
 

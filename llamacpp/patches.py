@@ -57,14 +57,14 @@ def _hidden() -> set[str]:
 LLAMA_VERSION: Final[str] = version("llama-cpp-python")
 
 READS_OWN_CELLS: Final = {"attention-own-cells", "kq-mask-in-place"} <= set(patches())
-"""Whether a step on an NVIDIA GPU with F16 keys and values reads only the cells of its own sequences, so that
-the host writes no mask for those of others."""
+"""Whether a step reads only the cells of its own sequences (on an NVIDIA GPU with F16 keys and values). The
+host then writes no mask for other sequences' cells."""
 
 
 def amx_is_right() -> bool:
     """Whether weights may be repacked for AMX and other instructions when they are loaded.
 
-    Stock llama.cpp computes qwen35 wrongly with AMX, or crashes (patches/README.md). Disabling AMX disables
-    other repacking, too.
+    Stock llama.cpp computes qwen35 wrongly with AMX, or crashes (patches/README.md). Disabling AMX also
+    disables other repacking.
     """
     return AMX in patches() or b"AMX_INT8 = 1" not in C.llama_print_system_info()

@@ -161,8 +161,8 @@ class Rows:
         return logits
 
     def fetch(self, row: int) -> Numbers | None:
-        """The whole logits of a row that was sampled on the device, copied from there, which waits; None if
-        the device no longer has them. It keeps those of a call's last pass."""
+        """All logits of a row that was sampled on the device, which waits for a copy. None if the device no
+        longer has them: it keeps only those of a call's last pass."""
         return None if self._samplers is None else self._samplers.fetch(self._context, row, len(self.kinds))
 
     def best(self, row: int) -> int:

@@ -274,9 +274,10 @@ def show(conversation: Conversation, question: Content, *, terminal: bool) -> bo
 
 
 def questions(prompt: str) -> Iterator[str]:
-    """Messages typed in, until the input ends. Ctrl-C discards the one being typed.
+    """The messages that the user types, until the input ends. Ctrl-C discards an unfinished one.
 
-    One that begins with \"\"\" ends with the next, lines later; a line that ends with \\ goes on.
+    A message between \"\"\" and \"\"\" may have several lines; a line that ends with \\ continues on the
+    next.
     """
     while True:
         try:

@@ -60,9 +60,9 @@ class Paths:
 class Found:
     """A recipe, and the accuracy of its prediction.
 
-    `predicted` is the additive model's divergence of the next token, without what the MTP block adds to
-    drafts; `reading` was measured on the search's text; `shares` are each tensor's part of the prediction (of
-    drafts' divergence for the MTP block's).
+    `predicted` is the divergence of the next token by the additive model, without the MTP block. `reading` is
+    the divergence measured on the search's text. `shares` are the tensors' parts of the prediction; for
+    tensors of the MTP block, of the drafts' divergence.
     """
 
     types: Mapping[str, Type]

@@ -89,12 +89,13 @@ class TextGeneration:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of the text so far; neither the end-of-generation token nor those of a stop string."""
+        """Number of tokens in the text so far, without the end-of-generation token and those of a stop
+        string."""
         return self._detokenizer.completion_tokens
 
     @property
     def certain_tokens(self) -> int:
-        """Tokens that no stop string can take back any more."""
+        """Number of tokens that cannot become part of a stop string any more."""
         return self._detokenizer.certain_tokens
 
     @property
@@ -112,8 +113,8 @@ class TextGeneration:
 
     @property
     def ending(self) -> TokenLogprobs | None:
-        """Log-probabilities of the token that ended the text without being part of it, if there is one and
-        they were requested."""
+        """Log-probabilities of the token that ended the text, if they were requested and the token is not
+        part of the text."""
         logprobs = self.generation.logprobs
         if logprobs is None or self.stopped or self.finish_reason != "stop":
             return None

@@ -43,9 +43,14 @@ class PictureEncoder:
         cache_bytes: int,
         most_bytes: int,
     ) -> None:
-        """`side`: pixels along either side of a token; a picture has at most `max_tokens`. `identity`: the
-        tower and its settings, which a picture's rows depend on. Rows of at most `cache_bytes` are cached;
-        together with those that requests hold they take at most `most_bytes`, plus one picture's."""
+        """
+        Args:
+            side: width and height of a token, in pixels.
+            max_tokens: most tokens of a picture.
+            identity: names the tower and its settings, on which a picture's rows depend.
+            cache_bytes: most bytes of cached rows.
+            most_bytes: most bytes of cached rows and of those that requests hold, beside one picture's.
+        """
         self.side = side
         self.max_pixels = max_tokens * side * side
         """Maximum pixels of a picture: larger ones are made smaller."""
@@ -91,10 +96,12 @@ class PictureEncoder:
         interrupt: Callable[[], None] = lambda: None,
         file: bytes = b"",
     ) -> Picture:
-        """Encode a picture of shape [height, width, 3]. A cached one is not encoded again, except with
-        another `salt`, since such requests share nothing. `interrupt` is called before it is prepared and
-        before it is encoded; an exception from it ends the work. `file` is the digest of what it was decoded
-        from, for `recall`.
+        """Encode a picture of shape [height, width, 3], or return its cached rows.
+
+        Args:
+            salt: only requests with the same salt share cached rows.
+            interrupt: called before the picture is prepared and before it is encoded; may raise to stop.
+            file: digest of the file from which the picture was decoded, for `recall`.
 
         Raises GenerationError if llama.cpp fails, QueueFull while requests hold the maximum of rows, and
         EngineDead once it is closed.

@@ -35,15 +35,16 @@ class PrefillBudget:
         return min(max(int(tokens), MIN_PREFILL), self._most)
 
     def start(self, each: float) -> None:
-        """A token took `each` seconds, as measured at start or by an earlier server."""
+        """Begin with `each` seconds a token, measured at start or by an earlier server."""
         self.each = each
 
     def add(self, tokens: int, launched: float, done: float | None) -> None:
-        """A step with `tokens` prompt tokens was launched and done at these times, in seconds.
+        """Record a step with `tokens` prompt tokens, and the times in seconds at which it was launched and
+        done.
 
-        `done` is None if the step was not waited for, as for most of a prompt. Its tokens then count with
-        those of the next step that is waited for, which may be a decode, so the time is an upper bound. Only
-        a ubatch or a full step counts, since fewer tokens use the device less well.
+        `done` is None if the engine did not wait for the step, as for most of a prompt. Its tokens then count
+        with those of the next step that the engine waits for, which may be a decode, so the time is an upper
+        bound. Only a ubatch or a full step counts, since fewer tokens use the device less well.
         """
         if not self._reading:
             self._since = launched

@@ -50,14 +50,15 @@ Phase = Literal[
     "verify",
     "commit",
 ]
-"""In the order of a step: receive requests; choose its tokens; draft; write llama.cpp's batch; llama_decode;
-count cells; deliver the previous step's tokens; wait for the device; sample; roll wrong drafts back; record
-results and end complete sequences. Reserve and flush take no time if the device runs asynchronously."""
+"""The phases in the order of a step: receive requests; choose the step's tokens; draft; write llama.cpp's
+batch; llama_decode; count cells; deliver the previous step's tokens; wait for the device; sample; roll back
+wrong drafts; record results and end complete sequences. With a device that computes asynchronously, reserve
+and flush add nothing to a step."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Kind = Literal["decode", "verify", "prefill"]
-"""In order: a token of each sequence; with drafts; with prompt tokens."""
+"""A step with one token of each sequence; with drafts; with prompt tokens."""
 
 
 @dataclass(frozen=True)

@@ -47,12 +47,12 @@ class Reproducible:
     """
 
     chunk: int
-    """Prompts are cut at multiples of it; 1: anywhere, since a token has the same bits in all passes of fewer
-    tokens than `together`."""
+    """Prompts are cut at multiples of this many tokens. 1: anywhere, since a token has the same bits in all
+    passes of fewer tokens than `together`."""
     together: int = 1
     """Maximum tokens of a decode step, if there are fewer slots: with more tokens the bits may differ."""
     abreast: int = 1
-    """Whole chunks of this many prompts have the same bits in one pass as each alone."""
+    """Number of prompts whose whole chunks have the same bits in one pass as each chunk alone."""
     alone: bool = False
     """Rows of several sequences are not computed together, since their bits would differ."""
 
@@ -127,11 +127,14 @@ def verified_lengths(*, on_gpu: bool) -> tuple[int, ...]:
 
 
 def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike[int] = ()) -> bool:
-    """Whether logits have the same bits in a decode of one sequence and of each of `counts` sequences, and
-    token by token as in a decode of each of `lengths` tokens.
+    """Whether logits have the same bits in a decode of one sequence as in decodes of several.
 
-    It tests a long sequence beside short ones, since kernels also depend on that. Each decode has different
-    tokens, and several rows are compared: with small matrices two orders of summation agree on many rows.
+    Args:
+        counts: numbers of sequences that are decoded together.
+        lengths: numbers of tokens of one sequence, decoded at once and token by token.
+
+    One of the sequences is long, since kernels also depend on that. Each decode has different tokens, and
+    several rows are compared: with small matrices two orders of summation agree on many rows.
     """
     sampled = context.samplers.active
     context.set_samplers(None)
@@ -187,9 +190,9 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
 
 
 def chunks_are_the_same(context: Context, chunk: int, counts: ListLike[int]) -> bool:
-    """Whether the first `chunk` tokens of a prompt have the same bits alone and in one pass with as many
-    tokens of other prompts, for each of `counts` prompts in all. It compares the row at their end and the row
-    after the next token."""
+    """Whether the first `chunk` tokens of a prompt have the same bits alone as in a pass with as many tokens
+    of each of the other prompts. `counts`: the numbers of prompts in such a pass. The rows of the chunk's
+    last token and of the token after it are compared."""
     sampled = context.samplers.active
     context.set_samplers(None)
 

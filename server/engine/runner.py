@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .sequence import Adapters, Sequence
 
 PATIENCE = 400
-"""Rows that may carry more than needed before slots get narrower device samplers: the cost of a change, which
-plans all graphs anew, divided by the cost of a whole row (defaults.md)."""
+"""After this many rows that return more than needed, slots get narrower device samplers. It is the cost of
+that change, which plans all graphs anew, divided by the cost of copying a whole row (defaults.md)."""
 
 
 class Runner:
@@ -90,8 +90,8 @@ class Runner:
         return rows
 
     def place(self, sequence: Sequence, free: ListLike[int]) -> int:
-        """Choose a free slot: one with exactly the device sampler that the sequence needs, else one whose
-        sampler serves it, else the first."""
+        """Choose a free slot: one with exactly the device sampler that the sequence needs, or one whose
+        sampler returns at least as much, or the first."""
         if not self._context.samplers.active:
             return free[0]
         kinds, need = self._context.samplers.kinds, sequence.sampler.need

@@ -5,20 +5,20 @@ first served, by priority, or fairly by tenant (`scheduling_policy.py`). A waiti
 takes the slot of a running one if the prefix cache can keep the latter's state until it has a slot again.
 
 A decode step takes the pending tokens of every decoding sequence. While there are prompts to read, prefill
-steps of a ubatch each come between decode steps, together at most `prefill_budget` prompt tokens: a running
-answer waits no longer, and the host prepares each while the device computes the one before. Half of a step's
-tokens go to the prompt that came first, so that many short prompts cannot starve it. The other half goes to
-the prompts closest to their first token, each tenant's closest one before any tenant's second, so that many
-long prompts cannot starve a short one. A prompt that shares a prefix with an earlier one that is being
-computed keeps its place and waits for that prefix. If the earlier request goes away, it computes it itself.
+steps of a ubatch each come between decode steps, together at most `prefill_budget` prompt tokens, which
+limits the delay of running answers. The host prepares each while the device computes the one before. Half of
+a step's tokens go to the prompt that came first, so that many short prompts cannot starve it. The other half
+goes to the prompts closest to their first token, each tenant's closest one before any tenant's second, so
+that many long prompts cannot starve a short one. A prompt that shares a prefix with an earlier one that is
+being computed keeps its place and waits for that prefix, unless the earlier request ends before.
 
 The KV cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when its tokens
 fit beside the running ones and each running sequence keeps a little room to grow; no cells are reserved for
 its whole answer. When cells run short, checkpoints of the prefix cache are evicted first. If that is not
 enough, the youngest running sequence of those with the worst claim is preempted: its cells are freed, it
 returns to its place in the queue, and later it reads its tokens again, the generated ones included. Its
-sampler is kept, so preemption costs only time. The oldest sequence is never preempted for cells that others
-need to grow, and one sequence alone always fits into the cache, so every request runs and ends.
+sampler is kept, so preemption costs only time. The oldest sequence is never preempted for others' cells, and
+one sequence alone always fits into the cache, so every request finishes.
 
 Attention multiplies other sequences' cells and free cells by 0, and a value that is not finite survives that.
 So unusable logits do not tell which sequence caused them. The cells are cleared, and the running sequences
@@ -178,9 +178,9 @@ class Scheduler:
         self._states.clear()
 
     def schedule(self) -> Batch:
-        """Choose the tokens of the next step. Empty only when there is nothing to do.
+        """Choose the tokens of the next step; empty only when there is nothing to do.
 
-        It may be the same object as in the step before: the same sequences, each a token further.
+        If the same sequences continue by one token each, it is the same object as before.
         """
         batch = self._again() or self._anew()
         batch.draft_room = min(self._decode_size - batch.n_tokens, self._cells.free - batch.n_tokens)
@@ -293,7 +293,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit waiting sequences in the policy's order while there is room. Without room, admit one that may
-        preempt a running sequence. None overtakes the next one while it waits for cells."""
+        preempt a running sequence. While the next one waits for cells, no other is admitted."""
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.suspect or self.running[0].suspect):

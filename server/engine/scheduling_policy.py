@@ -8,11 +8,11 @@
 Ageing: every `AGEING`th admission to a free slot ignores tiers, and every `AGEING`th of a tenant takes its
 longest waiting request, so that better requests cannot starve the others.
 
-A tenant's use is a virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language
-Models", OSDI 2024), divided by its share: computed prompt tokens, and output tokens weighted by how much
-longer a step takes for one. A tenant without waiting requests restarts at the lowest counter of those with
-some: it saves up no credit and carries no debt. It restarts no lower than an average tenant (weighted fair
-queueing's virtual time), so newcomers cannot starve others.
+A tenant's use is a virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language Models",
+OSDI 2024), divided by its share: computed prompt tokens, and output tokens weighted by how much longer a step
+takes for one. When an idle tenant sends a request, its counter restarts at the lowest counter of the waiting
+tenants, so it has neither credit nor debt. It restarts no lower than an average tenant's (the virtual time of
+weighted fair queueing), so newcomers cannot starve others.
 """
 
 from __future__ import annotations
@@ -98,9 +98,11 @@ class Policy:
     ) -> tuple[Sequence, Sequence] | None:
         """The first of the waiting `heads` that may preempt a running sequence, and that sequence; or None.
 
-        The victim must pass `can_go`. It has a worse tier, or a worse priority of the same tenant, or a
-        tenant that has used no less and would still run as many requests for its share. The worst rank goes
-        first, then the tenant that runs most for its share, then the youngest."""
+        The victim must pass `can_go`, and one of these must hold: it has a worse tier; it is of the same
+        tenant and has a worse priority; its tenant has used no less, and without it would still run at least
+        as many requests relative to its share. Of several victims the worst rank goes first, then the tenant
+        that runs most relative to its share, then the youngest.
+        """
         runs = Counter(map(self.name, self._running))
         able = sorted(
             (self.rank(one), runs[self.name(one)] / one.scheduling.share, index)

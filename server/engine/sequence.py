@@ -121,9 +121,9 @@ class Progress:
 class CacheMiss:
     """Why a part of a prompt had to be computed.
 
-    "new": no earlier prompt shares more of it. "diverged": an earlier prompt shares it up to `position` and
-    differs there. "evicted": it was read before up to `position`, but the states are gone. "off": there is no
-    prefix cache.
+    "new": no earlier prompt shares more tokens. "diverged": an earlier prompt has the same tokens up to
+    `position` and differs there. "evicted": the tokens up to `position` were computed before, but the state
+    was evicted. "off": there is no prefix cache.
     """
 
     reason: Literal["new", "diverged", "evicted", "off"]
@@ -165,7 +165,7 @@ class Sequence:
     logprobs: Logprobs | None = None
     """Collects log-probabilities, if the request wants any."""
     stops: frozenset[int] = frozenset()
-    """Tokens that end it besides those that end every generation."""
+    """Further tokens that end this sequence, beside those that end every generation."""
     include_stop: bool = False
     """Whether one of `stops` becomes part of the answer."""
     pictures: Layout = NO_PICTURES
@@ -193,7 +193,8 @@ class Sequence:
     """llama.cpp's sequence id; None while it waits for one."""
     status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
     suspect: bool = field(init=False, default=False)
-    """Its logits, or those of a sequence beside it, were unusable: it runs alone until it has a token."""
+    """Its logits, or those of another sequence of its step, were unusable: it runs alone until it has a
+    token."""
     reused: int | None = field(init=False, default=None)
     """Prompt tokens found in the prefix cache at its first start; None before."""
     missed: CacheMiss | None = field(init=False, default=None)

@@ -9,12 +9,14 @@ if TYPE_CHECKING:
 
 
 def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[tuple[int, list[int]]]:
-    """For each ubatch, one pass over the weights: tokens of each sequence, and the sequences' indices.
+    """Splits a batch into ubatches (passes over the weights), like llama.cpp: yields the number of tokens
+    that each sequence has in the pass, and the indices of these sequences.
 
-    A batch that is written in this order has its outputs where llama.cpp leaves them. The recurrent layers
-    need the same count from each sequence, so a pass ends where the shortest one does (`split_equal`,
-    llama-batch.cpp). With a `tail` above 0, the last `tail` tokens of a sequence stay in one pass: a sequence
-    that would be split there waits for the next ubatch, with all after it. So the shortest come first.
+    llama.cpp returns outputs in this order, so batches are written in it. The recurrent layers need the same
+    number of tokens from each sequence, so a pass ends where the shortest one does (`split_equal`,
+    llama-batch.cpp). With `tail` above 0 the last `tail` tokens of a sequence stay in one pass: a sequence
+    that would be split there waits for the next pass, and so do all sequences after it. The shortest come
+    first.
     """
     left = dict(enumerate(lengths))
     if tail:

@@ -29,8 +29,8 @@ LONG = 512
 """Minimum characters of a cached text: shorter ones save little and would evict long ones."""
 
 BLOCK = 4096
-"""llama.cpp gets a text in blocks of about this many characters: its search for control tokens takes time
-that grows with the square of their number, and it cannot be interrupted."""
+"""Characters of a text that llama.cpp tokenizes at a time, about. Its search for control tokens cannot be
+interrupted, and takes time that grows with the square of their number."""
 
 LONGEST_WORD = 2**18
 """Maximum characters without a place where the text can be cut; some 0.1 s of work."""
@@ -40,9 +40,9 @@ _PRE_TOKENIZERS = ("qwen2", "qwen35")
 
 _LETTER = "[A-Za-zÀ-ÖØ-öø-ɏА-яぁ-ゖァ-ヺ一-龥가-힣]"
 _BETWEEN_WORDS = rf"{_LETTER}(?=[\x00-@\[-`{{-\x7f、。，])|[0-9]|\n(?=[!-~一-龥])"
-"""The character before a place that no word of those pre-tokenizers crosses in any context: words of letters
-have only letters after their first character, a digit is a word, and only white space follows a line break in
-a word. If the text is cut there, both parts have the same words as in the whole."""
+"""Matches the last character before a place where a text may be cut. No word of those pre-tokenizers crosses
+such a place: after its first character a word of letters has only letters, each digit is a word, and in a
+word only white space follows a line break. So both parts have the same words as the whole text."""
 
 
 class TokenBudget:

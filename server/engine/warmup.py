@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHAPE_NOISE = 0.1
-"""A token counts as the best if its logit is at most this far below the best, in standard deviations of a
-row: results differ slightly with and without a device sampler."""
+"""How far below the best logit a token may be and still count as the best, in standard deviations of a row:
+logits differ slightly with and without a device sampler."""
 
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:

@@ -65,17 +65,17 @@ which it grows to its maximum. Sizes that followed every byte would differ at ea
 measurements could not be used."""
 
 SNAPSHOTS = 8
-"""Default snapshots if drafts are made from hidden rows; a draft model has as many as a block has tokens."""
+"""Default snapshots with the MTP head; with a draft model there are as many as a block has tokens."""
 
 FEW_SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
-"""Default snapshots without the patch shared-snapshots, and the maximum slots for them: each is another state
-for every sequence id then, and without ssm-conv-ids every step copies a part of each one."""
+"""Default snapshots without the patch shared-snapshots, and the maximum slots for them. Each then takes a
+state for every sequence id, and without ssm-conv-ids every step copies a part of each."""
 
 STREAM_CHECKPOINTS = 8
 """Default states in the prefix cache if each has cells of its own."""
 
 FEW_CHECKPOINTS = 16
-"""Checkpoints are given up for snapshots down to this number."""
+"""If memory is short, snapshots displace checkpoints down to this number."""
 
 UBATCH_GPU, UBATCH_CPU = 2_048, 512
 """Default tokens in one pass over the weights. A pass reads all weights for any number of tokens."""

@@ -78,16 +78,16 @@ class _PromptPath:
     """A request's prompt in the tree."""
 
     end: Node
-    """The whole prompt but its last token, which must be computed for its logits."""
+    """The prompt without its last token, which must be computed for its logits."""
     root: Node
     """The root of the prefixes that it may share."""
     known: int
     """Prompt tokens that the tree already held when the request arrived."""
     parts: bool
-    """Whether another path in the tree differs from the prompt after those."""
+    """Whether another path in the tree leaves the prompt's path there."""
     nodes: list[Node]
-    """The nodes that this request refers to: those that it wants kept, `end` among them, and the one that it
-    started from."""
+    """The nodes that this request refers to: those where it wants checkpoints, `end` included, and the one
+    from which it started."""
     again: bool = False
     """Whether all of the prompt had been read before."""
     suspended: Node | None = None
@@ -97,12 +97,13 @@ class _PromptPath:
 class PrefixCache:
     """Checkpoints of prefixes, in spare sequence ids of the context that share cells with running sequences.
 
-    A checkpoint is taken where the last chat turn of a prompt begins, around its last question, after its
-    first message, every `interval` tokens, where its path leaves a path that is known or is waiting to be
-    computed, where the prompt ends (all but its last token), and where an answer ends. It is at least
-    MIN_GAIN tokens after the one before. The least recently used are evicted when ids or cells run short;
-    `max_cells` bounds the cells held beyond the running sequences.
-    Used by the scheduler on the engine's thread. Disabled if there are no `ids`.
+    A checkpoint is taken at these places of a prompt: the beginning of its last chat turn, around its last
+    question, after its first message, every `interval` tokens, where it leaves another prompt's path
+    (computed or waiting), and before its last token. One more is taken at the end of the answer. Two
+    checkpoints are at least MIN_GAIN tokens apart.
+
+    The least recently used are evicted when ids or cells run short; `max_cells` bounds the cells held beyond
+    the running sequences. Used by the scheduler on the engine's thread. Disabled if there are no `ids`.
     """
 
     def __init__(
@@ -332,7 +333,7 @@ class PrefixCache:
         cells = max(int(share * self._max_cells), least)
         while self._cells.idle > cells:
             sizes = {node: self._cells.exclusive(self._seq_id(node)) for node in self._held}
-            # a checkpoint over the budget alone goes first, or all others would be evicted before it
+            # evict a checkpoint larger than the whole budget first, or all others would go before it
             too_large = (node for node, size in sizes.items() if size > self._max_cells)
             victim = next(too_large, None) or next(node for node, size in sizes.items() if size)
             self._evict(victim)
@@ -375,11 +376,11 @@ class PrefixCache:
     # --- across a restart ----------------------------------------------------------------------------------
 
     def entries(self, salt: str | None = None) -> Iterator[Entry]:
-        """The checkpoints, the most recently used first, those on the device before those in host memory;
-        with `salt` only those of its requests.
+        """The checkpoints on the device, then those in host memory, each from the most recently used on; with
+        `salt` only those of requests with that salt.
 
-        They are copied one at a time, and steps may come between. One that is gone by then, or cannot be
-        copied, is left out.
+        They are copied one at a time, and steps may run in between. A checkpoint that was evicted meanwhile,
+        or that cannot be copied, is left out.
         """
         # a restored checkpoint is in both tiers
         for node in dict.fromkeys([*reversed(self._held), *reversed(self._host.nodes)]):

@@ -114,11 +114,11 @@ def _best_allowed(
 
 
 def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:
-    """Whether the samplers after top-k, which comes first, keep only tokens with the `known` logits, and the
-    same ones for any other tokens. Those have logits of at most `lowest`, which is below the known ones.
+    """Whether the `known` logits alone decide which tokens the samplers keep; top-k is the first of them.
 
-    Either top-k needs no other token. Or top-p or min-p, if they come next, drops all others: top-p if the
-    same tokens reach its share of the mass without the others and with the most mass that these could have.
+    All other tokens have logits of at most `lowest`, which is below the known ones. They make no difference
+    if top-k has enough known tokens, or if top-p or min-p, which come next, drops them. Top-p drops them if
+    it keeps the same tokens whether the others have no mass or as much as `lowest` allows.
     """
     if len(known) >= params.top_k or not len(known):
         return len(known) > 0

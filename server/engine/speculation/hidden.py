@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DraftCacheState:
-    """A drafter's state of one sequence id: in its cache entries made from the rows of positions `first` up
-    to `fed` - 1, and on the host the `rows` of positions `start` up to `end` - 1, where `start` <= `fed`."""
+    """A drafter's state of one sequence id.
+
+    Its cache holds entries for the hidden rows of positions `first` to `fed` - 1. `rows` on the host are
+    those of positions `start` to `end` - 1, where `start` <= `fed`.
+    """
 
     first: int
     fed: int
@@ -32,13 +35,14 @@ class DraftCacheState:
     rows: list[npt.NDArray[Any]] = field(default_factory=list)
     """Read-only pieces: rows [n, width], or [n, 1] the places of rows that stay on the device."""
     fresh: int = 0
-    """Position from which on the rows were collected for this id itself, without a gap."""
+    """First position of the rows that were collected for this id itself, without a gap."""
     length: int | None = None
-    """Tokens that the id itself holds after a rollback; those up to `end` will be read again."""
+    """Number of tokens that the id holds after a rollback; the rows from there to `end` will be collected
+    again."""
 
     @property
     def known(self) -> int:
-        """Tokens that the id holds and whose rows were collected."""
+        """Number of tokens that the id holds and whose rows were collected."""
         return self.end if self.length is None else min(self.end, self.length)
 
     def between(self, start: int, end: int) -> npt.NDArray[Any]:

@@ -74,15 +74,15 @@ class HiddenRows:
     def collect(self, batch: Batch, sampled: ListLike[SampleResult], n_alive: int) -> None:
         """Give readers the rows of a batch's correct tokens, while `n_alive` sequences run."""
         for health, reader in self._readers:
-            if n_alive <= reader.most:  # others do not draft for so many sequences
+            if n_alive <= reader.most:  # a drafter that drafts for fewer sequences is idle
                 self._collect(health, reader, batch, sampled)
 
     def _collect(
         self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
     ) -> None:
-        """Give a reader the hidden rows of correct tokens. It reads those of prompts later, so that neither
-        the rest of a prompt nor its first token waits; others now, when the host waits for the device
-        anyway."""
+        """Give a reader the hidden rows of correct tokens. Rows of prompts are read later, so that they delay
+        neither the rest of the prompt nor its first token. Others are read now, because the host waits for
+        the device anyway."""
         wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
         on_host: list[int] = []
         try:

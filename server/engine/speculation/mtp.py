@@ -36,7 +36,8 @@ KEPT = 128
 
 
 def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
-    """Maximum bytes of hidden rows on the host: a piece stays whole while any of it is in the window."""
+    """Maximum bytes of hidden rows on the host. A piece is kept whole while any row of it is in the
+    window."""
     return 4 * n_embd * ((slots + checkpoints) * KEPT + MTP_SEQUENCES * 2 * window)
 
 
@@ -226,7 +227,7 @@ class MtpDrafter(HiddenDrafter):
         return list(range(n))
 
     def _decode(self, n: int) -> None:
-        """Decode the first `n` tokens, padded to the width if there is one; then all are outputs."""
+        """Decode the first `n` tokens. With a width they are padded to it, and all rows are outputs."""
         context, width = self._context, self._width
         if n > width:  # the first draft after a prompt
             self._width = 0

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .base import DraftRequest
 
 MATCHES = {3: 0.5, 6: 0.8, 16: 0.97}
-"""Match lengths that are judged separately, since long ones mean copied text and short ones may be chance;
-each with the acceptance assumed for the next token before any is measured."""
+"""Match length -> assumed acceptance of the next token, until it is measured. Lengths are judged separately:
+a long match means copied text, a short one may be chance."""
 
 PICTURE = chr(0x10FFFF)
 
@@ -33,8 +33,8 @@ _KINDS = {length: f"match-{length}" for length in MATCHES}
 class Lookup:
     """Follows a growing list of tokens and finds the latest earlier occurrence of its end.
 
-    `source` is the index of the token after that occurrence, or -1 if there is none; `match` is a number of
-    tokens that agree before it. While the text repeats, the occurrence moves along.
+    `source` is the index of the token after that occurrence, or -1 if there is none. The `match` tokens
+    before it agree with the end. While the text repeats, the occurrence moves along.
     """
 
     __slots__ = ("_text", "match", "source", "tokens")

@@ -1,9 +1,9 @@
 """Chooses how many tokens to draft: as many as are expected to give the most tokens a second, or none.
 
-Depth by acceptance and cost as in Leviathan et al. 2023, section 3.5, with both measured while it runs.
-Drafts that lost time are not made for a while, longer each time (exponential back-off), and then tried again.
-The constants were chosen on simulated cards (tests/server/engine/speculation/card.py is one), where they give
-0.97 to 1.03 times as many tokens a second as the policy before, by family of loads.
+The depth follows from acceptance and cost as in Leviathan et al. 2023, section 3.5; both are measured while
+the server runs. A drafter that lost time is paused, longer each time (exponential back-off), and then tried
+again. The constants were chosen on simulated cards (tests/server/engine/speculation/card.py is one), where
+they give 0.97 to 1.03 times as many tokens a second as the policy before, by family of loads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Record:
     in_a_row: int = 0
     """Steps with such drafts since the last cooldown."""
     loss: float = 0.0
-    """Net seconds lost since then."""
+    """Net seconds lost since the last cooldown."""
 
 
 @dataclass(slots=True)
@@ -203,7 +203,7 @@ class Policy:
         right: list[float],
         step: Step,
     ) -> float:
-        """Expected seconds of a draft: of this step, and of later ones because of it."""
+        """Expected seconds that a draft costs, in this step and in later ones."""
         pending, n, times = step.pending, len(step.pending), self.times
         rows = [own + length for own, length in zip(pending, lengths, strict=True)]
         seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))

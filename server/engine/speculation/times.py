@@ -34,11 +34,11 @@ MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows that the warm-up times: around the sizes at which kernels change."""
 
 MANY = (2, 4, 8, 16)
-"""Numbers of sequences that it times besides one, with few rows each."""
+"""Numbers of sequences above 1 that are timed, with few rows each."""
 
 TURNS, STEADY = 3, 4
-"""How many turns each shape has, so that a delay does not spoil all its times; and its steps in a turn: the
-first builds the graph, the second may have it captured."""
+"""Turns of each shape, several so that one delay does not spoil all its times; and steps in a turn, of which
+the first builds the graph and the second may capture it."""
 
 
 @dataclass(slots=True)
@@ -249,8 +249,8 @@ class StepTimer:
         """Time steps of more and more rows, those that `fits` allows, in about `seconds`.
 
         `step(n, rows)` computes a step of `n` sequences with `rows` rows each, and returns its seconds.
-        `prompt` is the tokens and seconds of a prompt: if the time allows only a few shapes, it predicts the
-        cost of many rows better than they do.
+        `prompt` is a prompt's number of tokens and its seconds. If the time allows only a few shapes, this
+        predicts the cost of many rows better than they do.
         """
         shapes = [(1, rows) for rows in MEASURED] + [(n, rows) for n in MANY for rows in MEASURED[:3]]
         shapes = [shape for shape in shapes if fits(*shape)]
@@ -273,7 +273,7 @@ class StepTimer:
         for shape in took:
             if shape in steady:
                 self.times.add(*shape, steady[shape])
-            else:  # every step of it built a graph, as if a state moves to another cell
+            else:  # each of its steps built a graph, like a step whose state moves to another cell
                 self.times.add(*shape, min(took[shape])[0], built=True)
         if prompt is not None:
             self.times.add(1, *prompt)

@@ -1,9 +1,9 @@
-"""Drafters' reads of prompt chunks that are put off, and operations on sequence ids that must follow them.
+"""Deferred reads: drafters read the hidden rows of prompt chunks later, and operations on sequence ids wait.
 
-The engine does not wait for a chunk of a prompt that gives no token: it launches the next batch behind it. If
-drafters read the chunk's rows at once, they would wait for it; the first token came 6.2% later that way. So
-they read later: when a token has come and was sent off, when there is nothing else to do, or before a batch
-that would overwrite the rows.
+The engine launches the next batch behind a prompt chunk that gives no token, without waiting for the chunk. A
+drafter that read the chunk's rows at once would wait for the device, and the first token came 6.2% later that
+way. So drafters read later: after a token was sent, when there is nothing else to do, or before a batch that
+would overwrite the rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class DeferredReads:
     """A queue of calls that wait for the device, and of calls that must follow them.
 
-    They read rows of `context`, which following batches do not overwrite for a while: on the host those that
-    are further back than these batches are long, in the ring a window behind the newest.
+    They read rows of `context` that later batches do not overwrite yet. On the host a batch overwrites the
+    first rows, as many as it has tokens. The ring keeps a window behind the newest rows.
     """
 
     def __init__(self, context: Context) -> None:
@@ -37,8 +37,8 @@ class DeferredReads:
         return bool(self._calls)
 
     def put_off(self, read: Callable[[], object], batch_index: int | None = None) -> None:
-        """Queue a drafter's `read`, which must not raise. On the host it reads from `batch_index` of the last
-        batch on."""
+        """Queue a drafter's `read`, which must not raise. `batch_index`: the first row of the last batch that
+        it reads on the host."""
         self._calls.append(read)
         if batch_index is not None:
             self._batch_indices.append(batch_index)
