@@ -12,8 +12,8 @@ from .context import (
     BATCH_INVARIANT_TOKENS,
     HAS_BATCH_INVARIANCE,
     Context,
-    ContextOptions,
 )
+from .context_options import ContextOptions
 from .device_sampler import N_CANDIDATES, DeviceSampler
 from .devices import (
     CACHE_TYPES,

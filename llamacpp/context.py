@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from llama_cpp import llama_cpp_ext
 
 from . import inside, layers
+from .ahead import outputs_of
 from .device_sampler import DeviceSampler, DeviceSamplers
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .adapter import LoraAdapter
+    from .ahead import NextTokens, Outputs
+    from .context_options import ContextOptions
     from .model import Model
 
 ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
@@ -46,43 +48,6 @@ FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 PLANES = 4
 """Axes of a picture's position: time, row, column, and one that Qwen3.5 leaves at 0."""
-
-
-@dataclass(frozen=True)
-class ContextOptions:
-    """`n_ctx` is in tokens of all sequences together; `n_outputs`, at least `n_seq`, is the most rows of a
-    batch."""
-
-    n_ctx: int
-    n_seq: int
-    n_batch: int
-    n_ubatch: int
-    n_outputs: int
-    threads: int
-    threads_batch: int
-    flash_attn: str
-    type_k: str
-    type_v: str
-    n_outputs_per_seq: int = 1
-    """Most rows of one sequence that are sampled on the device: a verification has several."""
-    n_samplers: int = 0
-    """Number of sequence ids, from 0, whose rows are sampled on the device; rows of other ids are returned
-    whole."""
-    sampler: DeviceSampler = DeviceSampler.BEST
-    """Their initial device sampler."""
-    n_snapshots: int = 0
-    """Tokens that `remove` can take back from a sequence of a recurrent model. Each costs one more recurrent
-    state, or without the patch shared-snapshots one for every sequence id."""
-    eval_callback: Any = None
-    """A `ggml_backend_sched_eval_callback`, called for every graph as it is computed."""
-    op_offload: bool = True
-    """Let the GPU compute with copies of weights that are in the CPU's memory."""
-    unified: bool = True
-    """All sequences share one pool of cells. Otherwise each has `n_ctx` / `n_seq` cells of its own, and
-    copying a sequence copies its keys and values on the device."""
-    batch_invariant: bool = False
-    """Each of up to 64 tokens in a pass gets the same bits, whatever the others are, if the build and the
-    device have kernels for that. Slower. Sequences need cells of their own."""
 
 
 class Context:
@@ -119,7 +84,7 @@ class Context:
         if options.eval_callback is not None:
             params.cb_eval = options.eval_callback
         params.no_perf = True
-        self.samplers = DeviceSamplers(model, options.n_samplers, options.sampler)
+        self.samplers = DeviceSamplers(model, options.n_samplers, options.sampler, ahead=options.ahead)
         params.samplers, params.n_samplers = self.samplers.configs, options.n_samplers
         with tapped_log() as lines:
             self._handle = C.llama_init_from_model(model._handle, params)
@@ -172,7 +137,8 @@ class Context:
             seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(C.llama_seq_id))),
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-        self._rows = Rows(self._handle, self._n_vocab, model.n_real)
+        self._rows = Rows(self._handle, self._n_vocab, model.n_real, self._next_tokens is not None)
+        self._n_decoded = 0
 
     @cached_property
     def embeddings(self) -> npt.NDArray[np.float32]:
@@ -194,9 +160,11 @@ class Context:
         batch.pos = self._flat_planes.ctypes.data_as(ctypes.POINTER(C.llama_pos))
         return batch
 
-    def decode(self, n_tokens: int, *, of_pictures: bool = False) -> None:
+    def decode(self, n_tokens: int, *, of_pictures: bool = False, reads_next: bool = False) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap,
-        except after a picture. With `of_pictures` the tokens are a picture's rows.
+        except after a picture. With `of_pictures` the tokens are a picture's rows. With `reads_next` they are
+        those that BEST chose in the last batch, which must be the same sequences in the same order, a token
+        each, whatever `tokens` holds; `runs_ahead` says whether that is possible.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -218,6 +186,8 @@ class Context:
         self._uncopied.clear()
         self._copied_from.clear()
         batch = self._embedded(n_tokens) if of_pictures else self._batch
+        if reads_next and not (self._next_tokens and self._next_tokens.read(self._handle)):
+            raise LlamaError("the token embedding is not where tokens are chosen")
         status = C.llama_decode(self._handle, batch)
         if self.samplers.error is not None:
             raise LlamaError("a device sampler could not be built") from self.samplers.error
@@ -225,6 +195,7 @@ class Context:
             raise NoMemorySlot(f"no room in the cache for a batch of {n_tokens} tokens")
         if status != 0:
             raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
+        self._n_decoded += 1
         self._n_reserved = max(rows, self._n_seq)
         if self.n_snapshots:
             self._snapshots.decoded(sequences)
@@ -247,16 +218,48 @@ class Context:
         """Wait until the device has computed all decoded batches."""
         C.llama_synchronize(self._handle)
 
-    def rows(self, sequences: Sequence[int], indices: Sequence[int]) -> Rows:
+    @cached_property
+    def runs_ahead(self) -> bool:
+        """Whether `decode` may read its tokens on the device, and rows may be read after another decode."""
+        able = self.unified and self.samplers.active and self._next_tokens is not None
+        return able and self._next_tokens is not None and self._next_tokens.readable(self._handle)
+
+    @property
+    def most_ahead(self) -> int:
+        """Most rows of a batch whose rows are read after another was decoded, and of that other one."""
+        return self._n_seq // 2 if self.runs_ahead else 0
+
+    def outputs_ahead(self) -> Outputs | None:
+        """Where the last batch's rows are going to be, so that `rows` finds them after another decode; None
+        if that is unknown."""
+        return outputs_of(self._handle, self._n_decoded)
+
+    @property
+    def _next_tokens(self) -> NextTokens | None:
+        return self.samplers.next_tokens
+
+    def rows(
+        self,
+        sequences: Sequence[int],
+        indices: Sequence[int],
+        ahead: Outputs | None = None,
+        *,
+        chosen: bool = False,
+    ) -> Rows:
         """The last batch's outputs, given the sequence id and the batch index of each, in order.
 
-        Waits for the device. Valid until the next decode.
+        Waits for the device. Valid until the next decode, or if another one followed that of the outputs
+        `ahead`, until the one after that; then whole rows cannot be fetched. With `chosen` the best tokens
+        are those that the next step reads on the device.
         """
         if not self.samplers.active:
             return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
+        kinds = [self.samplers.kinds[i] for i in sequences]
+        if ahead is not None and ahead.call < self._n_decoded:  # the next decode has waited for these
+            return self._rows.fill(kinds, indices, None, None, ahead, chosen=chosen)
         C.llama_synchronize(self._handle)
         kept = self.samplers if self.outputs[self._batch.n_tokens - 1] else None
-        return self._rows.fill([self.samplers.kinds[i] for i in sequences], indices, None, kept)
+        return self._rows.fill(kinds, indices, None, kept, chosen=chosen)
 
     def keep_hidden(self, keep: bool = True) -> None:
         """Keep, or stop keeping, the hidden row of every decoded token, which the draft head reads.

@@ -24,6 +24,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
 from . import ggml
+from .ahead import HAS_NEXT_TOKENS, MOST_ROWS, NextTokens
 from .errors import LlamaError
 from .patches import STEPS_APART, brings
 from .top_k import at_places, best_places, top_k
@@ -45,7 +46,7 @@ if HAS_LOGITS_TENSOR:
 N_CANDIDATES = 64
 """Number of candidates that TOP_K returns."""
 
-SLAB = 64
+SLAB = MOST_ROWS
 """Most rows processed together, which bounds the memory for their copy without banned tokens."""
 
 N_BLOCKS = 128
@@ -94,16 +95,21 @@ class _Constants(NamedTuple):
     """The same, with -inf also for end tokens."""
     ends: int = 0
     """The end tokens, repeated for each row of a slab: F32 [n_ends, SLAB]."""
+    next_tokens: int = 0
+    """Where BEST writes each row's token for the next step: I32 [SLAB]; 0 if no step can read it there."""
+    bans: int = 0
+    """Added to the logits that BEST chooses the next token from: -inf for the end tokens of rows that ignore
+    them. F32 [n_ends + blocks, SLAB]."""
 
 
 class _Outputs(NamedTuple):
     """The outputs for a slab of rows, read by rows.py. Token ids are below 2^24, exact as F32."""
 
     figures: int
-    """F32 [width, n]. BEST: the end tokens and each block's best token that is neither banned nor an end
-    token; the logits of all these; each block's sum of logits, which is finite if its logits are. GUESS and
-    LOGPROBS: the index of each block's best token within the block, its logit, and its probability within the
-    block. TOP_K: the sums."""
+    """F32 [width, n]. BEST: the next step's token, if that may read it on the device; the end tokens and each
+    block's best token that is neither banned nor an end token; the logits of all these; each block's sum of
+    logits, which is finite if its logits are. GUESS and LOGPROBS: the index of each block's best token within
+    the block, its logit, and its probability within the block. TOP_K: the sums."""
     width: int
     candidates: int = 0
     """I32 [k, n], for TOP_K and LOGPROBS. Each extra copy to the host is costly for each row, so the rest is
@@ -111,6 +117,8 @@ class _Outputs(NamedTuple):
     values: int = 0
     """F32 [k, n]."""
     k: int = 0
+    chosen: int = 0
+    """BEST: the next step's tokens, F32 [1, n, 1]; 0 as for `_Constants.next_tokens`."""
 
 
 class _Whole(NamedTuple):
@@ -130,7 +138,9 @@ class DeviceSamplers:
     `configs` is a parameter of the context to be created, which must be freed before `close`.
     """
 
-    def __init__(self, model: Model, n: int, kind: DeviceSampler) -> None:
+    def __init__(self, model: Model, n: int, kind: DeviceSampler, *, ahead: bool = False) -> None:
+        """`ahead`: BEST chooses the next step's tokens on the device, if this build has them read there."""
+        self._ahead = ahead and HAS_NEXT_TOKENS
         self.kinds = [kind] * n
         self.active = n > 0
         """Whether any rows are sampled on the device."""
@@ -146,6 +156,8 @@ class DeviceSamplers:
         """The lowest token that is neither banned nor an end."""
         self._constants: _Constants | None = None
         self._memory = self._buffer = 0
+        self.next_tokens: NextTokens | None = None
+        """Tokens that the next step can read on the device; None if none can."""
         self._whole: _Whole | None = None
         self._slabs: dict[DeviceSampler, dict[int, _Outputs]] = {kind: {} for kind in DeviceSampler}
         """The slabs' shared outputs in the graph being built."""
@@ -236,7 +248,7 @@ class DeviceSamplers:
         operations."""
         try:
             if not self._memory:
-                if 3 * n_blocks(self._n_vocab) + 2 * self._n_ends > self._n_vocab:
+                if 3 * n_blocks(self._n_vocab) + 2 * self._n_ends + self._ahead > self._n_vocab:
                     self.refused = f"a row has no room for {self._n_ends} ends of generation"
                 self._constants = self._place(buffer_type)
                 if device := ggml.device_of(buffer_type):  # none for plain host memory, which supports all
@@ -285,6 +297,8 @@ class DeviceSamplers:
             no_padding if no_padding.any() else None,
             no_end if no_end.any() else None,
             ends if ends.size else None,
+            np.zeros(SLAB, np.int32) if self._ahead else None,
+            np.zeros((self._n_ends + blocks) * SLAB, np.float32) if self._ahead else None,
         ]
         self._memory = ggml.init(ggml.InitParams(len(arrays) * ggml.tensor_overhead(), None, True))
         tensors = [0] * len(arrays)
@@ -298,7 +312,11 @@ class DeviceSamplers:
         for tensor, array in zip(tensors, arrays, strict=True):
             if array is not None:
                 ggml.tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
-        return _Constants(*tensors)
+        constants = _Constants(*tensors)
+        if self._ahead:
+            width = self._n_ends + blocks
+            self.next_tokens = NextTokens(constants.next_tokens, constants.bans, width, self._n_ends)
+        return constants
 
     def _reset(self, _sampler: int) -> None:
         self._whole = None
@@ -316,7 +334,7 @@ class DeviceSamplers:
         data_at, view_at = ggml.SamplerData.from_address, ggml.View.from_address
         logits, probs, candidates, view = ggml.LOGITS, ggml.PROBS, ggml.CANDIDATES, ggml.VIEW
 
-        def build(_sampler: int, memory: int, _graph: int, data: int) -> None:
+        def build(_sampler: int, memory: int, graph: int, data: int) -> None:
             try:
                 outputs = data_at(data)
                 row = outputs[logits]
@@ -334,8 +352,8 @@ class DeviceSamplers:
                 at = index % SLAB
                 slab = slabs.get(index - at)
                 if slab is None:
-                    slab = slabs[index - at] = self._slab(memory, kind, whole, index - at)
-                figures, width, ids, values, k = slab
+                    slab = slabs[index - at] = self._slab(memory, graph, kind, whole, index - at)
+                figures, width, ids, values, k, _ = slab
                 outputs[probs] = view_1d(memory, figures, width, 4 * width * at)
                 if k:
                     outputs[candidates] = view_1d(memory, ids, k, 4 * k * at)
@@ -357,11 +375,15 @@ class DeviceSamplers:
         self._whole = _Whole(source, logits, n, size, 4 * size)
         return self._whole
 
-    def _slab(self, memory: int, kind: DeviceSampler, whole: _Whole, start: int) -> _Outputs:
+    def _slab(self, memory: int, graph: int, kind: DeviceSampler, whole: _Whole, start: int) -> _Outputs:
         n, size, logits = min(SLAB, whole.n_rows - start), whole.n_vocab, whole.logits
         if n < whole.n_rows:
             logits = ggml.view_2d(memory, logits, size, n, whole.row_bytes, whole.row_bytes * start)
-        return self._outputs(memory, kind, logits, n)
+        outputs = self._outputs(memory, kind, logits, n)
+        if outputs.chosen and self._constants is not None and not start:
+            tokens = ggml.view_1d(memory, self._constants.next_tokens, n, 0)
+            ggml.expand(graph, ggml.cpy(memory, ggml.reshape_3d(memory, outputs.chosen, n, 1, 1), tokens))
+        return outputs
 
     def _outputs(self, memory: int, kind: DeviceSampler, logits: int, n: int) -> _Outputs:
         """The outputs for a slab `logits` [n_vocab, n] of all rows."""
@@ -384,6 +406,10 @@ class DeviceSamplers:
         if constants is None or size != self._n_vocab:  # the probe again: contents do not matter
             ids = ggml.new_tensor(memory, ggml.I32, size, 1)
             constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
+            if self._ahead:
+                bans = ggml.new_tensor(memory, ggml.F32, blocks * SLAB, 1)
+                tokens = ggml.new_tensor(memory, ggml.I32, SLAB, 1)
+                constants = constants._replace(next_tokens=tokens, bans=bans)
         if kind is not DeviceSampler.BEST:
             allowed = ggml.add(memory, logits, constants.no_padding) if constants.no_padding else logits
             k = min(N_CANDIDATES, size)
@@ -403,4 +429,10 @@ class DeviceSamplers:
         values = ggml.get_rows(memory, ggml.reshape_3d(memory, logits, 1, size, n), places)
         values = ggml.reshape_3d(memory, values, n_tokens, n, 1)
         figures = ggml.concat(memory, ggml.concat(memory, tokens, values, 0), figures, 0)
-        return _Outputs(figures, 2 * n_tokens + n_figures)
+        width = 2 * n_tokens + n_figures
+        if not constants.next_tokens:
+            return _Outputs(figures, width)
+        allowed = ggml.add(memory, values, ggml.view_2d(memory, constants.bans, n_tokens, n, 4 * n_tokens, 0))
+        _, best = best_places(memory, allowed, n_tokens, n)
+        chosen = ggml.reshape_3d(memory, at_places(memory, tokens, n_tokens, n, best), 1, n, 1)
+        return _Outputs(ggml.concat(memory, chosen, figures, 0), 1 + width, chosen=chosen)

@@ -16,7 +16,7 @@ from .layers import set_ring_rows
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from .context import ContextOptions
+    from .context_options import ContextOptions
     from .model import Model
 
 POSITION_AXES = 4

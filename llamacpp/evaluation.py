@@ -11,7 +11,8 @@ import numpy as np
 
 from qwen_serve.common.interrupts import held
 
-from .context import Context, ContextOptions
+from .context import Context
+from .context_options import ContextOptions
 from .errors import LlamaError
 from .log import reason, tapped_log
 from .model import Model

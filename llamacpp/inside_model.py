@@ -17,7 +17,8 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
 from . import ggml
-from .context import Context, ContextOptions
+from .context import Context
+from .context_options import ContextOptions
 from .inside import LIBRARY, Check, hidden_rows
 from .model import Model
 

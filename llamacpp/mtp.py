@@ -15,7 +15,7 @@ from .context import Context
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from .context import ContextOptions
+    from .context_options import ContextOptions
     from .model import Model
 
 

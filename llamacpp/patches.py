@@ -14,6 +14,7 @@ from .errors import LlamaError
 
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
 F16_COPIES, BATCH_INVARIANT, STEPS_APART = "f16-copies", "batch-invariant", "steps-apart"
+NEXT_TOKENS = "next-tokens"
 """Patches that change what the server does."""
 
 NUMBER = re.compile(r"^\d+-")

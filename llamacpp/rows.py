@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
+    from .ahead import Outputs
     from .device_sampler import DeviceSamplers
 
     Tokens = npt.NDArray[np.int32]
@@ -91,8 +92,10 @@ class Rows:
     The object is reused: `fill` is called after every decode. Nothing is copied.
     """
 
-    def __init__(self, context: int, n_vocab: int, n_real: int) -> None:
-        """`n_real` of the `n_vocab` tokens are not padding."""
+    def __init__(self, context: int, n_vocab: int, n_real: int, n_chosen: int = 0) -> None:
+        """`n_real` of the `n_vocab` tokens are not padding. BEST has `n_chosen` figures before the others:
+        none, or the token that the next step reads on the device."""
+        self._n_chosen = n_chosen
         self._n_vocab, self._n_real = n_vocab, n_real
         self.kinds: Sequence[DeviceSampler] = ()
         """The kind of each row."""
@@ -108,6 +111,8 @@ class Rows:
             DeviceSampler.GUESS: 3 * self._blocks,
         }
         """Number of figures of a row; for BEST, plus two for each end token, known from the first row."""
+        self._ahead: Outputs | None = None
+        self._chosen = False
         self._indices: Sequence[int] = ()
         self._raw: Numbers | None = None
         self._samplers: DeviceSamplers | None = None
@@ -128,13 +133,18 @@ class Rows:
         indices: Sequence[int],
         raw: Numbers | None,
         samplers: DeviceSamplers | None = None,
+        ahead: Outputs | None = None,
+        *,
+        chosen: bool = False,
     ) -> Rows:
         """Set the rows of a batch: each row's kind and index in the batch; `raw` logits if the host samples.
 
-        The `samplers` may still have the whole rows of the batch's last pass.
+        The `samplers` may still have the whole rows of the batch's last pass. If another batch was decoded
+        since, the outputs are `ahead`. With `chosen` all rows are BEST, and their best tokens those that the
+        next step reads on the device.
         """
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
-        self._samplers = samplers
+        self._samplers, self._ahead, self._chosen = samplers, ahead, chosen
         self._outputs.clear()
         self._candidates = []
         return self
@@ -227,6 +237,8 @@ class Rows:
             count = self.kinds.count(kind)
             if count == n:
                 self._tokens, self._checks = self._finish(kind, self._of(kind))
+                if self._chosen and self._n_chosen:
+                    self._tokens = self._output("probs", np.float32, 0)[:, 0].astype(np.int32).tolist()
             elif count:  # the other rows' memory is undefined
                 rows = [row for row in range(n) if self.kinds[row] is kind]
                 tokens, checks = self._finish(kind, self._of(kind)[rows])
@@ -255,18 +267,22 @@ class Rows:
 
     def _of(self, kind: DeviceSampler) -> Numbers:
         """The figures of rows of a kind, at least one of which must exist: shape [rows, figures]."""
-        row = self.kinds.index(kind)
+        row, first = self.kinds.index(kind), self._n_chosen if kind is DeviceSampler.BEST else 0
         if not self._n_figures[kind]:
-            self._n_figures[kind] = int(ggml.n_sampled_probs(self._context, self._indices[row]))
-        figures: Numbers = self._output("probs", np.float32, row)[:, : self._n_figures[kind]]
+            self._n_figures[kind] = int(ggml.n_sampled_probs(self._context, self._indices[row])) - first
+        figures: Numbers = self._output("probs", np.float32, row)[:, first : first + self._n_figures[kind]]
         return figures
 
     def _output(self, name: str, dtype: Any, row: int) -> npt.NDArray[Any]:
         """One of llama.cpp's arrays of sampler results: shape [rows, n_vocab]. `row` must have a result,
         which locates the array."""
-        if (found := self._outputs.get(name)) is None:
+        if (found := self._outputs.get(name)) is not None:
+            return found
+        if self._ahead is not None:
+            address = int(getattr(self._ahead, name))
+        else:
             address = int(_ITH[name](self._context, self._indices[row])) - 4 * self._n_vocab * row
-            found = self._outputs[name] = matrix(address, len(self._indices), self._n_vocab, dtype)
+        found = self._outputs[name] = matrix(address, len(self._indices), self._n_vocab, dtype)
         return found
 
 

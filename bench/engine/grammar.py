@@ -15,7 +15,7 @@ from qwen_serve.bench.terminal import Cell, Table
 from qwen_serve.llamacpp import Rows
 from qwen_serve.server.chat.formats import compose, json_format
 from qwen_serve.server.engine import Constraint, Engine, EngineSettings, Grammar, SamplingParams
-from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.runner import Launched
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "a text": {
@@ -94,9 +94,9 @@ def _watch(engine: Engine) -> list[float]:
     choosing: list[float] = []
     began = 0.0
 
-    def timed_collect(batch: Batch) -> Rows | None:
+    def timed_collect(step: Launched) -> Rows | None:
         nonlocal began
-        rows = collect(batch)
+        rows = collect(step)
         began = thread_time()
         return rows
 

@@ -117,6 +117,15 @@ class Batch:
         self.draft_room += n
 
     @property
+    def may_be_read_late(self) -> bool:
+        """Whether its rows can be read when another batch was launched behind it: none is fetched whole, no
+        draft is rolled back, and no log-probability is looked up."""
+        return self.n_rows > 0 and all(
+            chunk.sequence.sampler.never_fetches and chunk.sequence.logprobs is None and not chunk.draft
+            for chunk in self.chunks
+        )
+
+    @property
     def adapters(self) -> Adapters:
         """The adapters of all its sequences."""
         return self.chunks[0].sequence.adapters if self.chunks else ()

@@ -7,13 +7,11 @@ import logging
 import threading
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.gguf import read_model
 
 from .adapters import salt_with
@@ -22,17 +20,20 @@ from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .places import Places
 from .planning.fit import plan_memory
-from .profile import StartProfile, StepProfile, kind_of
+from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
-from .sampling import DrySamplers, Logprobs, Sampler, sample
+from .sampling import DrySamplers, Logprobs, Sampler
 from .scheduler import Output
 from .sequence import ANYBODY, SchedulingParams, Sequence, Timings
 from .slots import Result, run
 from .stats import EngineStats, ImageStats
+from .steps import Arrival, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from collections.abc import Sequence as ListLike
+
+    from qwen_serve.llamacpp.errors import NoMemorySlot
 
     from .batch import Batch
     from .pictures import Picture
@@ -90,6 +91,7 @@ class Engine:
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._taking = Steps(components, self._profile, self._flush, self._relieve)
         self._unsent: list[Output] = []
         """The last step's tokens of unfinished sequences, delivered while the device computes the next."""
 
@@ -181,7 +183,7 @@ class Engine:
             self._places.take(scheduling.tenant)
             self._open[generation] = self._queues[loop]
             add = partial(self._add, generation, prompt, params, limit, constraint, salt, adapters)
-            self._post(generation, add)
+            self._post(generation, add, Arrival)
         return generation
 
     def between_steps(self, work: Callable[[], Result]) -> Future[Result]:
@@ -232,7 +234,12 @@ class Engine:
     def _request_cancel(self, generation: Generation) -> None:
         self._post(generation, partial(self._end, generation, "cancelled"))
 
-    def _post(self, generation: Generation, action: Callable[[], None]) -> None:
+    def _post(
+        self,
+        generation: Generation,
+        action: Callable[[], None],
+        kind: Callable[[Callable[[], None]], Callable[[], None]] = lambda act: act,
+    ) -> None:
         """Run `action` for a request on the engine's thread, between two steps. An exception from it fails
         only that request."""
 
@@ -245,7 +252,7 @@ class Engine:
                 log.exception("a request failed")
                 self._end(generation, GenerationError(f"the request failed: {error}"))
 
-        self._inbox.put(act)
+        self._inbox.put(kind(act))
 
     # --- the engine's thread -------------------------------------------------------------------------------
 
@@ -272,49 +279,15 @@ class Engine:
                 self._inbox.get()()
                 self._profile.start()
             else:
-                self._inbox.get()()
+                action = self._inbox.get()
+                while self._taking.ahead and not isinstance(action, Arrival):
+                    self._step(last=True)
+                action()
         return False
 
-    def _step(self) -> None:
-        """Run one step. Host work that the device does not depend on runs while it computes."""
-        lap, scheduler, speculator = self._profile.lap, self._scheduler, self._speculator
-        asynchronous = self.components.device_runs_alone
-        lap("receive")
-        batch = scheduler.schedule()
-        lap("schedule")
-        if not asynchronous or speculator.catches_up(batch):  # else tokens wait for the step or the drafters
-            self._flush()
-            lap("flush")
-        speculator.propose(batch)
-        lap("propose")
-        launched = self.components.clock()
-        try:
-            self._runner.launch(batch)
-        except NoMemorySlot as error:
-            speculator.abandon()
-            self._relieve(error)
-            return
-        scheduler.reserve(batch)
-        lap("reserve")
-        for chunk in batch.chunks:
-            if chunk.samples:
-                with suppress(Exception):  # `sample` meets the same exception and handles it
-                    chunk.sequence.sampler.prepare(chunk.draft)
-        if asynchronous:  # last, so that the event loop runs while this thread waits for the device
-            self._flush()
-            lap("flush")
-        rows = self._runner.collect(batch)
-        sampled = sample(batch, rows, self.vocab.eog_ids)
-        lap("sample")
-        done = self.components.clock()
-        scheduler.prefill_budget.add(batch.prompt_tokens, launched, None if rows is None else done)
-        if batch.is_decode:
-            scheduler.decoded(batch, done - launched)
-        held = speculator.verify(batch, sampled, done - launched)
-        lap("verify")
-        self._deliver(batch, scheduler.commit(batch, sampled, held))
-        lap("commit")
-        self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
+    def _step(self, *, last: bool = False) -> None:
+        if (taken := self._taking.step(last=last)) is not None:
+            self._deliver(*taken)
 
     def _deliver(self, batch: Batch, outputs: list[Output]) -> None:
         """Count a step's tokens and end complete sequences. The next `_flush` delivers the other tokens."""

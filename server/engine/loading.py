@@ -268,8 +268,7 @@ class Components:
             batch.add(sequence, 1)
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         started = self.clock()
-        self.runner.launch(batch)
-        sample(batch, self.runner.collect(batch), self.vocab.eog_ids)
+        sample(batch, self.runner.collect(self.runner.launch(batch)), self.vocab.eog_ids)
         seconds = self.clock() - started
         for slot in range(n):
             self.context.remove(slot)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.llamacpp.ahead import MOST_ROWS
+from qwen_serve.llamacpp.errors import NoMemorySlot
 
 from .batch import Placement
 from .ubatches import ubatches
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.llamacpp import Context, LoraAdapter, Rows
+    from qwen_serve.llamacpp.ahead import Outputs
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
@@ -24,6 +28,22 @@ if TYPE_CHECKING:
 PATIENCE = 400
 """After this many rows that return more than needed, slots get narrower device samplers. It is the cost of
 that change, which plans all graphs anew, divided by the cost of copying a whole row (defaults.md)."""
+
+
+@dataclass(slots=True, eq=False)
+class Launched:
+    """A batch that is being computed."""
+
+    batch: Batch
+    slots: list[int]
+    """For each row of logits: the slot; and in `indices` the index in the batch."""
+    indices: list[int]
+    outputs: Outputs | None
+    """Where its rows are going to be; None if they must be read before the next batch is launched."""
+    chosen: bool
+    """Whether its tokens are chosen on the device, where the next step can read them."""
+    at: float = 0.0
+    """When it was launched, by the clock of steps."""
 
 
 class Runner:
@@ -50,21 +70,49 @@ class Runner:
         """The batch in the context's arrays, if it only decodes."""
         self._fits = False
         """Whether its slots have exactly the device samplers that their requests need."""
+        self._most_ahead = min(MOST_ROWS, context.n_ubatch, context.most_ahead)
+        """Most sequences of a step that can be followed by itself before its rows are read."""
+        self._chosen = False
+        self._tail = context.n_snapshots + 1 if context.n_snapshots else 0
+        """Last tokens of a sequence that stay in one pass."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self._wasted = 0
         self.sampler_changes = 0
         """How often a slot got another device sampler for a request."""
 
-    def launch(self, batch: Batch) -> None:
-        """Start to compute a batch. On a GPU this returns at once, on a CPU when the batch is computed.
+    def launch(self, batch: Batch, *, reads_next: bool = False) -> Launched:
+        """Start to compute a batch. On a GPU this returns when the batch before is computed, on a CPU when
+        this one is. With `reads_next` it is the batch before once more, and reads the tokens that were chosen
+        for it on the device (`can_follow`).
 
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
         self.apply(batch.adapters)
         self._fill(batch)
         self._profile.lap("fill")
-        self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures)
+        try:
+            self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, reads_next=reads_next)
+        except NoMemorySlot:
+            self._filled = None
+            raise
         self._profile.lap("decode")
+        few = batch.n_rows <= self._context.most_ahead
+        outputs = self._context.outputs_ahead() if few else None
+        return Launched(batch, self._slots, self._indices, outputs, self._chosen)
+
+    def can_precede(self, step: Launched, batch: Batch) -> bool:
+        """Whether `batch` can be launched before the rows of this step are read. It is one pass, since the
+        launch of a second one would wait for the first."""
+        lengths = [chunk.n_tokens for chunk in batch.chunks]
+        return (
+            step.outputs is not None
+            and batch.n_rows <= self._context.most_ahead
+            and len(list(ubatches(lengths, self._context.n_ubatch, self._tail))) == 1
+        )
+
+    def can_follow(self, step: Launched) -> bool:
+        """Whether the same batch can be launched once more before the rows of this step are read."""
+        return step.chosen and step.outputs is not None and step.batch is self._filled and self._fits
 
     def apply(self, adapters: Adapters) -> None:
         """Have the context apply exactly these adapters. A change is slow: all graphs are planned anew."""
@@ -78,14 +126,14 @@ class Runner:
             self.apply(adapters)
             yield
 
-    def collect(self, batch: Batch) -> Rows | None:
+    def collect(self, step: Launched) -> Rows | None:
         """Wait for the rows of the batch; None if it has none, and then the next may be launched at once.
 
         Raises LlamaError if the batch as a whole failed.
         """
-        if not self._slots:
+        if not step.slots:
             return None
-        rows = self._context.rows(self._slots, self._indices)
+        rows = self._context.rows(step.slots, step.indices, step.outputs, chosen=step.chosen)
         self._profile.lap("wait")
         return rows
 
@@ -136,6 +184,11 @@ class Runner:
             chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
             for chunk in batch.chunks
         )
+        self._chosen = batch.is_decode and batch.greedy and batch.n_tokens <= self._most_ahead
+        if self._chosen:
+            samplers = [chunk.sequence.sampler for chunk in batch.chunks]
+            assert self._context.samplers.next_tokens is not None
+            self._context.samplers.next_tokens.ignore_ends([sampler.ignores_ends for sampler in samplers])
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
@@ -166,8 +219,7 @@ class Runner:
         write = self._write_rows if batch.of_pictures else self._write_tokens
         placements = [Placement([]) for _ in chunks]
         done, start = [0] * len(chunks), 0
-        tail = context.n_snapshots + 1 if context.n_snapshots else 0
-        for length, taken in ubatches([chunk.n_tokens for chunk in chunks], context.n_ubatch, tail):
+        for length, taken in ubatches([chunk.n_tokens for chunk in chunks], context.n_ubatch, self._tail):
             for i in taken:
                 chunk, placement, first, end = chunks[i], placements[i], done[i], start + length
                 write(chunk, first, start, end)

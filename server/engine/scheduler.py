@@ -39,7 +39,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .adapters import Turns
-from .batch import Batch
+from .batch import Batch, Chunk
+from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
 from .sequence import DECODE, PREFILL, SequenceStatus
 
@@ -56,9 +57,6 @@ if TYPE_CHECKING:
     from .states import StateStore
 
 log = logging.getLogger(__name__)
-
-GROWTH = 64
-"""Cells that admission leaves free for each running sequence; with fewer, preemption soon follows."""
 
 
 @dataclass(slots=True)
@@ -110,15 +108,26 @@ class Scheduler:
         self._cache = cache
         self._ends = ends
         self._free_slots = list(range(slots))
-        self._batch_size, self._ubatch_size, self._draft_rows = batch_size, ubatch_size, draft_rows
-        self._scored_rows = scored_rows
+        self._ubatch_size, self._draft_rows = ubatch_size, draft_rows
+        self._prompts = PromptChunks(
+            self.running,
+            self.waiting.policy,
+            cache,
+            self._cells,
+            batch_size=batch_size,
+            ubatch_size=ubatch_size,
+            scored_rows=scored_rows,
+        )
         self._decode_size = batch_size if reproducible is None else max(slots, reproducible.together)
         self._place = place
         self.reproducible = reproducible
-        self._oldest_is_due = False
         self._prefills_left = 0
         """Prefill steps before the next decode step."""
         self._turns = Turns()
+        self._recorded: set[Chunk] = set()
+        """Chunks of the batch that is being computed whose results are recorded already."""
+        self._ending: dict[Sequence, int] = {}
+        """Sequences that ended while a step with them is computed, and the token that ended each."""
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
@@ -196,39 +205,88 @@ class Scheduler:
         """llama.cpp has begun to compute the batch: count its cells."""
         self._states.appended(batch)
 
-    def commit(self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int]) -> list[Output]:
+    def follows(self, batch: Batch) -> bool:
+        """Whether the step after `batch`, which is being computed, is the same again, as far as can be known
+        now. Then there is room for it."""
+        if not batch.is_decode or len(batch.chunks) != len(self.running) or self._ending:
+            return False
+        if self.waiting and (self._free_slots or self.waiting.contended):
+            return False
+        for sequence in self.running:
+            if sequence.suspect or sequence.sampler.forces or sequence.limit - len(sequence.tokens) < 2:
+                return False
+        if not self._make_room(batch.n_tokens):
+            return False
+        self._prefills_left = self._passes
+        return True
+
+    def prompts_behind(self, batch: Batch, fits: Callable[[Batch], bool]) -> Batch | None:
+        """Prompts to read behind `batch`, which is being computed and has not been committed; None if there
+        are none that `fits` allows, or if the choice depends on its results. What `batch` reads of prompts
+        that go on is recorded."""
+        following, sampling = Batch(), [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        none = not self.waiting and len(sampling) == len(self.running)
+        if none or not self._prefills_left or self._ending or self.reproducible:
+            return None
+        if any(one.adapters != batch.adapters or one.suspect for one in self.running):
+            return None
+        for chunk in batch.chunks:
+            if not chunk.samples and chunk not in self._recorded:
+                self._recorded.add(chunk)
+                chunk.sequence.computed += chunk.count
+                self._cache.cache_unfinished(chunk.sequence)
+        self._admit(preempt=False)
+        self._begin()
+        self._prompts.add(following, batch.adapters, self.prefill_budget, None, sampling)
+        if not following.chunks or not fits(following):
+            return None
+        self._last, self._prefills_left = None, self._prefills_left - 1
+        return following
+
+    def commit(
+        self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int], *, again: bool = False
+    ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
-        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed.
+        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed, or
+        if the same step is being computed `again`, after that.
         """
         now = perf_counter()
         self.waiting.steps += 1
         outputs: list[Output] = []
         finished: list[Output] = []
-        again: list[Sequence] = []
+        recomputed: list[Sequence] = []
+        ending: dict[Sequence, int] = {}
+        over: list[Output] = []
         alone, usable = True, True
         for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
-            sequence.computed = computed
+            if chunk not in self._recorded:
+                sequence.computed = computed
+            if sequence in self._ending:
+                sequence.tokens.append(self._ending[sequence])  # its slot holds that, too
+                over.append(Output(sequence, [], result.error))
+                continue
             if result.error is not None:
                 if sequence.suspect or not result.recompute:
                     finished.append(Output(sequence, [], result.error))
                     continue
                 sequence.suspect, usable = True, False
             elif not chunk.samples:
-                self._cache.cache_unfinished(sequence)
+                if chunk not in self._recorded:
+                    self._cache.cache_unfinished(sequence)
                 if (progress := sequence.progress) is not None:
-                    progress.cached, progress.processed = sequence.reused or 0, computed
+                    progress.cached, progress.processed = sequence.reused or 0, sequence.computed
                     outputs.append(Output(sequence, [], None))
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             sequence.status = DECODE if computed else PREFILL
             if result.recompute:  # in a slot whose whole rows are fetched, or in cleared cells
-                again.append(sequence)
+                recomputed.append(sequence)
             elif sequence.suspect:
                 sequence.suspect = False
                 if any(other.suspect for other in self.waiting):
-                    again.append(sequence)
+                    recomputed.append(sequence)
             if not result.tokens:
                 continue
             if not sequence.timings.first_token:
@@ -237,11 +295,16 @@ class Scheduler:
             new, done = sequence.extend(new, self._ends)
             alone = alone and len(new) == 1  # no forced tokens
             (finished if done else outputs).append(Output(sequence, new, done))
-        steady = alone and not finished and batch.is_decode and len(batch.chunks) == len(self.running)
-        self._last = batch if steady else None
-        for output in finished:
+            if done and again:
+                ending[sequence] = result.tokens[0]
+        self._recorded.clear()
+        over += [output for output in finished if output.sequence not in ending]
+        steady = alone and not (over or ending) and batch.is_decode
+        self._last = batch if steady and len(batch.chunks) == len(self.running) else None
+        self._ending = ending
+        for output in over:
             self.remove(output.sequence, failed=isinstance(output.done, Exception))
-        for sequence in again:
+        for sequence in recomputed:
             if sequence in self.running:
                 self._preempt(sequence)
         if not usable:
@@ -282,24 +345,24 @@ class Scheduler:
         """Fill the batch for one set of adapters: the first one, in turn, that has work that fits."""
         for adapters in self._turns.order(self.running):
             if prefill_first:
-                self._schedule_prefills(batch, adapters)
+                self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if not batch.chunks:
                 self._schedule_decodes(batch, adapters)
             if not batch.chunks:
-                self._schedule_prefills(batch, adapters)
+                self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if batch.chunks:
                 self._turns.took(batch)
                 return
 
-    def _admit(self) -> None:
+    def _admit(self, *, preempt: bool = True) -> None:
         """Admit waiting sequences in the policy's order while there is room. Without room, admit one that may
-        preempt a running sequence. While the next one waits for cells, no other is admitted."""
+        `preempt` a running sequence. While the next one waits for cells, no other is admitted."""
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.suspect or self.running[0].suspect):
                 return
             if head is None or not self._fits(head):
-                found = self.waiting.preemption(self._cache.can_suspend, head)
+                found = self.waiting.preemption(self._cache.can_suspend, head) if preempt else None
                 if found is None or not self._fits(*found):
                     if head is not None and not head.timings.started:
                         head.timings.waited_for = "KV cells"
@@ -317,8 +380,8 @@ class Scheduler:
         """Whether there are cells for a waiting sequence if `victim` were suspended."""
         others = [other for other in self.running if other is not victim]
         reused, idle = self._cache.reusable(sequence)
-        promised = sum(other.pending + _growth(other) for other in others)
-        needed = len(sequence.tokens) - reused + idle + _growth(sequence)
+        promised = sum(other.pending + other.growth for other in others)
+        needed = len(sequence.tokens) - reused + idle + sequence.growth
         freed = 0 if victim is None or victim.slot is None else self._cells.run_by(victim.slot)
         return not others or promised + needed <= self._cells.available + freed
 
@@ -366,71 +429,6 @@ class Scheduler:
             room -= counts[i] - 1
         return counts
 
-    def _schedule_prefills(self, batch: Batch, adapters: Adapters) -> None:
-        """Add chunks of prompts, up to a ubatch, within the free cells and, beside answers, the budget.
-
-        A chunk ends where a checkpoint is wanted.
-        """
-        prompts = [one for one in self.running if one.begun and not one.ready and one.adapters == adapters]
-        if not prompts:
-            return
-        prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]
-        decoding = any(sequence.ready for sequence in self.running)
-        budget = min(self._ubatch_size, self.prefill_budget.tokens) if decoding else self._ubatch_size
-        if self.reproducible is not None and self.reproducible.chunk > 1:
-            self._schedule_pieces(batch, prompts, self.reproducible, budget)
-            return
-        most = self._batch_size if self.reproducible is None else self.reproducible.together - 1
-        rows = self._scored_rows
-        for sequence, count in self._divide(min(most, budget), prompts).items():
-            fitting = min(count, self._cells.available - batch.n_tokens, _with_rows(sequence, rows))
-            if fitting > 0:
-                self._cache.make_room(batch.n_tokens + fitting)
-                batch.add(sequence, fitting)
-                rows -= len(batch.chunks[-1].scored)
-
-    def _schedule_pieces(self, batch: Batch, prompts: list[Sequence], how: Reproducible, budget: int) -> None:
-        """Add the next piece of the oldest prompt or, alternately, of the shortest one, and the pieces that
-        may share its pass."""
-        self._oldest_is_due = not self._oldest_is_due
-        first = prompts[0] if self._oldest_is_due else min(prompts, key=lambda one: one.pending)
-        pieces = {one: min(one.pending_alike, how.chunk - one.computed % how.chunk) for one in prompts}
-        for one in sorted(how.group(first, pieces, budget), key=lambda one: one.slot or 0):
-            batch.add(one, pieces[one])
-
-    def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
-        """How many tokens of each prompt to read: half for the oldest, half for those with fewer pending.
-
-        Each distinct length costs a pass, so besides the oldest at most one prompt is read in part, and none
-        gets only a few tokens.
-        """
-        oldest, least = prompts[0], budget // 8
-        wanted = {sequence: self._until_cut(sequence) for sequence in prompts}
-        counts = dict.fromkeys(prompts, 0)
-        counts[oldest] = min(wanted[oldest], -(-budget // 2))
-        budget -= counts[oldest]
-        nearest = self.waiting.policy.nearest(prompts[1:])
-        shorter = [sequence for sequence in nearest if sequence.pending < oldest.pending]
-        for i, sequence in enumerate(shorter):
-            if budget < wanted[sequence] and (i or budget < least):
-                break
-            counts[sequence] = min(wanted[sequence], budget)
-            budget -= counts[sequence]
-        more = min(wanted[oldest] - counts[oldest], budget)
-        counts[oldest] += more
-        budget -= more
-        for sequence in nearest:
-            if not counts[sequence] and (budget >= wanted[sequence] or budget > least):
-                counts[sequence] = min(wanted[sequence], budget)
-                budget -= counts[sequence]
-        return counts
-
-    def _until_cut(self, sequence: Sequence) -> int:
-        cut = self._cache.next_checkpoint(sequence)
-        until = sequence.pending_alike
-        until = until if cut is None else min(until, cut - sequence.computed)
-        return min(until, _with_rows(sequence, self._scored_rows))
-
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self._states.free(sequence.slot)
@@ -438,13 +436,3 @@ class Scheduler:
         sequence.slot = None
         sequence.computed = 0
         sequence.status = SequenceStatus.WAITING
-
-
-def _with_rows(sequence: Sequence, rows: int) -> int:
-    """Maximum pending tokens that keep at most `rows` rows for prompt log-probabilities."""
-    scored = sequence.unscored(sequence.computed, sequence.pending)
-    return sequence.pending if len(scored) <= rows else scored.start + rows - sequence.computed
-
-
-def _growth(sequence: Sequence) -> int:
-    return min(GROWTH, sequence.limit - len(sequence.tokens))

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
+GROWTH = 64
+"""Cells that admission leaves free for each running sequence; with fewer, preemption soon follows."""
+
 Adapters = tuple[tuple[int, float], ...]
 """LoRA adapters as (number, scale), numbers ascending, no scale 0; () is the model without adapters."""
 
@@ -225,6 +228,16 @@ class Sequence:
         """Pending tokens that one batch may hold: either tokens of text or rows of one picture."""
         end = self.pictures.run(self.computed)
         return self.pending if end is None else min(self.pending, end - self.computed)
+
+    def pending_with(self, rows: int) -> int:
+        """Maximum pending tokens that keep at most `rows` rows for prompt log-probabilities."""
+        scored = self.unscored(self.computed, self.pending)
+        return self.pending if len(scored) <= rows else scored.start + rows - self.computed
+
+    @property
+    def growth(self) -> int:
+        """Cells that admission leaves free for it while it runs."""
+        return min(GROWTH, self.limit - len(self.tokens))
 
     @property
     def reads_picture(self) -> bool:

@@ -163,6 +163,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         n_snapshots=settings.snapshots,
         unified=not settings.deterministic,
         batch_invariant=settings.deterministic,
+        ahead=settings.async_scheduling,
     )
 
 
@@ -183,6 +184,7 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         sampler=DeviceSampler.GUESS,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts
+        ahead=False,
     )
 
 
@@ -208,4 +210,5 @@ def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
         sampler=DeviceSampler.GUESS,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts
+        ahead=False,
     )

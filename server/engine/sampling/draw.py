@@ -54,6 +54,8 @@ class Sampler:
         self.forces = constraint is not None or thinking is not None
         """Whether `forced` may return tokens."""
         self._banned = vocab.eog_ids - params.stop_token_ids if params.ignore_eos else frozenset()
+        self.ignores_ends = bool(self._banned)
+        """Whether tokens that end every generation are left out of the choice, perhaps but for some."""
         self._rules: LogitRules | None = None
         if LogitRules.wanted(params):
             self._rules = LogitRules(params, sorted(vocab.eog_ids | params.stop_token_ids), vocab.n_real)
@@ -87,6 +89,8 @@ class Sampler:
             banned=len(self._banned),
         )
         """The narrowest device sampler that suffices; wider ones do too."""
+        self.never_fetches = self.need is DeviceSampler.ROW or not (self._penalties or constraint)
+        """Whether what the device sampler returns always suffices for the choice."""
         if constraint is not None:
             self._force(constraint.forced())
 

@@ -85,6 +85,8 @@ class Speculator:
         self.hidden_drafters = self._hidden.drafters
         """Their states must be copied, freed and saved with the trunk's."""
         self._timer = StepTimer(context, policy.times)
+        self._overtaken = False
+        """Whether the batch to verify is the one before that which `propose` saw last."""
         self._quiet = 0
         """Steps left in which no drafter is asked, while they only decode for as many sequences."""
         self._is_quiet = False
@@ -96,6 +98,23 @@ class Speculator:
         self._publish()
 
     # --- before a step -------------------------------------------------------------------------------------
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is drafted or read by drafters in this step, and neither in the next if it is the
+        same again."""
+        return not self._drafters or (self._is_quiet and self._quiet > 0 and not self._hidden.collects)
+
+    @property
+    def can_be_overtaken(self) -> bool:
+        """Whether a batch without drafts may be verified after the next one was proposed."""
+        return not self._drafters or not (self._hidden.collects or self._states.deferred)
+
+    def propose_early(self, batch: Batch) -> None:
+        """`propose` for prompts that are launched before the step before is verified, from which nothing is
+        learned then."""
+        self._overtaken = bool(self._drafters)
+        self.propose(batch)
 
     def catches_up(self, batch: Batch) -> bool:
         """Whether `propose` will run deferred reads: before a decode batch, which may get drafts, and before
@@ -277,6 +296,10 @@ class Speculator:
         if not self._drafters:
             return [chunk.start + chunk.count for chunk in chunks]
         alone, self._waited = self._waited, batch.n_rows > 0
+        if self._overtaken:
+            self._overtaken = False
+            self._timer.skip()
+            return [chunk.start + chunk.count for chunk in chunks]
         if self._is_quiet and not self._hidden.collects:
             self._timer.skip()
             return [chunk.start + 1 for chunk in chunks]

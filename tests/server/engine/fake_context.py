@@ -71,6 +71,7 @@ class FakeContext:
         self.decodes: list[int] = []
         """Tokens of each batch."""
         self.rows_come_together = True
+        self.runs_ahead, self.most_ahead = False, 0
 
     # --- states --------------------------------------------------------------------------------------------
 
@@ -104,8 +105,9 @@ class FakeContext:
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         self.samplers.kinds[sequence] = kind
 
-    def decode(self, n_tokens: int, *, of_pictures: bool = False) -> None:
+    def decode(self, n_tokens: int, *, of_pictures: bool = False, reads_next: bool = False) -> None:
         assert not of_pictures
+        assert not reads_next
         for slot, position, token in zip(
             self.sequences, self.positions, self.tokens[:n_tokens], strict=False
         ):
@@ -114,7 +116,12 @@ class FakeContext:
             self.held[int(slot)] = (*held, int(token))
         self.decodes.append(n_tokens)
 
-    def rows(self, sequences: Sequence[int], indices: Sequence[int]) -> FakeRows:
+    def outputs_ahead(self) -> None:
+        """Its rows are read before the next batch."""
+
+    def rows(
+        self, sequences: Sequence[int], indices: Sequence[int], ahead: None = None, *, chosen: bool = False
+    ) -> FakeRows:
         n = self.decodes[-1]
         assert list(indices) == np.flatnonzero(self.outputs[:n]).tolist(), "llama.cpp's order is another"
         assert list(sequences) == self.sequences[list(indices)].tolist()

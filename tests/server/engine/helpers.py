@@ -170,9 +170,9 @@ def step_by_step(engine: Engine) -> Iterator[Callable[[int], None]]:
     """
     leave, step = threading.Semaphore(0), engine._step  # noqa: SLF001 - no setting paces an engine
 
-    def wait_for_leave() -> None:
+    def wait_for_leave(*, last: bool = False) -> None:
         leave.acquire()
-        step()
+        step(last=last)
 
     def grant(n: int) -> None:
         wanted = engine.stats().steps + n

@@ -149,7 +149,7 @@ async def test_answers_stay_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
-    monkeypatch.setattr("qwen_serve.server.engine.scheduler.GROWTH", 1)  # admit more than can end
+    monkeypatch.setattr("qwen_serve.server.engine.sequence.GROWTH", 1)  # admit more than can end
     beside = {"draft_model": nano_draft_f32} if "drafter" in combination else {}
     with running(nano_f32, **EXACT, **COMBINATIONS[combination], **beside) as engine:
         for again in range(2):

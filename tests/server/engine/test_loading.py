@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qwen_serve.server.engine.batch import Batch
+    from qwen_serve.server.engine.runner import Launched
 
 
 def watch_closing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -110,9 +111,9 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
     parts = build_engine(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile(), StartProfile())
     launch = parts.runner.launch
 
-    def held_up(batch: Batch) -> None:
+    def held_up(batch: Batch) -> Launched:
         sleep(0.02)  # something else has the cores
-        launch(batch)
+        return launch(batch)
 
     monkeypatch.setattr(parts.runner, "launch", held_up)
     parts.warm_up()

@@ -43,8 +43,7 @@ class Device:
         batch = Batch()
         for one in self.sequences:
             batch.add(one, one.pending)
-        self.runner.launch(batch)
-        self.runner.collect(batch)
+        self.runner.collect(self.runner.launch(batch))
         for one in self.sequences:
             one.computed = len(one.tokens)
             one.tokens.append(7)

@@ -113,8 +113,8 @@ async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.M
         context, scheduler = engine.components.context, engine.components.scheduler
         compute = context.rows
 
-        def spoil(slots: Any, indices: Any) -> Any:
-            rows = compute(slots, indices)
+        def spoil(slots: Any, indices: Any, *more: Any, **how: Any) -> Any:
+            rows = compute(slots, indices, *more, **how)
             bad = {sequence.slot for sequence in scheduler.running if POISON in sequence.tokens[:20]}
             spoilt_rows = [row for row, slot in enumerate(slots) if slot in bad]
             raw = rows._raw  # noqa: SLF001 - as a card that is broken would write

@@ -140,9 +140,9 @@ async def test_of_candidates_on_the_device(
         rows: list[DeviceSampler] = []
         fill = Rows.fill
 
-        def seen(self: Rows, kinds: Any, *rest: Any) -> Rows:
+        def seen(self: Rows, kinds: Any, *rest: Any, **how: Any) -> Rows:
             rows.extend(kinds)
-            return fill(self, kinds, *rest)
+            return fill(self, kinds, *rest, **how)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Rows, "fill", seen)

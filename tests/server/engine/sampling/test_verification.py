@@ -64,8 +64,7 @@ def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> l
     context = FakeContext(n_ubatch=n_ubatch)
     context.rows_come_together = together
     runner = Runner(cast("Context", context), StepProfile())
-    runner.launch(batch)
-    return sample(batch, runner.collect(batch), ENDS)
+    return sample(batch, runner.collect(runner.launch(batch)), ENDS)
 
 
 def tokens(batch: Batch, *, together: bool) -> list[list[int]]:
@@ -154,8 +153,8 @@ def test_every_row_is_found(
         add(batch, slot, pending, count, draft)
         expected.append([*draft, start + len(draft)] if count == pending else [])
     runner = Runner(cast("Context", context), StepProfile())
-    runner.launch(batch)
-    assert [result.tokens for result in sample(batch, runner.collect(batch), ENDS)] == expected
+    sampled = sample(batch, runner.collect(runner.launch(batch)), ENDS)
+    assert [result.tokens for result in sampled] == expected
     for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
         read = [*chunk.sequence.tokens[: chunk.count], *chunk.draft]
         assert context.tokens[placement.batch_indices].tolist() == read

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qwen_serve.server.engine.batch import Batch
+    from qwen_serve.server.engine.runner import Launched
     from qwen_serve.server.engine.sequence import Sequence
     from qwen_serve.server.engine.speculation import DraftRequest
 
@@ -238,10 +239,10 @@ async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f3
         expected = await ask(engine, Request(prompt, 8))
         launch = engine.components.runner.launch
 
-        def watched(batch: Batch) -> None:
+        def watched(batch: Batch) -> Launched:
             drafts.extend(chunk.draft for chunk in batch.chunks)
-            launch(batch)
+            return launch(batch)
 
-        engine.components.runner.launch = watched  # type: ignore[method-assign]
+        engine.components.runner.launch = watched  # type: ignore[method-assign, assignment]
         assert await ask(engine, Request(prompt, 8)) == expected
     assert drafts[0][:4] == (300, 301, 302, 303)

@@ -1,0 +1,175 @@
+"""A step that is launched before the rows of the one before are read gives the answers of one that is not."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
+from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.server.engine import SamplingParams
+from tests.server.engine.helpers import (
+    EXACT,
+    Request,
+    ask,
+    ask_all,
+    ask_at_once,
+    idle,
+    random_prompt,
+    running,
+    submit,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from qwen_serve.server.engine import Engine
+
+pytestmark = pytest.mark.skipif(not HAS_NEXT_TOKENS, reason="this llama.cpp has no patch next-tokens")
+
+PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off", "async_scheduling": True}
+"""Sampling on the device, though that is the host here, as on a GPU."""
+ENDS = SamplingParams()
+"""Greedy, with the tokens that end an answer."""
+
+
+@contextmanager
+def ahead(model: Path, **changes: Any) -> Iterator[tuple[Engine, Counter[str]]]:
+    """An engine as on a GPU, and what it launched before it read the rows of the step before."""
+    with running(model, **{**PLAIN, **changes}) as engine:
+        steps, launched = engine._taking, Counter[str]()  # noqa: SLF001 - nothing tells when a step is launched
+        launch_next = steps._launch_next  # noqa: SLF001 - the same
+
+        def watched(step: Any) -> Any:
+            if (following := launch_next(step)) is not None:
+                launched["again" if following.batch is step.batch else "prompts"] += 1
+            return following
+
+        steps._launch_next = watched  # type: ignore[method-assign]  # noqa: SLF001 - the same
+        engine.components.device_runs_alone = True
+        yield engine, launched
+
+
+def requests(rng: random.Random, n: int, *, sampled: bool) -> list[Request]:
+    """Requests that come, end and leave at different times."""
+    made = []
+    for _ in range(n):
+        prompt = random_prompt(rng, rng.randrange(2, 60))
+        kind = rng.randrange(12)
+        params = SamplingParams(ignore_eos=True) if kind > 3 else ENDS
+        if sampled and kind == 11:
+            params = SamplingParams(ignore_eos=True, temperature=0.7, top_k=20, seed=rng.randrange(100))
+        leaves = rng.randrange(1, 20) if rng.random() < 0.2 else None
+        made.append(Request(prompt, rng.randrange(1, 40), rng.random() * 0.2, leaves, params))
+    return made
+
+
+async def test_answers_are_those_of_steps_that_wait(nano_f32: Path) -> None:
+    prompts = [random_prompt(random.Random(i), 5 + 7 * i) for i in range(4)]
+    asked = [Request(prompt, 24 + 3 * i) for i, prompt in enumerate(prompts)]
+    with running(nano_f32, **PLAIN) as engine:
+        expected = [await ask(engine, request) for request in asked]
+    with ahead(nano_f32) as (engine, launched):
+        assert await ask_all(engine, asked) == expected
+        assert launched["again"] > 10
+        assert [await ask(engine, request) for request in asked] == expected
+        await idle(engine)
+        assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_whatever_comes_and_goes(nano_f32: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    asked = requests(rng, 24, sampled=seed > 0)
+    with running(nano_f32, **PLAIN) as engine:
+        expected = [await ask(engine, request) for request in asked]
+    with ahead(nano_f32, ctx_size=512) as (engine, launched):
+        found = await ask_all(engine, asked)
+        assert launched["again"]
+        for request, answer, right in zip(asked, found, expected, strict=True):
+            if request.cancel_after is None:
+                assert answer == right
+            else:
+                n = min(len(answer.tokens), len(right.tokens))
+                assert n >= min(request.cancel_after, len(right.tokens))
+                assert answer.tokens[:n] == right.tokens[:n]
+        await idle(engine)
+        engine.components.cache.trim()
+        states = engine.components.states
+        assert states.cells.used == states.cells.idle
+
+
+async def test_prompts_are_read_behind_prompts_that_end(nano_f32: Path) -> None:
+    """Each pass has two of four prompts, with a row of each."""
+    asked = [Request(random_prompt(random.Random(i), 64), 12) for i in range(4)]
+    with running(nano_f32, **PLAIN) as engine:
+        expected = [await ask(engine, request) for request in asked]
+    with ahead(nano_f32, prefix_cache=False, ubatch_size=128) as (engine, launched):
+        assert await ask_at_once(engine, asked) == expected
+        assert launched["prompts"] == 1
+
+
+async def test_a_state_that_went_on_is_kept_with_the_end_of_its_answer(nano_f32: Path) -> None:
+    prompt = random_prompt(random.Random(10), 20)
+    with ahead(nano_f32) as (engine, launched):
+        answer = await ask(engine, Request(prompt, 200, params=ENDS))
+        assert answer.finish_reason == "stop"
+        assert launched["again"] > len(answer.tokens) // 2
+        [end] = [token for token in engine.vocab.eog_ids if token == engine.vocab.eos_id]
+        known = [*prompt, *answer.tokens, end]
+        following = submit(engine, Request([*known, *range(300, 320)], 8))
+        tokens = [token async for new in following for token in new]
+        assert following.cached_tokens == len(known)
+    with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
+        assert (await ask(engine, Request([*known, *range(300, 320)], 8))).tokens == tokens
+
+
+async def test_logits_that_are_no_use_while_the_next_step_is_computed(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All begin anew, from cleared cells."""
+    asked = [Request(random_prompt(random.Random(i), 20), 24) for i in range(3)]
+    with running(nano_f32, **PLAIN) as engine:
+        expected = [await ask(engine, request) for request in asked]
+    with ahead(nano_f32) as (engine, _):
+        context, taking = engine.components.context, engine._taking  # noqa: SLF001 - as in `ahead`
+        compute, spoilt = context.rows, list[int]()
+
+        def spoil(slots: Any, *more: Any, **how: Any) -> Any:
+            rows = compute(slots, *more, **how)
+            if taking.ahead and len(slots) == 3 and not spoilt:
+                rows._reduce()  # noqa: SLF001 - as a card that is broken would write
+                rows._checks[1] = float("nan")  # noqa: SLF001 - the same
+                spoilt.append(1)
+            return rows
+
+        monkeypatch.setattr(context, "rows", spoil)
+        assert await ask_at_once(engine, asked) == expected
+        assert spoilt
+        assert engine.stats().preemptions >= 3
+
+
+async def test_no_cells_for_the_next_step(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is launched when the one before it was read."""
+    request = Request(random_prompt(random.Random(1), 20), 24)
+    with running(nano_f32, **PLAIN) as engine:
+        expected = await ask(engine, request)
+    with ahead(nano_f32) as (engine, launched):
+        context = engine.components.context
+        decode, refused = context.decode, list[int]()
+
+        def full(n_tokens: int, *, reads_next: bool = False, **how: Any) -> None:
+            if reads_next and len(refused) < 2:
+                refused.append(n_tokens)
+                raise NoMemorySlot("no cells")
+            decode(n_tokens, reads_next=reads_next, **how)
+
+        monkeypatch.setattr(context, "decode", full)
+        assert await ask(engine, request) == expected
+        assert len(refused) == 2
+        assert launched["again"] > 10
