@@ -72,6 +72,8 @@ declare -A off=(
     [bf16-products]=GGML_CUDA_MMF_TMA_BF16=0
     [inputs-queued]=LLAMA_INPUTS_WAIT=1
     [steps-apart]=LLAMA_ONE_SCHED=1
+    [any-sequences]=LLAMA_SAME_SEQUENCES=1
+    [step-padding]=LLAMA_STEP_PAD=0
     [shared-expert]=GGML_CUDA_SHARED_APART=1
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell

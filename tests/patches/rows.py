@@ -118,7 +118,7 @@ class Engine:
 
 def play(engine: Engine, seed: int, n_actions: int, n_ctx: int, snapshots: int) -> None:
     """The script."""
-    actions = ["prompt", "long", "step", "steps", "mixed", "verify", "save", "restore", "drop"]
+    actions = ["prompt", "long", "step", "steps", "leave", "mixed", "verify", "save", "restore", "drop"]
     if snapshots:
         actions.append("rewind")
     draw = np.random.default_rng(seed)
@@ -148,6 +148,11 @@ def play(engine: Engine, seed: int, n_actions: int, n_ctx: int, snapshots: int) 
                 engine.decode({s: ids(1) for s in some})
                 if any(engine.held[s] > longest - 20 for s in some):
                     break
+        elif action == "leave":  # a step of all, then some without one after the other
+            if resting:
+                engine.decode({s: ids(3) for s in resting})
+            for n_left in range(4):
+                engine.decode({s: ids(1) for s in [*running, *resting][n_left:]})
         elif action == "mixed" and some and resting:
             engine.decode({**{s: ids(1) for s in some}, resting[0]: ids(int(draw.integers(2, 30)))})
         elif action == "verify" and some:
@@ -199,7 +204,7 @@ def main() -> None:
     play(engine, options.seed, options.actions, n_ctx, options.snapshots)
     rows = np.stack(engine.rows)
     with options.out.open("wb") as file:
-        np.savez(file, rows=rows)
+        np.savez(file, rows=rows, reused=C.llama_perf_context(engine.context).n_reused)
     print(f"{len(rows)} rows, deviation {rows.std():.3f}, {hash(rows.tobytes()) & 0xFFFFFFFF:08x}")
 
 

@@ -139,6 +139,25 @@ def test_shared_snapshots_are_those_of_every_cell(
 
 
 @pytest.mark.reference
+@pytest.mark.parametrize(
+    "options", ["--flash --f32 --seed 9", "--flash --f32 --seed 10 --snapshots 5 --shared"]
+)
+def test_padded_steps_have_the_bits_of_others(
+    libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    found, reused = [], []
+    for padded in "01":
+        monkeypatch.setenv("LLAMA_STEP_PAD", padded)
+        out = tmp_path / f"{padded}.npz"
+        found.append(rows(libraries["patched"], nano_gguf("F32"), out, *options.split()))
+        with np.load(out) as file:
+            reused.append(int(file["reused"]))
+    assert len(found[0]) > 300
+    assert np.array_equal(found[0], found[1])
+    assert reused[0] < reused[1], "some steps were padded to the graph of the step before"
+
+
+@pytest.mark.reference
 def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp_path: Path) -> None:
     """llama.cpp's test that a patch brings: random cells, every mask compared with the function as it was."""
     library, program = libraries["patched"], tmp_path / "test-kv-mask"
