@@ -215,7 +215,7 @@ def _with_passes(
 
 def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
     """Choose how many tokens a sequence can roll back, if left open, before checking what fits. Raises
-    ModelLoadError if `deterministic` cannot have as many as set."""
+    ModelLoadError if as many as set are of no use, or impossible."""
     wanted = settings.snapshots
     if wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
@@ -223,19 +223,23 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
             wanted = max(wanted, spec.draft.block - 1)
         if not SHARES_SNAPSHOTS:
             wanted = min(wanted, FEW_SNAPSHOTS) if settings.parallel <= SNAPSHOT_SLOTS else 0
-    if not SequenceIds.of(settings).drafting or not spec.state:
-        if settings.deterministic and settings.snapshots > 0:
+    if not SequenceIds.of(settings).drafting:
+        if settings.snapshots > 0:
             raise ModelLoadError(
-                f"snapshots is {wanted}, but nothing is drafted that could be taken back; set speculation, "
-                "or leave snapshots out"
+                f"snapshots is {wanted}, but with speculation={settings.speculation} nothing is drafted that "
+                "could be taken back; set another speculation, or leave snapshots out"
             )
+        wanted = 0
+    if not spec.state:  # keys and values are taken back without
         wanted = 0
     # llama.cpp keeps a verification in one pass (`split_equal`), and a pass must have room for one more
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
+    limits = f"ubatch_size {settings.ubatch_size} and batch_size {settings.batch_size}"
     if settings.deterministic:
         most = min(most, BATCH_INVARIANT_SNAPSHOTS)
-        if settings.snapshots > most:
-            raise ModelLoadError(f"snapshots is {wanted}; with deterministic it can be at most {most} here")
+        limits = f"deterministic, {limits}"
+    if spec.state and settings.snapshots > most:
+        raise ModelLoadError(f"snapshots is {wanted}; with {limits} it can be at most {most}")
     return settings.replace(snapshots=min(wanted, most))
 
 
