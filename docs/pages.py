@@ -63,20 +63,21 @@ def table(headers: list[str], rows: list[list[str]]) -> str:
 
 
 def settings_page() -> str:
-    """Every setting, by group."""
+    """Every setting, by group. The class keeps defaults on one line (site.css)."""
     text = [
         "# Settings",
-        "Each is a flag (`--ctx-size 8192`), an environment variable (`QWEN_CTX_SIZE=8192`) and a key of the "
-        "TOML file that `--config` names (`ctx_size = 8192`). A flag wins over the environment, the "
-        "environment over the file, the file over what `--variant` names ([variants](variants.md)). "
-        "`--print-settings` writes what is in effect as such a file, and where each value came from.",
+        "Each setting is a flag (`--ctx-size 8192`), an environment variable (`QWEN_CTX_SIZE=8192`) and a "
+        "key of the TOML file that `--config` names (`ctx_size = 8192`). A flag takes precedence over the "
+        "environment, the environment over the file, and the file over a [variant](variants.md) "
+        "(`--variant`). `--print-settings` prints the settings in effect as such a file, with their sources.",
     ]
     for title, about, settings in described_settings():
         rows = [
             [f"`--{name.replace('_', '-')}`", default and f"`{default}`", help]
             for name, default, help in settings
         ]
-        text += [f"## {title}", about, table(["flag", "default", "what it does"], rows)]
+        told = table(["flag", "default", "what it does"], rows)
+        text += [f"## {title}", about, f'<div class="settings" markdown>\n\n{told}\n</div>']
     return "\n\n".join(text)
 
 
