@@ -5,7 +5,7 @@ from __future__ import annotations
 import binascii
 import math
 from base64 import b64decode
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
@@ -51,6 +51,9 @@ MOST_BOUND = 2**31 - 1
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 DETAILS = ("auto", "high", "low")
+
+HEAD = 64 * 1024
+"""Characters of base64 in which a picture's size is looked for before the whole file is decoded for it."""
 
 _BLANKS = b" \t\r\n"
 
@@ -140,9 +143,12 @@ class GivenPicture:
             return np.array(turned, np.uint8)
 
     def size(self, side: int, asked: PixelBounds = NO_BOUNDS) -> tuple[int, int]:
-        """The width and height that `pixels` gives, or, if EXIF turns the picture, the height and width. Only
-        the file's head is read. Raises PromptError."""
+        """The width and height that `pixels` gives, or, if EXIF turns the picture, the height and width. The
+        head of the file suffices for most: `pixels` looks at the rest. Raises PromptError."""
         bounds = self._bounds(asked)
+        if self.data is None and len(self.url) > 2 * HEAD:
+            with suppress(PromptError), self._opened(self._data(HEAD)) as image:
+                return bounds.size(*image.size, side)
         with self._opened(self._data()) as image:
             return bounds.size(*image.size, side)
 
@@ -162,7 +168,8 @@ class GivenPicture:
             raise self.wrong(f"has min_pixels {least:,}, which must be at most its max_pixels, {most:,}")
         return PixelBounds(least, most)
 
-    def _data(self) -> bytes:
+    def _data(self, most: int | None = None) -> bytes:
+        """The file, or what its first `most` characters of base64 hold of it."""
         if self.data is not None:
             return self.data
         if self.is_address:
@@ -175,7 +182,8 @@ class GivenPicture:
         if len(encoded) * 3 // 4 > MAX_BYTES + 2:
             raise self.wrong(f"is larger than {MAX_BYTES // 1024**2} MiB")
         try:
-            return b64decode(encoded.encode("ascii").translate(None, _BLANKS), validate=True)
+            text = encoded[:most].encode("ascii").translate(None, _BLANKS)
+            return b64decode(text if most is None else text[: len(text) // 4 * 4], validate=True)
         except (binascii.Error, ValueError):
             raise self.wrong("is not valid base64") from None
 

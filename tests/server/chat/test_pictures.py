@@ -15,7 +15,7 @@ from PIL import Image
 
 from qwen_serve.server.chat import PromptError
 from qwen_serve.server.chat.messages import check_messages
-from qwen_serve.server.chat.pictures import MAX_IMAGES, MAX_PIXELS, GivenPicture
+from qwen_serve.server.chat.pictures import HEAD, MAX_IMAGES, MAX_PIXELS, GivenPicture
 
 WHERE = "messages[0].content[1]"
 
@@ -160,6 +160,35 @@ def test_its_size_is_known_before_it_is_decoded(width: int, height: int, fields:
         picture = GivenPicture.of_part(shown, WHERE)
         rows, columns, _ = picture.pixels(32).shape
         assert picture.size(32) == ((rows, columns) if turned else (columns, rows))
+
+
+def noisy(side: int = 400) -> Image.Image:
+    """A picture whose file is larger than what is looked at for its size."""
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (side, side + 1, 3), np.uint8))
+
+
+HEADS = {
+    "a PNG": (saved(noisy()), 1),
+    "a JPEG": (saved(noisy(), "JPEG", quality=95), 1),
+    "a GIF": (saved(noisy(), "GIF"), 1),
+    "a JPEG behind a long comment": (saved(noisy(), "JPEG", exif=b"Exif\0\0" + b"x" * 65_000), 2),
+    "a WebP, which is read whole": (saved(noisy(), "WEBP", lossless=True), 2),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_head_of_a_file_tells_its_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, times = HEADS[kind]
+    decoded: list[int] = []
+
+    def decode(text: bytes, *, validate: bool) -> bytes:
+        decoded.append(len(text))
+        return base64.b64decode(text, validate=validate)
+
+    monkeypatch.setattr("qwen_serve.server.chat.pictures.b64decode", decode)
+    assert given(data).size(32) == (401, 400)
+    assert len(decoded) == times
+    assert decoded[0] == HEAD
 
 
 @pytest.mark.parametrize("case", BAD)
