@@ -143,7 +143,7 @@ class Metadata:
             raise self.unusable(key, wanted)
 
     def unusable(self, key: str, wanted: str) -> ModelLoadError:
-        """An error that says what would be right for a key."""
+        """An error that says what a key's value should be."""
         value = self.get(key)
         given = "it is missing" if value is None else f"it is {value!r:.60}"
         return ModelLoadError(

@@ -34,7 +34,7 @@ LENGTHS, N_UBATCH = (1, 5, 3), 6
 """Tokens of three sequences, and the most tokens of a pass."""
 
 PASSES = [[100, 200, 300], [201, 202, 301, 302], [203, 204]]
-"""The expected passes, token by token: each takes as many of each sequence as the shortest has left."""
+"""The tokens of each expected pass. A pass takes from each sequence as many as the shortest one has left."""
 
 OPTIONS = ContextOptions(
     n_ctx=64,

@@ -78,8 +78,8 @@ def exposures(settings: Settings, sources: Sources) -> list[str]:
     said = []
     if settings.uds is None and not settings.api_keys() and not is_local(settings.host):
         said.append(
-            f"no API key is set, and {settings.host} is not loopback: whoever reaches port {settings.port} "
-            "may use this server (--api-key-file or QWEN_API_KEY sets a key)"
+            f"no API key is set, and {settings.host} is not loopback: anybody who reaches port "
+            f"{settings.port} may use this server (--api-key-file or QWEN_API_KEY sets a key)"
         )
     secrets: dict[str, Path | None] = {
         "--api-key-file": settings.api_key_file,

@@ -81,9 +81,7 @@ def main(
         metavar="A;B",
         help=f"compute capabilities, such as 86;89 (this machine's cards, else {DEFAULT_CARD})",
     )
-    parser.add_argument(
-        "--patches", choices=("0", "1"), default="1", help="0: llama.cpp as it comes (%(default)s)"
-    )
+    parser.add_argument("--patches", choices=("0", "1"), default="1", help="0: stock llama.cpp (%(default)s)")
     parser.add_argument(
         "--native",
         choices=("0", "1"),

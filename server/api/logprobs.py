@@ -74,7 +74,8 @@ class ChatLogprobs:
         return None
 
     def new(self, *, last: bool = False) -> dict[str, Any] | None:
-        """Those of the tokens since the last call; None if there are none, or none were asked for."""
+        """Log-probabilities of the tokens since the last call; None if there are none or none were
+        requested."""
         if self._n_top is None or not (found := self._generation.new_logprobs()):
             return None
         write = partial(self._names.scored, n_top=self._n_top, with_id=self._with_id)
@@ -88,7 +89,7 @@ class ResponseLogprobs:
     """
 
     def __init__(self, n_top: int | None, vocab: Vocab, generation: TextGeneration) -> None:
-        """`n_top` alternatives to each token; None if the request asks for none."""
+        """`n_top`: number of alternatives to each token; None if the request wants no log-probabilities."""
         self._n_top, self._vocab, self._generation = n_top, vocab, generation
         self._names = TokenNames(vocab)
         self._tokens: list[TokenLogprobs] = []

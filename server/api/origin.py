@@ -78,7 +78,7 @@ class AllowedSites(CORSMiddleware):
         self.allow_private_network = True  # newer Starlettes refuse it otherwise; older ones ignore this
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Starlette's, except that a refusal is an error object that says what to do."""
+        """Starlette's CORS middleware, except that a refusal is an error object that says what to do."""
         origin = request_headers["origin"]
         if self.is_allowed_origin(origin):
             response = super().preflight_response(request_headers)

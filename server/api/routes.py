@@ -273,7 +273,7 @@ async def ollama_version() -> dict[str, str]:
 @others.get("/models", include_in_schema=False)
 @others.get("/v1/models", responses=errors(401, 403, 503))
 async def models(http: Request) -> dict[str, Any]:
-    """The one model there is, and its LoRA adapters."""
+    """The model and its LoRA adapters."""
     service = service_of(http)
     adapters = (adapter_card(service, name) for name in service.settings.adapters)
     return {"object": "list", "data": [service.tell(model_card), *adapters]}
@@ -303,7 +303,7 @@ async def lora_adapters(http: Request) -> list[dict[str, Any]]:
 
 
 def adapter_card(service: Service, name: str) -> dict[str, Any]:
-    """A LoRA adapter as vLLM lists it: a model, with its file and what it is applied to."""
+    """A LoRA adapter as vLLM lists it: a model with its file and its base model."""
     return {
         "id": name,
         "object": "model",

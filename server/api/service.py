@@ -64,7 +64,7 @@ class Service:
             key.key.encode().decode("latin-1"): (number, key)
             for number, key in enumerate(settings.api_keys())
         }
-        """The valid keys, each as it stands in a header, with its number."""
+        """The valid keys, in the form of a header's value, with their numbers."""
         self.metrics = metrics
         self.started = int(time.time())
         self.in_flight = 0

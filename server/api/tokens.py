@@ -59,7 +59,7 @@ class TokenizePromptRequest(BaseModel):
 
 
 class TokenizeChatRequest(ChatRequest):
-    """A conversation to the ids of the prompt that it would be answered with, as vLLM has it."""
+    """A conversation, whose prompt's token ids are returned, as in vLLM."""
 
     return_token_strs: bool | None = None
 
@@ -183,8 +183,8 @@ async def apply_template(context: RequestContext, request: ChatRequest) -> Respo
 async def render(
     context: RequestContext, request: ChatRequest | CompletionRequest | ResponsesRequest
 ) -> Response:
-    """The ids of the prompt that a request would be answered with, tools included, as vLLM's `.../render`; a
-    list of them for a completion with several prompts. Raises ApiError 400."""
+    """The token ids of a request's prompt, tools included, as vLLM's `.../render` returns them; a list of
+    them for a completion with several prompts. Raises ApiError 400."""
     service = context.service
     asked = (
         await on_thread(request.chat, context.body.size) if isinstance(request, ResponsesRequest) else request

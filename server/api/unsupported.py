@@ -1,4 +1,4 @@
-"""Endpoints of other servers that this one does not offer: 501, for clients that ask for them."""
+"""Endpoints of other servers that this one does not offer: they answer 501."""
 
 from __future__ import annotations
 

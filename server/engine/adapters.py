@@ -21,7 +21,7 @@ MOST = 4
 """Maximum adapters of one request: llama.cpp's graphs have room for this many products in every matrix."""
 
 TURN = 8
-"""Steps of a turn while other adapters wait: a change of adapters plans all graphs anew."""
+"""Steps of a turn while other adapters wait. A change of adapters plans all graphs again."""
 
 
 def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> str:

@@ -115,7 +115,7 @@ class Runner:
         return step.chosen and step.outputs is not None and step.batch is self._filled and self._fits
 
     def apply(self, adapters: Adapters) -> None:
-        """Have the context apply exactly these adapters. A change is slow: all graphs are planned anew."""
+        """Have the context apply exactly these adapters. A change is slow: all graphs are planned again."""
         if adapters != self._applied:
             self._context.set_adapters([(self._adapters[index], scale) for index, scale in adapters])
             self._applied = adapters

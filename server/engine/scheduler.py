@@ -175,7 +175,7 @@ class Scheduler:
 
     def _suspect(self) -> None:
         """Restart each running sequence alone, in cleared cells."""
-        log.warning("logits were no use: whoever ran begins anew, one after the other")
+        log.warning("unusable logits: the running requests start again, one at a time")
         for sequence in reversed(self.running.copy()):
             sequence.suspect = True
             self._preempt(sequence)

@@ -54,7 +54,7 @@ def _check(context: Context, n: int) -> None:
     context.set_samplers(None)
     if wrong := _wrong(decode(context, n), best, context.samplers.n_real):
         log.error(
-            "%d of %d tokens found on the device are not the best ones: it is the host that samples. Please "
+            "%d of %d tokens found on the device are not the best ones; the host samples instead. Please "
             "report this, with the card and llama-cpp-python's version",
             *(wrong, n),
         )

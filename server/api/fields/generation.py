@@ -133,7 +133,7 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to generate for a choice; None for as many as the context holds."""
+        """Most tokens to generate for a choice; None: what the context has room for."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         if self.max_tokens is not None:

@@ -82,7 +82,7 @@ FORMATS: dict[str, Callable[[Any, str], AnswerFormat]] = {
 """Fields that are a complete format: llama-server's, vLLM's, SGLang's."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {"json_schema": ({}, ""), "grammar": ("",)}
-"""Values of these fields that ask for nothing, besides null."""
+"""Values of these fields that have no effect, besides null."""
 
 
 class StructuredFields(BaseModel):

@@ -70,7 +70,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "input_ids": (),
     "session_params": ({},),
 }
-"""Fields that would change the answer -> the values that ask for nothing special, besides null."""
+"""Fields that would change the answer -> their values without effect, besides null."""
 
 
 class Refusing(BaseModel):
@@ -78,7 +78,7 @@ class Refusing(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Field -> the values that ask for nothing special, besides null."""
+    """Field -> its values without effect, besides null."""
     instead: ClassVar[dict[str, str]] = {}
     """Field -> the alternative here, if there is one."""
 

@@ -25,7 +25,8 @@ class ChunkWriter(EventWriter):
         return {**self._served.envelope(self._kind, [choice]), **self._served.of_chunk()}
 
     def _progress(self, index: int, choice: dict[str, Any], *, read: bool) -> bytes:
-        """The prompt's progress; `read` says that a token has come, after which there is nothing to tell."""
+        """The prompt's progress. `read` means that the first token has arrived, after which there is no
+        progress."""
         if read:
             self._unread.discard(index)
         progress = progress_of(self._served.generations[index], read=read)

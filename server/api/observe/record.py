@@ -43,7 +43,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class Answers:
-    """The generations of a request, as many for each prompt, with their tokens and times so far."""
+    """The generations of a request, the same number for each prompt, with their tokens and times so far."""
 
     id: str
     """The response's."""

@@ -45,7 +45,7 @@ JSON = "%json"
 """Found in grammars that include a JSON schema."""
 
 CACHED = 64
-"""Compiled grammars that are cached, and as many refusals."""
+"""Maximum number of cached grammars, and of cached refusals."""
 
 WAITING = 32
 """Maximum grammars that wait; a hostile one takes as long as the validator allows."""

@@ -82,7 +82,7 @@ class Logprobs:
 
     @classmethod
     def wanted(cls, params: SamplingParams, n_real: int) -> Logprobs | None:
-        """A new object for a request with these parameters; None if it asks for none."""
+        """A new object for a request with these parameters; None if it requests no log-probabilities."""
         asked = params.logprobs is not None or params.prompt_logprobs is not None
         return cls(params, n_real) if asked else None
 

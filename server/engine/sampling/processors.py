@@ -49,7 +49,7 @@ class LogitRules:
         self._ends = np.array([token for token in ends if token < n_real], np.intp)
         self._until_end = params.min_tokens
         self._last: list[int] = []
-        """The answer's last tokens, as many as the longest bad word has before its last token."""
+        """The answer's last tokens: one fewer than the longest bad word has."""
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:

@@ -134,7 +134,7 @@ def _read(
     reader: HiddenDrafter,
     wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
 ) -> None:
-    """Give a reader rows, each from a position in a slot on; after an error it starts anew."""
+    """Give a reader rows, each from a position of a slot on. After an error the reader starts again."""
     try:
         for slot, start, rows in wanted:
             reader.collect(slot, start, rows() if callable(rows) else rows)

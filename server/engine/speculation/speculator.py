@@ -88,7 +88,8 @@ class Speculator:
         self._overtaken = False
         """Whether the batch to verify is the one before that which `propose` saw last."""
         self._quiet = 0
-        """Steps left in which no drafter is asked, while they only decode for as many sequences."""
+        """Further steps in which no drafter is asked, as long as they only decode and the number of sequences
+        stays."""
         self._is_quiet = False
         """Whether the batch is such a step."""
         self._waited = True
@@ -142,7 +143,7 @@ class Speculator:
             self.catch_up()
 
     def _fail(self, error: Exception) -> None:
-        """Drafting failed, and which drafter caused it is unknown: all start anew."""
+        """Drafting failed, and it is unknown which drafter caused it: all of them start again."""
         self._quiet, self._is_quiet = 0, False
         for health in self._drafters:
             health.begin_anew(error)

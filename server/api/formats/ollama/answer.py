@@ -145,7 +145,7 @@ class OllamaWriter(EventWriter):
         return part
 
     def open_call(self) -> list[Shape]:
-        """The unfinished call, if there is one, with its arguments so far."""
+        """The unfinished call with its arguments so far, as a list; empty without one."""
         call, self._call = self._call, None
         if call is None:
             return []

@@ -1,4 +1,4 @@
-"""Ollama's endpoints about models; there is one."""
+"""Ollama's endpoints about models, of which the server has one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEVER = "9999-12-31T23:59:59Z"
 
 
 class ShowRequest(BaseModel):
-    """The model; any name means the one that there is."""
+    """The one model, whatever the name."""
 
     model_config = ConfigDict(strict=True)
 
