@@ -221,7 +221,7 @@ def wait_for(url: str, patience_s: float) -> None:
                 if response.ok:
                     return
                 status = reported_status(response)
-                if status not in ("loading", "ready"):
+                if status != "loading":
                     raise ServerError(f"the server at {url} is not ready: {status}")
             line = f"waiting for {url}: {status}, {waited:.0f} s"
             if sys.stderr.isatty():

@@ -199,7 +199,8 @@ async def ping(http: Request) -> JSONResponse:
     """200 once the model is loaded and warmed up, also while it sleeps; 503 before that, while draining and
     after a failure."""
     status = service_of(http).status
-    return JSONResponse({"status": status}, status_code=200 if status in ("ready", "sleeping") else 503)
+    said = "ok" if status == "ready" else status  # llama-server's word
+    return JSONResponse({"status": said}, status_code=200 if status in ("ready", "sleeping") else 503)
 
 
 @others.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

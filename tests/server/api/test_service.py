@@ -43,7 +43,7 @@ def test_503_until_loaded(start: Start, path: str) -> None:
     finally:
         go.set()
     wait_until(lambda: server.http.get(path).status_code == 200)
-    assert server.http.get(path).json() == {"status": "ready"}
+    assert server.http.get(path).json() == {"status": "ok"}, "what llama-server's clients look for"
     assert server.http.head(path).status_code == 200
     assert server.post("/v1/completions", prompt="x").status_code == 200
 
