@@ -345,6 +345,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         turn_ids=vocab.turn_ids,
         tool_ids=vocab.tool_ids,
         on_gpu=plan.on_gpu,
+        min_tokens=settings.prefix_min_tokens,
         cell_bytes=spec.cell(settings),
         state_bytes=spec.state,
     )

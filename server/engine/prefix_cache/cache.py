@@ -119,6 +119,7 @@ class PrefixCache:
         turn_ids: Collection[int] = (),
         tool_ids: Collection[int] = (),
         on_gpu: bool = False,
+        min_tokens: int = 0,
         cell_bytes: int = 0,
         state_bytes: int = 0,
     ) -> None:
@@ -132,7 +133,7 @@ class PrefixCache:
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._tool_ids = np.array(sorted(tool_ids), np.int32)
         """Tokens that mark a turn as a tool's result, which is no question."""
-        self._turn_gain = MIN_TURN if on_gpu else MIN_GAIN
+        self._turn_gain = max(MIN_GAIN, min_tokens or (MIN_TURN if on_gpu else MIN_GAIN))
         """Tokens that a checkpoint at the start of a turn, or the end of a new prompt, must save beyond the
         one before it."""
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes

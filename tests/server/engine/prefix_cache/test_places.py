@@ -44,6 +44,13 @@ def test_on_a_gpu_a_short_prompt_leaves_its_end_when_it_comes_again(length: int,
     assert computed[-1] == 1
 
 
+@pytest.mark.parametrize(("least", "passes"), [(0, 1), (16, 2), (40, 2), (41, 1), (3, 2)])
+def test_how_short_is_a_setting(least: int, passes: int) -> None:
+    world = World(ids=16, batch=256, budget=256, on_gpu=True, min_tokens=least)
+    world.add(range(100, 141))  # 40 tokens and the last
+    assert world.finish() == passes
+
+
 def test_on_a_gpu_too_a_short_turn_that_two_share_is_read_once() -> None:
     world = World(turn_ids=[1], ids=16, batch=256, budget=256, on_gpu=True)
     prompt = [1, *range(100, 180), 1, *range(200, 240), 1, 5, 6]
