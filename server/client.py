@@ -36,20 +36,20 @@ PING_S = 0.5
 CONNECT_S = 5
 
 COMMANDS = {
-    "/help": "this text",
-    "/new": "start again",
-    "/think": "think before answering, or not: /think on, /think off, /think to change",
-    "/system": "the system message from now on: /system TEXT; /system alone removes it",
-    "/save": "write the conversation: /save FILE.md, or FILE.json for its messages",
+    "/help": "show this text",
+    "/new": "begin a new conversation",
+    "/think": "switch thinking: /think on, /think off, or /think to toggle",
+    "/system": "set the system message: /system TEXT; /system alone removes it",
+    "/save": "save the conversation: /save FILE.md, or FILE.json for its messages",
     "/exit": "leave (Ctrl-D)",
 }
 HELP = (
     "\n".join([f"{name:9}{what}" for name, what in COMMANDS.items()])
     + """
-@FILE    in a message: show that picture (.png, .jpg, .webp, .gif); with blanks in its name @"my cat.png"
+@FILE    in a message: send that picture (.png, .jpg, .webp, .gif); with spaces in its name @"my cat.png"
 Ctrl-C   stop the reply
-\"\"\"      begins and ends a message of several lines; a \\ at the end of a line goes on with the next
-A message that begins with / is sent where a space stands before it."""
+\"\"\"      begins and ends a message of several lines; a line that ends with \\ continues on the next
+To send a message that begins with /, put a space before it."""
 )
 
 HISTORY_LINES = 1000
@@ -377,13 +377,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.se
     answer."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Talk to a running server: in the terminal, or by one question (arguments, standard "
+        description="Talk to a running server: in the terminal, or with one question (arguments, standard "
         "input, or both, in this order) whose answer is printed.",
         epilog=f"In the conversation:\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("question", nargs="*", help="ask this, print the answer and leave")
-    parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server [%(default)s]")
+    parser.add_argument("question", nargs="*", help="ask this, print the answer and exit")
+    parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server's address [%(default)s]")
     parser.add_argument(
         "--think", action=argparse.BooleanOptionalAction, default=True, help="ask for thinking [on]"
     )

@@ -50,10 +50,13 @@ def main(arguments: Sequence[str], prog: str) -> int:
     """Runs `list` or `rm NAME ...`; returns the exit status."""
     parser = argparse.ArgumentParser(prog=prog)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the models that are in the caches, and what they take")
-    remove = commands.add_parser("rm", help="remove models from the caches")
+    commands.add_parser("list", help="list cached models with their sizes")
+    remove = commands.add_parser("rm", help="remove cached models")
     remove.add_argument(
-        "names", nargs="+", metavar="NAME", help="as list has it; without :QUANT all of that source"
+        "names",
+        nargs="+",
+        metavar="NAME",
+        help="name in `qwen-serve list`; without :QUANT all of that source",
     )
     options = parser.parse_args(arguments)
     models = cached_models()

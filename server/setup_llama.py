@@ -2,17 +2,15 @@
 
     qwen-serve setup        (make setup; python -m qwen_serve.server.setup_llama before anything is installed)
 
-pip alone installs stock llama.cpp, which works and is slower. This module builds the pinned version with the
-patches of `patches/`, only the libraries that Python loads, and installs that. It keeps the wheel
-in the folder `wheels` of the cache (QWEN_SERVE_CACHE, else $XDG_CACHE_HOME/qwen-serve, else
-~/.cache/qwen-serve) under a name made from everything that it depends on, so that another environment with
-the same dependencies takes seconds. Machines may share that folder, over a network or as a CI cache, since a
-machine finds only wheels that fit it.
+It builds the pinned version with the patches of `patches/`, only the libraries that Python loads. (pip alone
+installs stock llama.cpp, which works but is slower.) If QWEN_SERVE_WHEELS names a release's folder or URL, it
+first looks there for a wheel with the same patches, which needs no compiler.
 
-Before it builds, it looks for a wheel with the same patches in the folder or at the URL that
-QWEN_SERVE_WHEELS names, such as a release's files. That needs no compiler.
+The wheel is kept in the cache's folder `wheels` (QWEN_SERVE_CACHE, else $XDG_CACHE_HOME/qwen-serve, else
+~/.cache/qwen-serve), so another environment is set up in seconds. Machines may share that folder, over a
+network or as a CI cache: a wheel's name covers everything that it depends on.
 
-It needs only the standard library and pip, because it runs before anything is installed.
+It needs only the standard library and pip.
 """
 
 from __future__ import annotations
@@ -73,30 +71,32 @@ def main(
         "--cuda",
         choices=("auto", "0", "1", "pypi"),
         default="auto",
-        help="with CUDA; pypi: with the CUDA toolkit of PyPI's wheels, which are fetched (%(default)s: where "
-        "there is both a card and nvcc, the system's or that of an earlier pypi)",
+        help="0: for the CPU. 1: with CUDA. pypi: with CUDA's toolkit, downloaded from PyPI. auto: CUDA if "
+        "this machine has a GPU and nvcc (%(default)s)",
     )
     parser.add_argument(
         "--cuda-archs",
         metavar="A;B",
-        help=f"compute capabilities, such as 86;89 (this machine's cards, else {DEFAULT_CARD})",
+        help=f"compute capabilities to build for, such as 86;89 (this machine's GPUs, else {DEFAULT_CARD})",
     )
     parser.add_argument("--patches", choices=("0", "1"), default="1", help="0: stock llama.cpp (%(default)s)")
     parser.add_argument(
         "--native",
         choices=("0", "1"),
         default="1",
-        help="0: for any processor of this kind, as for an image (%(default)s)",
+        help="0: for every processor of the same architecture, as for an image (%(default)s)",
     )
     parser.add_argument(
         "--wheels",
         metavar="WHERE",
         default=released_wheels.place(),
-        help="folder or URL of a release's wheels, looked at before anything is built; '' builds "
-        f"({WHEELS_VARIABLE}, which is %(default)r)",
+        help="folder or URL of a release's wheels, to use instead of a build; '' always builds "
+        f"({WHEELS_VARIABLE}: %(default)r)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    parser.add_argument("--advise", action="store_true", help="only say what a card without nvcc needs")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done")
+    parser.add_argument(
+        "--advise", action="store_true", help="only print how to get nvcc, if there is a GPU without it"
+    )
     options = parser.parse_args(arguments)
     try:
         return _set_up(options)

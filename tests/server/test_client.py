@@ -194,7 +194,7 @@ def test_commands(start: Start, tmp_path: Path) -> None:
                 terminal.read_until(reply)
             terminal.read_until("> ")
 
-        enter("/help", "write the conversation")
+        enter("/help", "save the conversation")
         enter("a", "plain")
         enter("/thnik", "/thnik is not a command; did you mean /think?")
         enter("/etc/passwd is what?", "/etc/passwd is not a command")
