@@ -199,9 +199,9 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     prefix_interval: int = Field(4096, ge=0)
     """tokens between the states that are kept while a long prompt is read; 0: none"""
     prefix_min_tokens: int = Field(0, ge=0)
-    """fewest tokens, 16 or more, that a state at the start of a turn or at the end of a new prompt adds to
-    the one before; the state's end is read in a pass of its own. 0: 64 on a GPU, where a pass of so few takes
-    as long as one token, else 16"""
+    """fewest tokens (16 or more) by which a state at the start of a chat turn or at the end of a new prompt
+    must be longer than the one before it, since it costs a pass of its own. 0: 64 on a GPU, where a pass of
+    so few tokens takes as long as one token, else 16"""
     prefix_host_mib: int = Field(0, ge=0)
     """host memory for states evicted from the device, in MiB; 0: evicted states are dropped"""
     prefix_file: Path | None = None
