@@ -7,7 +7,6 @@ import logging
 import signal
 import sys
 from importlib.util import find_spec
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,6 +14,7 @@ from qwen_serve.convert.adapter import convert_adapter, is_adapter
 from qwen_serve.convert.cards import BANDWIDTH
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.cli_quantize import add_flags, unknown, with_flags
+from qwen_serve.convert.cli_values import MOST_DISTILL_STEPS, card, number, positive, size, steps
 from qwen_serve.convert.draft import DraftCheckpoint, is_draft
 from qwen_serve.convert.draft_pipeline import DraftPipeline
 from qwen_serve.convert.dry_run import print_plan
@@ -23,7 +23,7 @@ from qwen_serve.convert.options import METHODS, Options
 from qwen_serve.convert.pipeline import Pipeline
 from qwen_serve.convert.recipes import Recipe, known_recipes, load_recipe
 from qwen_serve.convert.search import Target
-from qwen_serve.convert.search.target import parse_size, spell_size
+from qwen_serve.convert.search.target import spell_size
 from qwen_serve.convert.source import resolve
 from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType
 from qwen_serve.convert.vision import VISION_TYPES
@@ -41,6 +41,7 @@ DEFAULT_QUANT = "Q4_K_M"
 DEFAULT_OUTTYPE: FloatType = "F16"
 AUTO = "auto"
 INTERRUPTED, TERMINATED, FAILED = 130, 143, 1
+DISTILL_STEPS = 100
 
 DESCRIPTION = """\
 Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with an importance matrix.
@@ -51,6 +52,7 @@ A model:
   qwen-convert --src Qwen3.5-4B-BF16.gguf --quant Q4_K_M,Q2_K
   qwen-convert --src ./my-finetune --quant F16
   qwen-convert --src models/nano --quant Q2_K --method compensated
+  qwen-convert --src models/nano --quant Q2_K --method compensated --distill
   qwen-convert --src Qwen/Qwen3.5-4B --quant Q4_K_M --keep-vocab 131072
 
 Types of your own:
@@ -122,6 +124,8 @@ def _convert(arguments: argparse.Namespace) -> None:
         raise ConvertError("--imatrix FILE and --no-imatrix contradict each other: give one of them")
     if arguments.method != METHODS[0] and not recipes and search is None:
         raise ConvertError(f"--method {arguments.method} wants a --quant that is quantized, not a float type")
+    if arguments.distill:
+        check_distillation(quantized=bool(recipes) or search is not None)
     source = resolve(arguments.src, arguments.revision)
     if is_adapter(source.path):
         _convert_adapter(source, arguments)
@@ -141,6 +145,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         calibration=arguments.calibration,
         imatrix_file=arguments.imatrix_file,
         method=arguments.method,
+        distill=arguments.distill or 0,
         keep_vocab=arguments.keep_vocab,
         use_imatrix=arguments.imatrix,
         measure=arguments.kld,
@@ -152,10 +157,13 @@ def _convert(arguments: argparse.Namespace) -> None:
     if whole is not None or not is_draft(source.path):
         if arguments.target is not None:
             raise ConvertError(f"--target is for block drafters, and {arguments.src} is none")
+        model = whole or Checkpoint.open(source.path)
         if arguments.dry_run:
-            print_plan(source, whole or Checkpoint.open(source.path), options)
+            print_plan(source, model, options)
             return
-        Pipeline(source, whole or Checkpoint.open(source.path), options).run()
+        if options.distill and model.used_experts is not None:
+            raise ConvertError(f"--distill is for dense models, and {arguments.src} has experts")
+        Pipeline(source, model, options).run()
         return
     if arguments.target is None:
         raise ConvertError(f"{arguments.src} is a block drafter: give --target, the model that it drafts for")
@@ -175,7 +183,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 def _convert_adapter(source: Source, arguments: argparse.Namespace) -> None:
     """Converts an adapter. Raises ConvertError also for flags that do not apply to adapters."""
     untouched = parser().parse_args([])
-    others = ["quant", "recipe", "target", "mmproj_outtype", "keep_vocab", "method", "calibration"]
+    others = ["quant", "recipe", "target", "mmproj_outtype", "keep_vocab", "method", "distill", "calibration"]
     others += ["imatrix_file", "tensor_type", "output_tensor_type", "token_embedding_type", "pure"]
     others += ["split_max_size", "dry_run"]
     if given := [name for name in others if getattr(arguments, name) != getattr(untouched, name)]:
@@ -216,6 +224,14 @@ def select_target(arguments: argparse.Namespace) -> Target | None:
     return target
 
 
+def check_distillation(*, quantized: bool) -> None:
+    """Raises ConvertError if there is nothing to distill, or a package is missing."""
+    if not quantized:
+        raise ConvertError("--distill wants a --quant that is quantized, not a float type")
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise ConvertError(f"--distill needs {' and '.join(missing)}: pip install 'qwen-serve[distill]'")
+
+
 def search_command(target: Target | None, source: str, arguments: argparse.Namespace) -> str:
     """The command that makes a searched recipe again, for its evidence."""
     if target is None:
@@ -227,6 +243,7 @@ def search_command(target: Target | None, source: str, arguments: argparse.Names
         "--target-ms": target.milliseconds,
         "--for": target.card,
         "--method": arguments.method if arguments.method != METHODS[0] else None,
+        "--distill": arguments.distill,
         "--keep-vocab": arguments.keep_vocab,
         "--calibration": arguments.calibration.name if arguments.calibration else None,
         "--imatrix": arguments.imatrix_file.name if arguments.imatrix_file else None,
@@ -310,29 +327,29 @@ def parser() -> argparse.ArgumentParser:
     )
     auto = parser.add_argument_group(f"targets of --quant {AUTO} (with several, all are met)")
     auto.add_argument(
-        "--target-size", metavar="SIZE", type=_size, help="largest file, such as 2.4GB or 900MiB"
+        "--target-size", metavar="SIZE", type=size, help="largest file, such as 2.4GB or 900MiB"
     )
     auto.add_argument(
-        "--target-bpw", metavar="BITS", type=_number, help="most bits per weight, over all tensors"
+        "--target-bpw", metavar="BITS", type=number, help="most bits per weight, over all tensors"
     )
     auto.add_argument(
         "--target-kld",
         metavar="NATS",
-        type=_number,
+        type=number,
         help="largest mean KL divergence from the unquantized model; finds the smallest file (with --for the "
         "fastest)",
     )
     auto.add_argument(
         "--target-ms",
         metavar="MS",
-        type=_number,
+        type=number,
         help="longest time in which --for's card reads the weights that one token needs, in milliseconds",
     )
     auto.add_argument(
         "--for",
         dest="card",
         metavar="CARD",
-        type=_card,
+        type=card,
         help=f"count the bytes that each token reads, not the file's: {', '.join(BANDWIDTH)}",
     )
     how = parser.add_argument_group("how")
@@ -356,7 +373,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--keep-vocab",
         metavar="N",
-        type=_positive,
+        type=positive,
         help="keep the first N regular tokens and all special ones, for a smaller embedding and output head "
         "(all tokens); other text is then split into smaller tokens; for checkpoints only",
     )
@@ -369,11 +386,21 @@ def parser() -> argparse.ArgumentParser:
         "(%(default)s)",
     )
     how.add_argument(
+        "--distill",
+        metavar="STEPS",
+        nargs="?",
+        const=DISTILL_STEPS,
+        type=steps,
+        help="then train scales and norms by the KL divergence from the unquantized model, on the "
+        f"calibration text, for STEPS steps ({DISTILL_STEPS}), at most {MOST_DISTILL_STEPS}; dense models "
+        "only; needs torch and transformers, and for a large model a GPU",
+    )
+    how.add_argument(
         "--calibration",
         metavar="FILE",
         type=Path,
-        help="UTF-8 text for the importance matrix and compensation (text that the model writes itself, from "
-        "prompts in the package)",
+        help="UTF-8 text for the importance matrix, compensation and distillation (text that the model "
+        "writes itself, from prompts in the package)",
     )
     how.add_argument(
         "--no-imatrix", dest="imatrix", action="store_false", help="quantize without an importance matrix"
@@ -393,7 +420,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(parser)
     where = parser.add_argument_group("where llama.cpp runs")
-    where.add_argument("--threads", metavar="N", type=_positive, help="CPU threads (all)")
+    where.add_argument("--threads", metavar="N", type=positive, help="CPU threads (all)")
     where.add_argument(
         "--gpu-layers", metavar="N", type=int, default=-1, help="layers on the GPU, -1 for all (%(default)s)"
     )
@@ -406,36 +433,6 @@ def _quant_list(text: str) -> list[str]:
     if not names:
         raise argparse.ArgumentTypeError("at least one name is needed")
     return [known.get(name.upper(), name.upper()) for name in names]
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not (number > 0 and isfinite(number)):
-        raise argparse.ArgumentTypeError(f"must be a positive number, without a unit; got {text!r}")
-    return number
-
-
-def _card(text: str) -> str:
-    names = {name.upper(): name for name in BANDWIDTH}
-    if text.upper() not in names:
-        raise argparse.ArgumentTypeError(f"want one of {', '.join(BANDWIDTH)}; got {text!r}")
-    return names[text.upper()]
 
 
 def _terminate(*_: Any) -> NoReturn:

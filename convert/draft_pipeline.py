@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.draft import DraftCheckpoint, write_draft
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.options import METHODS
 from qwen_serve.convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.report import print_report, print_table, write_report
@@ -71,8 +70,8 @@ class DraftPipeline:
         self._source, self._draft, self._options = source, draft, options
         self._parameters = Parameters.of(draft)
         self._reports: list[Path] = []
-        if options.calibration is not None or options.keep_vocab is not None or options.method != METHODS[0]:
-            raise ConvertError("--calibration, --method and --keep-vocab are not for drafters")
+        if options.calibration is not None or options.keep_vocab is not None or options.rewrites:
+            raise ConvertError("--calibration, --method, --distill and --keep-vocab are not for drafters")
         if pruning := [n for n, r in options.recipes.items() if r.layers or r.keep_vocab is not None]:
             raise ConvertError(
                 f"--quant {pruning[0]}: its recipe drops layers or tokens, which a drafter keeps"

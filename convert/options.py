@@ -36,6 +36,7 @@ class Options:
     calibration: Path | None = None
     imatrix_file: Path | None = None  # used instead of a collected one
     method: Method = "nearest"
+    distill: int = 0  # steps of training towards the whole model, after quantizing
     keep_vocab: int | None = None
     use_imatrix: bool = True
     measure: bool = True
@@ -43,3 +44,18 @@ class Options:
     split_max_size: int | None = None  # most bytes of weights in one part of a file
     force: bool = False
     runtime: Runtime = field(default_factory=Runtime)
+
+    @property
+    def compensates(self) -> bool:
+        """Whether errors are compensated."""
+        return self.method == "compensated"
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether llama.cpp's blocks are changed afterwards, by the calibration text."""
+        return self.compensates or self.distill > 0
+
+    @property
+    def description(self) -> str:
+        """The method, for the report."""
+        return self.method + (f", distilled in {self.distill} steps" if self.distill else "")

@@ -3,7 +3,7 @@
     checkpoint        -> <name>-F16.gguf, unless the source is a GGUF
     F16               -> <name>.calibration.txt, <name>.evaluation.txt
     F16 + calibration -> <name>.imatrix.gguf
-    F16 + imatrix     -> <name>-<QUANT>.gguf; --method compensated also reads the calibration text
+    F16 + imatrix     -> <name>-<QUANT>.gguf; --method compensated, --distill read the text, too
     F16 + evaluation  -> <name>-<QUANT>.json
     checkpoint        -> mmproj-<name>-F16.gguf, if it has a vision tower
 
@@ -33,7 +33,7 @@ from qwen_serve.convert.imatrix import Resume, check_fits, collect_imatrix
 from qwen_serve.convert.mmproj import Mmproj, left_out
 from qwen_serve.convert.prune import kept_layers
 from qwen_serve.convert.prune_vocab import kept_tokens
-from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.quantize import DISTILLATION_VERSION, Rewriting, quantize
 from qwen_serve.convert.report import Report, print_report, print_table, write_report
 from qwen_serve.convert.search import (
     SEARCH_VERSION,
@@ -198,8 +198,10 @@ class Pipeline:
             "recipe": recipe.fingerprint,
             "llama": LLAMA_VERSION,
         }
-        if self._compensates:
+        if self._options.compensates:
             parts["compensated"] = [COMPENSATION_VERSION, self._calibrated_on()]
+        if self._options.distill:
+            parts["distilled"] = [DISTILLATION_VERSION, self._options.distill, self._calibrated_on()]
         return Output(self._path(f"{self._name(name, recipe)}.gguf"), fingerprint(parts))
 
     @cached_property
@@ -234,16 +236,12 @@ class Pipeline:
     def _uses_imatrix(self, recipe: Recipe) -> bool:
         return self._options.use_imatrix and recipe.uses_imatrix
 
-    @property
-    def _compensates(self) -> bool:
-        return self._options.method == "compensated"
-
     def _calibrates(self, recipe: Recipe) -> bool:
-        return self._compensates or self._uses_imatrix(recipe)
+        return self._options.rewrites or self._uses_imatrix(recipe)
 
     def _writes_calibration(self, recipe: Recipe) -> bool:
-        collects = self._compensates or (self._uses_imatrix(recipe) and self._options.imatrix_file is None)
-        return collects and self._options.calibration is None
+        collects = self._uses_imatrix(recipe) and self._options.imatrix_file is None
+        return (collects or self._options.rewrites) and self._options.calibration is None
 
     # stages
 
@@ -293,12 +291,14 @@ class Pipeline:
         cut = self._cut(recipe)
         base = self._make_base(self._options.outtype, cut)
         imatrix = self._make_imatrix(cut).path if self._uses_imatrix(recipe) else None
-        text = self._make_calibration() if self._compensates else None
-        runtime = self._options.runtime
+        options = self._options
+        rewriting: Rewriting | None = None
+        if options.rewrites:
+            rewriting = Rewriting(self._make_calibration(), options.compensates, options.distill)
         output = self._record.make(
             self._quant(name, recipe),
             lambda part: quantize(
-                base.path, part, recipe=recipe, imatrix=imatrix, runtime=runtime, compensate_on=text
+                base.path, part, recipe=recipe, imatrix=imatrix, runtime=options.runtime, rewriting=rewriting
             ),
         )
         self._make_report(output, name, recipe, imatrix)
@@ -314,7 +314,7 @@ class Pipeline:
             text=self._make_text("search").path,
             imatrix=imatrix,
             record=self._search_record(),
-            compensate_on=self._make_calibration() if self._compensates else None,
+            compensate_on=self._make_calibration() if options.compensates else None,
         )
         if options.force:
             paths.record.unlink(missing_ok=True)
@@ -397,7 +397,7 @@ class Pipeline:
             "calibration": (calibration.name if calibration else "the model's own text")
             if recipe and self._calibrates(recipe)
             else None,
-            "method": self._options.method if recipe else None,
+            "method": self._options.description if recipe else None,
         }
         if (kept := self._kept_tokens[cut.tokens]) is not None:
             counts = {"tokens": len(kept), "of": self._n_tokens}

@@ -10,7 +10,7 @@ import signal
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from qwen_serve.common.children import end_with_parent
 from qwen_serve.convert.compensation.file import compensate
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from qwen_serve.convert.recipes import Recipe
     from qwen_serve.llamacpp.evaluation import Runtime
+
+DISTILLATION_VERSION: Final = 1
+"""Raise it when the same file and text would be trained differently."""
 
 
 class QuantizeError(ConvertError):
@@ -48,6 +51,15 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Rewriting:
+    """Changes of llama.cpp's blocks by the calibration text: compensation, then steps of distillation."""
+
+    text: Path
+    compensate: bool = True
+    distill: int = 0
+
+
+@dataclass(frozen=True)
 class Job:
     """The child's job."""
 
@@ -55,7 +67,7 @@ class Job:
     out: Path
     recipe: Recipe
     imatrix: Path | None
-    compensate_on: Path | None
+    rewriting: Rewriting | None
     threads: int
 
 
@@ -66,19 +78,20 @@ def quantize(
     recipe: Recipe,
     imatrix: Path | None,
     runtime: Runtime,
-    compensate_on: Path | None = None,
+    rewriting: Rewriting | None = None,
 ) -> None:
     """Writes `source` (F16, BF16 or F32) to `out` by the recipe, weighing errors with the imatrix file.
 
-    With a calibration text to compensate on, better blocks of the same types then replace llama.cpp's. The
-    metadata names the imatrix as llama-quantize does (`quantize.imatrix.*`), and a method that is not
-    llama.cpp's (`quantize.method`). On any failure or interrupt, no file is left at `out`.
+    Rewriting then replaces llama.cpp's blocks by better ones of the same types. The metadata names the
+    imatrix as llama-quantize does (`quantize.imatrix.*`), a method that is not llama.cpp's
+    (`quantize.method`), and distillation (`quantize.distillation.*`). On any failure or interrupt, no file is
+    left at `out`.
 
     Raises:
         QuantizeError: llama.cpp's message.
-        ConvertError: the text is too short or too long, or activations are not finite.
+        ConvertError: the text is too short or too long, activations are not finite, or training did not help.
     """
-    job = Job(source, out, recipe, imatrix, compensate_on, runtime.n_threads)
+    job = Job(source, out, recipe, imatrix, rewriting, runtime.n_threads)
     spawn = get_context("spawn")  # the child must not inherit llama.cpp's threads
     messages, sender = spawn.Pipe(duplex=False)
     child = spawn.Process(target=_work, args=(job, sender), daemon=True)
@@ -92,12 +105,16 @@ def quantize(
         out.unlink(missing_ok=True)
         raise
     child.join()
-    if compensate_on is not None:
-        try:
-            compensate(source, out, text=compensate_on, runtime=runtime)
-        except BaseException:
-            out.unlink(missing_ok=True)
-            raise
+    try:
+        if rewriting is not None and rewriting.compensate:
+            compensate(source, out, text=rewriting.text, runtime=runtime)
+        if rewriting is not None and rewriting.distill:
+            from qwen_serve.convert.distillation import distill  # torch is optional, and slow to import
+
+            distill(source, out, text=rewriting.text, steps=rewriting.distill, runtime=runtime)
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
 
 
 def _follow(messages: Connection, what: str, source: Path) -> None:
@@ -158,6 +175,11 @@ def _provenance(job: Job, imatrix: Imatrix | None) -> dict[str, str | int]:
             "quantize.imatrix.entries_count": len(imatrix.entries),
             "quantize.imatrix.chunks_count": imatrix.chunk_count,
         }
-    if job.compensate_on:
-        found |= {"quantize.method": "compensated", "quantize.method.dataset": job.compensate_on.name}
+    if job.rewriting and job.rewriting.compensate:
+        found |= {"quantize.method": "compensated", "quantize.method.dataset": job.rewriting.text.name}
+    if job.rewriting and (steps := job.rewriting.distill):
+        found |= {
+            "quantize.distillation.steps": steps,
+            "quantize.distillation.dataset": job.rewriting.text.name,
+        }
     return found

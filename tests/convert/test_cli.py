@@ -50,7 +50,9 @@ def test_an_unknown_quant_lists_what_is_known(capsys: pytest.CaptureFixture[str]
     assert "Q2_K" in error
 
 
-@pytest.mark.parametrize("arguments", [["--quant", ","], ["--threads", "0"], ["--outtype", "Q8_0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--quant", ","], ["--threads", "0"], ["--outtype", "Q8_0"], ["--distill", "501"]]
+)
 def test_malformed_flags_are_usage_errors(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         run(*arguments)
@@ -96,6 +98,35 @@ def test_a_missing_calibration_file(checkpoint: Path, capsys: pytest.CaptureFixt
 def test_a_method_is_for_what_is_quantized(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--src", "models/nano", "--quant", "F16", "--method", "compensated"]) == 1
     assert "--method compensated wants a --quant that is quantized" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packages", "why"),
+    [
+        (["--quant", "F16"], True, "--distill wants a --quant that is quantized"),
+        (["--quant", "Q2_K"], False, "--distill needs torch and transformers: pip install 'qwen-serve"),
+        (["--quant", "Q2_K", "--calibration", "none.txt"], True, "none.txt: no such file"),
+    ],
+)
+def test_what_distillation_needs(
+    arguments: list[str],
+    packages: bool,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: object() if packages else None)
+    assert cli.main(["--src", "models/nano", "--distill", *arguments]) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_experts_are_not_distilled(
+    nano_moe_f32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: object())
+    assert run("--src", nano_moe_f32, "--quant", "Q2_K", "--distill", "--out", tmp_path / "out") == 1
+    assert "--distill is for dense models" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", ["nearest", "compensated"])

@@ -109,7 +109,7 @@ def test_a_drafter_with_a_selector_is_refused(
         (["--src", DRAFT], "give --target"),
         (["--src", NANO, "--target", NANO], "--target is for block drafters"),
         (["--src", DRAFT, "--target", NANO, "--keep-vocab", "100"], "--keep-vocab are not for drafters"),
-        (["--src", DRAFT, "--target", NANO, "--method", "compensated"], "--method and"),
+        (["--src", DRAFT, "--target", NANO, "--method", "compensated"], "--method, --distill and"),
     ],
 )
 def test_target_belongs_to_drafters(

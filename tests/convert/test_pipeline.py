@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from gguf import GGUFReader
 from qwen_serve.common.files import PART
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts
 from qwen_serve.convert.cli import main
+from qwen_serve.convert.errors import ConvertError
 from qwen_serve.llamacpp.evaluation import EvalContext, Runtime
 from tests.checkpoints import VOCAB, edit_json, write_checkpoint
 from tests.marks import slow_but
@@ -119,6 +121,41 @@ def test_another_method_makes_the_same_file_anew(
     assert fields["quantize.method"].contents() == "compensated"
     run(checkpoint, out, *flags)
     assert (out / "Random-1B-Q8_0.gguf").read_bytes() == nearest
+
+
+def test_distillation_comes_last_and_is_on_record(
+    checkpoint: Path,
+    out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without torch: what it is called with, and what the files say; tests/reference trains."""
+    calls: list[tuple[object, ...]] = []
+
+    def distill(base: Path, quantized: Path, *, text: Path, steps: int, runtime: Runtime) -> None:
+        assert quantized.is_file()
+        calls.append((base.name, text.name, steps))
+        if steps == 2:
+            raise ConvertError("it did not help")
+
+    monkeypatch.setitem(sys.modules, "qwen_serve.convert.distillation", SimpleNamespace(distill=distill))
+    monkeypatch.setattr("qwen_serve.convert.cli.find_spec", lambda name: object())
+    text = tmp_path / "text.txt"
+    text.write_text("the other day they gathered there " * 40)
+    flags = ("--quant", "Q8_0", "--calibration", text, *QUICK, "--show-tensors")
+    run(checkpoint, out, *flags)
+    run(checkpoint, out, *flags, "--distill", "3")
+    assert "method      nearest, distilled in 3 steps" in capsys.readouterr().out
+    fields = GGUFReader(out / "Random-1B-Q8_0.gguf").fields
+    assert fields["quantize.distillation.steps"].contents() == 3
+    assert fields["quantize.distillation.dataset"].contents() == "text.txt"
+    assert "quantize.method" not in fields
+    before = (out / "Random-1B-Q8_0.gguf").read_bytes()
+    failing = ["--src", checkpoint, "--out", out, *flags, "--distill", "2"]
+    assert main([str(flag) for flag in failing]) == 1
+    assert (out / "Random-1B-Q8_0.gguf").read_bytes() == before
+    assert calls == [("Random-1B-F16.gguf", "text.txt", steps) for steps in (3, 2)]
 
 
 def test_a_changed_checkpoint_makes_everything_again(checkpoint: Path, out: Path) -> None:

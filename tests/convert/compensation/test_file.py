@@ -16,7 +16,7 @@ from qwen_serve.convert.compensation.grids import GRIDS
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.kld import compare
 from qwen_serve.convert.progress import Progress
-from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.quantize import Rewriting, quantize
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import read_header
@@ -41,7 +41,7 @@ def divergences(source: Path, *quantized: Path, n_chunks: int) -> list[float]:
 def test_the_same_file_with_better_blocks(nano_q2_k: Path, tmp_path: Path) -> None:
     source, imatrix = (nano_q2_k.with_name(f"nano{end}.gguf") for end in ("-F16", ".imatrix"))
     recipe, out = load_recipe("Q2_K"), tmp_path / "q.gguf"
-    quantize(source, out, recipe=recipe, imatrix=imatrix, runtime=RUNTIME, compensate_on=PROMPTS)
+    quantize(source, out, recipe=recipe, imatrix=imatrix, runtime=RUNTIME, rewriting=Rewriting(PROMPTS))
     before, after = read_header(nano_q2_k).tensors, read_header(out).tensors
     assert before == after
     reader = GGUFReader(out)
@@ -60,7 +60,8 @@ def test_experts_are_rounded_by_what_they_read(nano_moe_f32: Path, tmp_path: Pat
     out, stock = tmp_path / "q.gguf", tmp_path / "stock.gguf"
     for path, text in ((out, PROMPTS), (stock, None)):
         recipe = load_recipe("Q3_K_M")
-        quantize(nano_moe_f32, path, recipe=recipe, imatrix=None, runtime=RUNTIME, compensate_on=text)
+        rewriting = Rewriting(text) if text else None
+        quantize(nano_moe_f32, path, recipe=recipe, imatrix=None, runtime=RUNTIME, rewriting=rewriting)
     same = {t.name: t.data for t in GGUFReader(stock).tensors}
     experts = [t for t in GGUFReader(out).tensors if "_exps." in t.name and t.tensor_type in GRIDS]
     assert experts
@@ -105,6 +106,6 @@ def test_what_fails_leaves_no_file(
             recipe=load_recipe("Q8_0"),
             imatrix=None,
             runtime=RUNTIME,
-            compensate_on=text,
+            rewriting=Rewriting(text),
         )
     assert not (tmp_path / "q.gguf").exists()

@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
 from qwen_serve.convert.compensation.grids import GRIDS, Blocks
-from qwen_serve.convert.compensation.packing import pack
+from qwen_serve.convert.compensation.packing import pack, unpack
 from qwen_serve.llamacpp.weights import dequantize_rows
 
 import numpy as np  # isort: skip
@@ -26,6 +26,9 @@ def test_whatever_blocks_hold_is_read_back_exactly(kind: Type) -> None:
     assert len(np.unique(blocks.levels)) == len(blocks.grid.levels)
     np.testing.assert_array_equal(dequantize(data, kind), values)
     np.testing.assert_array_equal(dequantize_rows(data, kind), values)
+    for name, found in vars(unpack(kind, data)).items():
+        if name != "grid" and (name != "dmin" or blocks.grid.minima):
+            np.testing.assert_array_equal(found, getattr(blocks, name), err_msg=name)
 
 
 @pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
