@@ -54,7 +54,7 @@ declare -A off=(
     [gdn-chunked]=GGML_CUDA_GDN_CHUNKED=0
     [gdn-hopper]=GGML_CUDA_GDN_HOPPER=0
     [mmq-thin]=GGML_CUDA_MMQ_THIN_MAX=0
-    [mmvq-rows]=GGML_CUDA_MMVQ_ONE_ROW=1
+    [mmvq-rows]=GGML_CUDA_MMVQ_ROWS=0
     [quantize-once]=GGML_CUDA_QUANTIZE_ALWAYS=1
     [mmq-mid]=GGML_CUDA_MMQ_MID_MAX=0
     [norm-chains]=GGML_CUDA_NORM_APART=1
