@@ -227,7 +227,7 @@ class Context:
     @property
     def most_ahead(self) -> int:
         """Most rows of a batch whose rows are read after another was decoded, and of that other one."""
-        return self._n_seq // 2 if self.runs_ahead else 0
+        return max(self._n_seq, 2 * len(self.samplers.kinds)) // 2 if self.runs_ahead else 0
 
     def outputs_ahead(self) -> Outputs | None:
         """Where the last batch's rows are going to be, so that `rows` finds them after another decode; None
