@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from .devices import buffer_type
 from .errors import LlamaError, ModelLoadError
 from .log import reason, set_up, tapped_log
-from .patches import amx_is_right
+from .patches import REPACKED_WEIGHTS, amx_is_right, brings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -39,9 +39,11 @@ class Model:
     (None: by free memory); without it, `main_gpu` holds all GPU layers. The token embedding is on the device
     `embedding_on`, by ggml's name, or else on the host. If it is also the output head, and the head is on the
     same device, they are one tensor there. With `f16_copies`, quantized matrices also have FP16 copies on
-    devices that are faster with them (`keeps_f16_copies`) and have room for all. `load_mtp` also loads the
-    multi-token-prediction block, if the file has one. `writable` weights are in memory of their own, as in
-    the file, for `weights.Weights`. Raises ModelLoadError.
+    devices that are faster with them (`keeps_f16_copies`) and have room for all. With `repack`, quantized
+    matrices are reordered in place for tensor cores on devices that have kernels for it, and cannot be
+    written to; a llama.cpp without the patch `repacked-weights` leaves them as they are. `load_mtp` also
+    loads the multi-token-prediction block, if the file has one. `writable` weights are in memory of their
+    own, as in the file, for `weights.Weights`. Raises ModelLoadError.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Model:
         mlock: bool = False,
         rehearse: bool = False,
         f16_copies: bool = False,
+        repack: bool = False,
         load_mtp: bool = False,
         writable: bool = False,
     ) -> None:
@@ -84,6 +87,8 @@ class Model:
             raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
         self.f16_copies = _keep_f16_copies(self._handle) if f16_copies else 0
         """Bytes of the FP16 copies."""
+        self.repacked = _repack_weights(self._handle) if repack else 0
+        """Bytes of the weights that were repacked."""
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
         self.n_embd = int(C.llama_model_n_embd(self._handle))
@@ -178,6 +183,14 @@ def _keep_f16_copies(model: int) -> int:
     keep = C._lib.llama_model_keep_f16_copies
     keep.restype, keep.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
     return int(keep(model))
+
+
+def _repack_weights(model: int) -> int:
+    if not brings(REPACKED_WEIGHTS, "llama_model_repack_weights"):
+        return 0
+    repack = C._lib.llama_model_repack_weights
+    repack.restype, repack.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    return int(repack(model))
 
 
 def _string(function: Any, *arguments: Any) -> str:

@@ -245,6 +245,7 @@ class Components:
             **{name: getattr(settings, name) for name in STATE_SETTINGS},
             "deterministic": self.scheduler.reproducible and self.scheduler.reproducible.chunk,
             "f16_copies": settings.deterministic and settings.f16_copies,
+            "repacked": settings.deterministic and self.model.repacked,
         }
         return PrefixFile(path, made_by)
 

@@ -170,6 +170,22 @@ def test_the_host_keeps_none(nano_q4_k_m: Path) -> None:
     model.close()
 
 
+@pytest.mark.parametrize(
+    ("copies", "repack", "bytes_"), [("off", True, 7), ("off", False, 0), ("on", True, 0)]
+)
+def test_matrices_without_them_are_repacked(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, copies: str, repack: bool, bytes_: int
+) -> None:
+    monkeypatch.setattr("qwen_serve.llamacpp.model._repack_weights", lambda _: 7)
+    monkeypatch.setattr("qwen_serve.llamacpp.model._keep_f16_copies", lambda _: 5)
+    wanted = resolve_settings(settings(nano_q4_k_m, speculation="off", repack=repack))
+    plan = plan_memory(wanted, read_header(nano_q4_k_m))
+    plan = replace(plan, settings=plan.settings.replace(f16_copies=copies))
+    parts = build_engine(plan, StepProfile(), StartProfile())
+    assert parts.model.repacked == bytes_
+    parts.close()
+
+
 def test_a_server_without_memory_for_them_starts_and_says_so(
     nano_q4_k_m: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
