@@ -41,7 +41,7 @@ DEFAULT_QUANT = "Q4_K_M"
 DEFAULT_OUTTYPE: FloatType = "F16"
 AUTO = "auto"
 INTERRUPTED, TERMINATED, FAILED = 130, 143, 1
-DISTILL_STEPS = 100
+DISTILL_STEPS = 60
 
 DESCRIPTION = """\
 Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with an importance matrix.

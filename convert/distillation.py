@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logging.set_verbosity_error()  # it recommends faster kernels
 
-BATCH: Final = 8
+BATCH: Final = 4
 """Chunks of 512 tokens in a step."""
 
 HELD_BACK: Final = 16
