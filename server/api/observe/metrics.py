@@ -31,17 +31,17 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 PER_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 
 COUNTERS = {
-    "preemptions": "Times that a sequence made room for others, in the cache or in a slot",
-    "sampler_changes": "Slots that had to be sampled in another way, which holds a step up",
-    "prefix.hits": "Requests that began from a checkpoint of the prefix cache",
-    "prefix.misses": "Requests that began with nothing",
-    "prefix.tokens_saved": "Prompt tokens that were not computed again",
+    "preemptions": "Sequences that lost their slot or their KV cells to others for a while",
+    "sampler_changes": "Changes of a slot's device sampler, each of which delays a step",
+    "prefix.hits": "Requests that continued from a checkpoint of the prefix cache",
+    "prefix.misses": "Requests for which the prefix cache had no checkpoint",
+    "prefix.tokens_saved": "Prompt tokens that came from the prefix cache",
     "prefix.checkpoints": "Checkpoints taken",
-    "prefix.evictions": "Checkpoints that had to leave the device",
-    "prefix.restores": "Checkpoints that came back from host memory",
+    "prefix.evictions": "Checkpoints evicted from the device",
+    "prefix.restores": "Checkpoints restored from host memory",
     "prefix.failed_copies": "Copies of checkpoints to or from host memory that failed",
     "images.encoded": "Images that were encoded",
-    "images.cached": "Images that came again and were not encoded again",
+    "images.cached": "Images that were found in the cache and not encoded again",
 }
 """Counters of EngineStats; each metric has its field's name."""
 
@@ -50,16 +50,16 @@ GAUGES = {
     "prefix.resident_cells": "KV cells that only checkpoints occupy",
     "prefix.resident_bytes": "Bytes that checkpoints occupy on the device",
     "prefix.host_checkpoints": "Checkpoints in host memory",
-    "prefix.host_bytes": "Bytes that they occupy",
-    "images.bytes": "Bytes of encoded images, of requests and kept for when they come again",
+    "prefix.host_bytes": "Bytes of the checkpoints in host memory",
+    "images.bytes": "Bytes of encoded images, held by requests or cached",
 }
 """Gauges of EngineStats."""
 
 LOAD = {
     "qwen_running_sequences": ("running", "Sequences being decoded"),
     "qwen_waiting_sequences": ("waiting", "Sequences in the queue"),
-    "qwen_kv_cells_used": ("kv_cells_used", "KV cache cells in use, in tokens"),
-    "qwen_kv_cells": ("kv_cells", "KV cache cells there are, in tokens"),
+    "qwen_kv_cells_used": ("kv_cells_used", "Used cells of the KV cache, in tokens"),
+    "qwen_kv_cells": ("kv_cells", "All cells of the KV cache, in tokens"),
 }
 """Metric -> field of EngineStats, for gauges that exist at zero before the engine is loaded."""
 
@@ -78,22 +78,33 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self.requests = Counter(
             "qwen_requests",
-            "HTTP requests answered; status 499: the client left first",
+            "HTTP requests that were answered; status 499: the client disconnected first",
             ("endpoint", "status"),
             registry=self._registry,
         )
-        self.duration = self._histogram("qwen_request_seconds", "From request to end of response", SECONDS)
-        self._prompt_tokens = self._counter("qwen_prompt_tokens", "Tokens of the prompts answered")
-        self._cached_tokens = self._counter("qwen_cached_prompt_tokens", "Those that were not computed again")
-        self._image_tokens = self._counter("qwen_image_prompt_tokens", "Those that are of images")
-        self._completion_tokens = self._counter("qwen_completion_tokens", "Tokens given back")
-        self._finished = Counter(
-            "qwen_generations", "Generations by how they ended", ("reason",), registry=self._registry
+        self.duration = self._histogram(
+            "qwen_request_seconds", "Time from the request to the end of its response", SECONDS
         )
-        self._queue = self._by_tier("qwen_queue_seconds", "From submission to the first step")
-        self._ttft = self._by_tier("qwen_time_to_first_token_seconds", "From submission to the first token")
+        self._prompt_tokens = self._counter("qwen_prompt_tokens", "Prompt tokens of ended generations")
+        self._cached_tokens = self._counter(
+            "qwen_cached_prompt_tokens", "Prompt tokens that came from the prefix cache"
+        )
+        self._image_tokens = self._counter("qwen_image_prompt_tokens", "Prompt tokens that stand for images")
+        self._completion_tokens = self._counter("qwen_completion_tokens", "Output tokens")
+        self._finished = Counter(
+            "qwen_generations",
+            "Generations, by the reason of their end",
+            ("reason",),
+            registry=self._registry,
+        )
+        self._queue = self._by_tier("qwen_queue_seconds", "Time from submission to the first step")
+        self._ttft = self._by_tier(
+            "qwen_time_to_first_token_seconds", "Time from submission to the first token"
+        )
         self._tpot = self._histogram(
-            "qwen_time_per_output_token_seconds", "Mean over the tokens after the first", PER_TOKEN_SECONDS
+            "qwen_time_per_output_token_seconds",
+            "Mean time of a token after the first, by generation",
+            PER_TOKEN_SECONDS,
         )
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -210,7 +221,7 @@ def _tiers(stats: EngineStats) -> Iterator[Metric]:
     labels = ("service_tier",)
     waiting = GaugeMetricFamily("qwen_waiting_requests", "Requests in the queue", labels=labels)
     cost = CounterMetricFamily(
-        "qwen_served_cost", "What requests have cost, in prompt tokens' worth of time", labels=labels
+        "qwen_served_cost", "Cost of requests, in units of the time of a prompt token", labels=labels
     )
     for tier, (count, served) in stats.tiers.items():
         waiting.add_metric((tier,), count)
@@ -222,13 +233,19 @@ def _drafts(stats: EngineStats) -> Iterator[Metric]:
     """Mean accepted length is accepted tokens divided by verifications."""
     labels = ("drafter",)
     steps = CounterMetricFamily("qwen_draft_verifications", "Drafts that were verified", labels=labels)
-    drafted = CounterMetricFamily("qwen_drafted_tokens", "Tokens guessed ahead", labels=labels)
-    accepted = CounterMetricFamily("qwen_accepted_draft_tokens", "Those that were right", labels=labels)
+    drafted = CounterMetricFamily("qwen_drafted_tokens", "Drafted tokens", labels=labels)
+    accepted = CounterMetricFamily(
+        "qwen_accepted_draft_tokens", "Drafted tokens that were accepted", labels=labels
+    )
     failed = CounterMetricFamily("qwen_drafts_failed", "Drafts lost to an error", labels=labels)
     unready = CounterMetricFamily(
-        "qwen_drafts_unready", "Drafts wanted while the drafter lacked what it reads", labels=labels
+        "qwen_drafts_unready",
+        "Drafts not made because the drafter lacked the hidden states that it reads",
+        labels=labels,
     )
-    active = GaugeMetricFamily("qwen_drafter_active", "1 where it drafts, 0 in a cooldown", labels=labels)
+    active = GaugeMetricFamily(
+        "qwen_drafter_active", "1 while the drafter drafts, 0 in a cooldown", labels=labels
+    )
     for drafter, counts in stats.drafts.items():
         steps.add_metric((drafter,), counts.steps)
         drafted.add_metric((drafter,), counts.drafted)
@@ -243,10 +260,8 @@ def _steps(stats: EngineStats) -> Iterator[Metric]:
     """Time of the steps by phase. `rows` is the number of rows sampled, rounded up to a power of two."""
     labels = ("kind", "rows")
     steps = CounterMetricFamily("qwen_steps", "Steps of the engine", labels=labels)
-    tokens = CounterMetricFamily("qwen_step_tokens", "Tokens in their batches", labels=labels)
-    seconds = CounterMetricFamily(
-        "qwen_step_seconds", "Time spent on them, by what it was spent on", labels=(*labels, "phase")
-    )
+    tokens = CounterMetricFamily("qwen_step_tokens", "Tokens in the batches of steps", labels=labels)
+    seconds = CounterMetricFamily("qwen_step_seconds", "Time of steps, by phase", labels=(*labels, "phase"))
     for totals in stats.step_totals:
         values = totals.kind, str(totals.rows)
         steps.add_metric(values, totals.steps)
