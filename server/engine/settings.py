@@ -56,9 +56,9 @@ class ModelSettings(Section, title="model"):
     """keep FP16 copies of the quantized matrices on the GPU, for prompts and for steps of many sequences.
     They take 2 bytes a weight, 8.4 GB for a 4B. auto: on GPUs that are faster with them (NVIDIA's Hopper), if
     memory is left for all of them"""
-    repack: bool = True
+    repack: bool = False
     """reorder quantized matrices without FP16 copies in place for the tensor cores of NVIDIA GPUs from sm_80
-    on: steps of many sequences are faster"""
+    on. Steps of many sequences are faster; on Hopper a step of one is slower"""
     use_mmap: bool = True
     """map the file instead of reading it; weights on the host then share the page cache"""
     mlock: bool = False
