@@ -73,7 +73,6 @@ declare -A off=(
     [q4-k-products]=GGML_CUDA_MMF_TMA_Q4_K_MAX=0
     [inputs-queued]=LLAMA_INPUTS_WAIT=1
     [steps-apart]=LLAMA_ONE_SCHED=1
-    [replan-queued]=LLAMA_REPLAN_WAIT=1
     [any-sequences]=LLAMA_SAME_SEQUENCES=1
     [step-padding]=LLAMA_STEP_PAD=0
     [shared-expert]=GGML_CUDA_SHARED_APART=1
