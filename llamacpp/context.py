@@ -221,8 +221,8 @@ class Context:
     @cached_property
     def runs_ahead(self) -> bool:
         """Whether `decode` may read its tokens on the device, and rows may be read after another decode."""
-        able = self.unified and self.samplers.active and self._next_tokens is not None
-        return able and self._next_tokens is not None and self._next_tokens.readable(self._handle)
+        tokens = self._next_tokens if self.unified and self.samplers.active else None
+        return tokens is not None and tokens.readable(self._handle)
 
     @property
     def most_ahead(self) -> int:
