@@ -300,19 +300,25 @@ def test_what_is_not_reached_is_said_in_a_line(tmp_path: Path, served: str) -> N
 
 
 def test_publishing_makes_a_release_once(tmp_path: Path) -> None:
-    """With a stand-in for gh that writes down what it is asked."""
+    """With a stand-in for gh that writes down its arguments and the notes that it reads."""
     tools, folder = tmp_path / "tools", release(tmp_path / "wheels", "cpu-x86_64")
     tools.mkdir()
     for status in (1, 0):
         (tools / "gh").write_text(
-            f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" = view ] && exit {status}\nexit 0\n'
+            f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ "$2" = view ] && exit {status}\n'
+            f'[ "$2" = create ] && cat > {tmp_path}/notes\nexit 0\n'
         )
         (tools / "gh").chmod(0o755)
-        command = [str(ROOT / ".ci" / "publish"), "v1.0", str(folder)]
-        run(command, env={"PATH": f"{tools}:/usr/bin:/bin"}, check=True)
+        command = [str(ROOT / ".ci" / "publish"), "v0.2.0", str(folder)]
+        environment = {"PATH": f"{tools}:/usr/bin:/bin", "GITHUB_REPOSITORY": "owner/name"}
+        run(command, env=environment, check=True)
     asked = [line.split()[:3] for line in (tmp_path / "asked").read_text().splitlines()]
     assert [words[1] for words in asked] == ["view", "create", "upload", "view", "upload"]
-    assert {words[2] for words in asked} == {"v1.0"}
+    assert {words[2] for words in asked} == {"v0.2.0"}
+    notes = (tmp_path / "notes").read_text()
+    assert notes.lstrip().startswith("Pictures, LoRA adapters")
+    assert "](https://github.com/owner/name/blob/v0.2.0/docs/benchmarks.md)" in notes
+    assert "\n## " not in notes
     (wheel,) = folder.glob("*.whl")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert (folder / "SHA256SUMS").read_text().split() == [digest, wheel.name]
@@ -321,6 +327,9 @@ def test_publishing_makes_a_release_once(tmp_path: Path) -> None:
     done = run([str(ROOT / ".ci" / "publish"), "", str(empty)], env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 1
     assert "has no wheel" in done.stderr
+    done = run([str(ROOT / ".ci" / "publish"), "v0.0", str(folder)], env=environment)
+    assert done.returncode == 1
+    assert "CHANGELOG.md has no section for 0.0" in done.stderr
 
 
 @pytest.mark.slow
