@@ -10,7 +10,8 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -216,6 +217,7 @@ async def answers(
     input_tokens: Positive = 256,
     output_tokens: Positive = 64,
     aborts: Share = 0.1,
+    start_ahead: bool = False,
     prompts: PromptOptions = PromptOptions(),
     store: StoreOptions = StoreOptions(),
 ) -> int:
@@ -244,9 +246,11 @@ async def answers(
         load: Load | None = None
         alone: list[list[str]] = []
         try:
-            for peer in others:
-                one = Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key)
-                async with one.process, one.target.client:
+            made = [
+                Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key) for peer in others
+            ]
+            async with aclosing(_each_running(made, ahead=start_ahead)) as running:
+                async for one in running:
                     await one.started(run)
                     if load is None:
                         supply = await Supply.of(one.target.client, one.target.model, prompts)
@@ -254,7 +258,7 @@ async def answers(
                         asked = await conversations(await supply.prompts(), requests, input_tokens, rng)
                         load = Load(asked, output_tokens, aborts, prompts.seed)
                         alone = await load.alone(one.target)
-                    await _levels(load, one.target, run, levels, alone, told.setdefault(peer.name, {}))
+                    await _levels(load, one.target, run, levels, alone, told.setdefault(one.peer.name, {}))
         except asyncio.CancelledError:
             _verdict(run, told, levels, stopped=True)
             raise
@@ -290,7 +294,28 @@ output_tokens
     Of an answer at most.
 aborts
     How often a client first asks something else, and leaves in the middle of the answer.
+start_ahead
+    Start the next server while one answers: faster, where memory holds two.
 """
+
+
+async def _each_running(contenders: Sequence[Contender], *, ahead: bool) -> AsyncGenerator[Contender]:
+    """Each one while it runs, one after the other; with ``ahead`` the next one starts meanwhile."""
+    starting: asyncio.Task[None] | None = None
+    try:
+        for number, one in enumerate(contenders, start=1):
+            await (starting or one.process.start())
+            starting = None
+            if ahead and number < len(contenders):
+                starting = asyncio.create_task(contenders[number].process.start())
+            async with one.target.client:
+                yield one
+            await one.process.stop()
+    finally:
+        if starting is not None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        await asyncio.shield(asyncio.gather(*(one.process.stop() for one in contenders)))
 
 
 async def _levels(

@@ -83,6 +83,24 @@ def test_a_stopped_run_says_what_it_has_compared(tmp_path: Path, capsys: pytest.
     assert "SAME, BUT STOPPED EARLY" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_next_server_starts_while_one_answers(tmp_path: Path, ahead: bool) -> None:
+    seen = set()
+
+    def look(_: str, answer: Body) -> Body:
+        seen.add(other.connections > 0)
+        return scored(answer)
+
+    with (
+        FakeServer(Script(on_answer=lambda _, answer: scored(answer))) as other,
+        FakeServer(Script(on_answer=look)) as first,
+    ):
+        words = ["--start-ahead"] if ahead else []
+        named = [word for server in (first, other) for word in ("--peer", f"{server.url[-5:]}={server.url}")]
+        assert main(["soak", "answers", *QUICK, *words, *named, "--out", str(tmp_path)]) == 0
+    assert (True in seen) == ahead
+
+
 def test_answers_without_log_probabilities_prove_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
