@@ -105,8 +105,8 @@ class Compared:
             if before != now:
                 at = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), 0)
                 around = slice(max(0, at - 100), at + 100)
-                told = {"kind": asked.kind, "turn": turn, "alone": before[around], "here": now[around]}
-                self.differences.append(told)
+                told = {"kind": asked.kind, "turn": turn, "character": at, "characters": len(before)}
+                self.differences.append(told | {"alone": before[around], "here": now[around]})
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def test_a_log_probability_that_differs_is_found(tmp_path: Path, capsys: pytest.
     [difference] = found["differences"]
     assert (difference["server"], difference["level"]) == (other.url[-5:], "4 concurrent")
     assert str(least) in difference["here"]
+    assert 0 < difference["character"] < difference["characters"]
     assert "NOT THE SAME: 52 answers of 2 servers" in capsys.readouterr().out
 
 
