@@ -41,23 +41,25 @@ ELSEWHERE = {"threads", "threads_batch"}
 TITLE = "Qwen3.5-4B by {what}: predicted on {card}, gates recorded on nano"
 PREDICTED = (
     "Predicted: milliseconds of one request alone, in the official categories (64, 2,048 and 8,192 tokens "
-    "in; 128, 256 and 256 out), without cached prefix and without drafts. `qwen-bench engine roofline` makes "
-    "them from the sizes of the tensors and the datasheet's rates. No engine reaches them, and none of them "
-    "was measured."
+    "in; 128, 256 and 256 out), without cached prefix and without drafts. `qwen-bench engine roofline` "
+    "calculates them from the sizes of the tensors and the datasheet's rates. They are lower bounds that no "
+    "engine reaches; none was measured."
 )
 GATES = (
     "Gates: share of nano's held-out items answered correctly with exactly these weights and settings, and "
-    "the verdict. Lost: items of all gates that only full precision answered correctly; gained: items that "
-    "only the variant did; p: McNemar's exact test; -: not measured. Nano is tiny, and loses more quality "
-    "at few bits than a large model."
+    "whether all gates pass. Lost: items of all gates that only full precision answered correctly; gained: "
+    "items that only the variant did; p: McNemar's exact test; -: not measured. Nano is tiny, and loses more "
+    "quality at few bits than a large model."
 )
 LEVELS = """\
 ## What `fast` was chosen from
 
-`fast` has the least predicted latency of the levels that meet three conditions. They pass every gate.
-They are not shown to be worse than full precision (more lost than gained, p < 0.05). They use the types
-for which the patches have multi-row kernels (Q4_K, Q5_K, Q6_K): these kernels verify drafts, and the
-prediction does not include drafts.
+`fast` has the least predicted latency of the levels that meet three conditions:
+
+- They pass every gate.
+- They do not lose more items than they gain with p < 0.05, each level tested alone.
+- They use the types for which the patches have multi-row kernels (Q4_K, Q5_K, Q6_K). These kernels verify
+  drafts, which the prediction does not include.
 """
 NO_GATES = "Gates: none was recorded with these weights and settings."
 
@@ -106,9 +108,14 @@ def catalogue(
         times = predicted(geometry, card)
         scores = {gate.gate: gate for gate in gates[variant.name]}
         line: dict[str, Cell] = {"variant": variant.name, "weights": variant.level}
-        line |= {"GB": geometry.n_bytes / 1e9, **{f"{name}, predicted ms": ms for name, ms in times.items()}}
-        line |= {f"{name} %": _score(scores[name]) if name in scores else None for name in names}
-        line["lost and gained"] = str(loss) if (loss := paired(gates[variant.name])) is not None else None
+        line |= {"GB": geometry.n_bytes / 1e9, **{f"{name}, ms": ms for name, ms in times.items()}}
+        if names:
+            line |= {_column(name): _percent(scores.get(name)) for name in names}
+            line |= {
+                "gates": _verdicts(gates[variant.name]),
+                "items": sum(gate.items for gate in scores.values()),
+            }
+            line |= _losses(paired(gates[variant.name]))
         lines.append((sum(times.values()), line))
     lines.sort(key=lambda one: one[0])
     notes = (PREDICTED, GATES if names else NO_GATES)
@@ -147,9 +154,31 @@ def paired(gates: Sequence[GateScore]) -> Paired | None:
     return sum(pairs, Paired(0, 0)) if pairs and len(pairs) == len(gates) else None
 
 
-def _score(gate: GateScore) -> str:
-    items = "" if gate.items == gate.items_in_all else f" of {gate.items}"
-    return f"{100 * gate.score:.1f}{items}{f', {gate.verdict}' if gate.verdict else ''}"
+def _column(gate: str) -> str:
+    return f"{gate.removeprefix('nano_')} %"
+
+
+def _percent(gate: GateScore | None) -> str | None:
+    return None if gate is None else f"{100 * gate.score:.1f}"
+
+
+def _verdicts(gates: Sequence[GateScore]) -> str | None:
+    """``pass`` if every gate passes; otherwise the verdicts that differ, with their gates."""
+    others = [gate for gate in gates if gate.verdict not in ("pass", None)]
+    if others:
+        return ", ".join(f"{gate.gate}: {gate.verdict}" for gate in others)
+    return "pass" if any(gate.verdict for gate in gates) else None
+
+
+def _losses(found: Paired | None) -> dict[str, Cell]:
+    """Items lost and gained, and the p value."""
+    if found is None:
+        return dict.fromkeys(("lost", "gained", "p"))
+    return {
+        "lost": found.lost,
+        "gained": found.gained,
+        "p": f"{found.p_value:.2g}",
+    }
 
 
 def section(variant: Variant) -> str:
