@@ -5,13 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from cyclopts import Parameter, Token
+from cyclopts import Group, Parameter, Token
 from cyclopts.validators import Number
 
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.store import Run
 
 T = TypeVar("T")
+
+# Headings of a command's help, in this order, after its own parameters.
+SERVERS_GROUP = Group("Servers", sort_key=1)
+SERVER_GROUP = Group("Server", sort_key=2)
+LOAD_GROUP = Group("Load", sort_key=3)
+TENANTS_GROUP = Group("Load of --workload tenants", sort_key=4)
+GATES_GROUP = Group("Gates", sort_key=5)
+PROMPTS_GROUP = Group("Prompts", sort_key=6)
+RECORD_GROUP = Group("Record of the run", sort_key=7)
 
 Positive = Annotated[int, Parameter(validator=Number(gte=1))]
 Natural = Annotated[int, Parameter(validator=Number(gte=0))]
@@ -79,7 +88,7 @@ Positives = Annotated[tuple[int, ...], comma_separated(positive)]
 Rates = Annotated[tuple[float, ...], comma_separated(positive_number)]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=SERVER_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """The server that is measured."""
@@ -96,24 +105,24 @@ class ServerOptions:
     """The server's name in the tables (default: its URL)."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=RECORD_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
     """Where a run is recorded."""
 
     out: Path = Path("results")
-    """The store: a folder in which each run gets a folder."""
+    """The store: a folder that gets a folder for each run."""
     card: str | None = None
     """The server's graphics card (default: what nvidia-smi says, for a local server)."""
     note: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """A sentence to keep with the run; may be repeated."""
+    """A sentence that is kept with the run; may be repeated."""
 
     def begin(self, verb: str, settings: Mapping[str, Any], *, local: bool = True) -> Run:
         """A new run in this store. ``local``: the servers use this machine and its card."""
         return Run.begin(self.out, verb, settings=settings, card=self.card, local=local, notes=self.note)
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=PROMPTS_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """What made-up prompts look like, and who counts their tokens."""
@@ -121,9 +130,9 @@ class PromptOptions:
     tokenizer: str | None = None
     """A .gguf, a folder with tokenizer.json, or a hub id (default: the server's /tokenize)."""
     prompts: Literal["natural", "words"] = "natural"
-    """Distinct prompts are paragraphs of natural text in random order, or random words."""
+    """What distinct prompts are made of: paragraphs of natural text in random order, or random words."""
     text: Path | None = None
-    """Cut distinct prompts from this text instead, using no part twice."""
+    """Cut distinct prompts from this text instead; no part is used twice."""
     seed: int = 0
     """Seed of the made-up prompts."""
     stop_at_eos: Annotated[bool, Parameter(negative=())] = False

@@ -47,6 +47,9 @@ def roofline(
 ) -> int:
     """What a request would take on a card: an estimate, and a time that no engine can beat.
 
+    - `qwen-bench engine roofline --model model.gguf --cards A10G`
+    - `qwen-bench engine roofline --model model.gguf --cards H100 --bandwidth-share 0.8 --launch-us 2`
+
     Bytes, operations and kernels of each pass follow from the file's tensors. The bound takes the datasheet's
     bandwidth and its highest rate of operations (8-bit integers where weights are quantized) and no launches.
     The estimate takes the given shares of the datasheet's figures and adds launches; it can be wrong either
@@ -57,7 +60,7 @@ def roofline(
     model
         The GGUF.
     cards
-        Some of A10G, L4, H100, H200.
+        One or more of A10G, L4, H100, H200.
     bandwidth_share
         Share of the card's bandwidth that kernels reach: a pass's GB over its time in llama-batched-bench.
     compute_share

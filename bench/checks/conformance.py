@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from qwen_serve.bench import provenance
-from qwen_serve.bench.arguments import Positive, ServerOptions, StoreOptions
+from qwen_serve.bench.arguments import SERVER_GROUP, Positive, ServerOptions, StoreOptions
 from qwen_serve.bench.checks.base import CHECKS, Check, FailedError, SkippedError, Target
 from qwen_serve.bench.errors import BenchError, UnreachableError
 from qwen_serve.bench.load.client import Client
@@ -32,7 +32,7 @@ VALUES: Mapping[Status, dict[str, float]] = {
 """How a row names each outcome."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=SERVER_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class CheckedServer(ServerOptions):
     """The server to check."""
@@ -61,7 +61,10 @@ async def conformance(
     oversized_mib: Positive = 64,
     tokenizer: str | None = None,
 ) -> int:
-    """Check a server against the contract: pass or fail, a line each. Exit status 1 when a check failed.
+    """Check a server's API: pass or fail, a line for each check. Exit status 1 if a check failed.
+
+    - `qwen-bench conformance --url http://127.0.0.1:8080`
+    - `qwen-bench conformance --only 'errors.*' --skip thinking.on`
 
     Every check sends real requests and reads the answers, so any server can be checked. Checks that
     need an independent tokenizer are skipped without one.
@@ -69,15 +72,15 @@ async def conformance(
     Parameters
     ----------
     only
-        Checks by name, such as 'errors.*'; may be repeated.
+        Run only the checks with these names, such as 'errors.*'; may be repeated.
     skip
         Checks to leave out, such as thinking.on; may be repeated.
     list_
         Print the checks and stop.
     thinking_tokens
-        Tokens that suffice to think and to answer.
+        Maximum tokens of an answer with thinking.
     oversized_mib
-        MiB of the oversized body.
+        MiB of the body that is too large.
     tokenizer
         A .gguf, a folder with tokenizer.json, or a hub id (default: the server's /tokenize).
     """

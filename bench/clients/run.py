@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from qwen_serve.bench.arguments import ServerOptions
+from qwen_serve.bench.arguments import SERVER_GROUP, ServerOptions
 from qwen_serve.bench.clients.catalogue import CLIENTS, ClientProgram
 from qwen_serve.bench.clients.environment import cache_folder, install, version_of
 from qwen_serve.bench.clients.snippets import Snippet, read_snippets
@@ -27,7 +27,7 @@ ERROR = re.compile(r"(Error|Exception)\b[^:]*: \S")
 EXTENSIONS = {"python": "py", "bash": "sh", "javascript": "mjs"}
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=SERVER_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class ServedTo(ServerOptions):
     """The server that the clients talk to."""
@@ -52,16 +52,19 @@ def clients(
     cache: Path | None = None,
     list_: Annotated[bool, Parameter(name="--list", negative=())] = False,
 ) -> int:
-    """Run the snippets of docs/clients.md, each with its client. Exit status 1 when one failed.
+    """Run the snippets of docs/clients.md, each with its client. Exit status 1 if one failed.
 
-    Clients are installed by pip and npm, each in a folder of its own, when they are first needed.
+    - `qwen-bench conformance clients --url http://127.0.0.1:8080`
+    - `qwen-bench conformance clients --only 'openai.*'`
+
+    pip and npm install each client in a folder of its own when it is first needed.
 
     Parameters
     ----------
     only
-        Snippets by name, such as 'openai.*'; may be repeated.
+        Run only the snippets with these names, such as 'openai.*'; may be repeated.
     cache
-        Where clients are installed (~/.cache/qwen-bench/clients).
+        Folder in which clients are installed (default: ~/.cache/qwen-bench/clients).
     list_
         Print the snippets and stop.
     """

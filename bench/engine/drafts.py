@@ -91,33 +91,36 @@ def drafts(
     set: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds to the first token and a token after it, by the way to draft, and what steps spend them
-    on.
+    """Time to the first token and time per token for each way to draft, and what steps spend it on.
 
-    Each way has an engine of its own, without a prefix cache. All are loaded at once and answer the same
-    requests in turns, each turn after an untimed wave. Ratios are against "off".
+    - `qwen-bench engine drafts model.gguf --text model.words.txt`
+    - `qwen-bench engine drafts model.gguf --text model.words.txt --draft-model drafter.gguf --concurrency 1`
+
+    Times are in milliseconds. Each way has an engine of its own, without a prefix cache. All engines are
+    loaded at once and answer the same requests in turns, each turn after an untimed wave. Ratios are against
+    "off".
 
     Parameters
     ----------
     gguf
         The model.
     text
-        UTF-8 text, from which prompts are cut without repetition, such as `build synthetic` writes.
+        UTF-8 text, from which prompts are cut without repetition, such as the one of `build synthetic`.
     draft_model
-        GGUF file of a model that drafts for it.
+        GGUF of a draft model.
     speculation
         Ways to draft: off, mtp, ngram or both, with +draft to add the draft model, or draft for it alone
         (default: off, and those of mtp, draft and mtp+draft that the files allow).
     input_tokens
         Tokens of a prompt.
     output_tokens
-        Tokens of an answer, whether or not it would end earlier.
+        Tokens of an answer; the end-of-text token does not end it.
     concurrency
-        Requests at once.
+        Concurrent requests.
     requests
-        Minimum requests in a turn: they come in waves of --concurrency.
+        Minimum requests in a turn; they are sent in waves of --concurrency.
     rounds
-        Turns of each way; fewer than 10 settle nothing below 10%.
+        Turns of each way; fewer than 10 do not settle differences below 10%.
     set
         NAME=VALUE for another setting of the engines, such as mtp_depth=4, draft_always=true or parallel=64;
         may be repeated.

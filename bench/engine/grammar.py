@@ -52,7 +52,9 @@ def grammar(
     times: Positive = 5,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds a step of several answers together, unconstrained and with JSON schemas, in turns.
+    """Milliseconds of a step of several answers together, unconstrained and with JSON schemas, in turns.
+
+    - `qwen-bench engine grammar models/nano-Q4_K_M.gguf --sequences 1,8`
 
     Parameters
     ----------

@@ -91,6 +91,8 @@ def kv_cache(
 ) -> int:
     """What does a quantized KV cache lose? Divergence from f16, retrieval from far back, bytes and time.
 
+    - `qwen-bench engine kv-cache model-F16.gguf --text model.evaluation.txt --types q8_0,q5_1,q4_0`
+
     Divergence: KL of the next token's distribution from that with f16 keys and values, over the second halves
     of chunks of a text. Retrieval: a list of random numbers is read twice; a token counts as retrieved if it
     is the model's first choice the second time, --context / 2 tokens after the first. Time: a step of one

@@ -96,6 +96,8 @@ def prefix_cache(
     """Milliseconds of a decode step by the number of occupied cells that it does not use, of reading a
     prompt, and of copying, saving and restoring a sequence.
 
+    - `qwen-bench engine prefix-cache model.gguf --resident 8192,65536`
+
     The defaults of the prefix cache's settings come from these figures.
 
     Parameters
@@ -109,7 +111,7 @@ def prefix_cache(
     ubatch
         Tokens of a pass.
     times
-        Timed steps of each.
+        Timed steps of each case.
     """
     settings = {"resident": resident, "piece": piece, "ubatch": ubatch, "times": times}
     with recorded(gguf, "prefix-cache", "prefix cache", store, settings) as (model, recorder):

@@ -36,9 +36,11 @@ def sampling(
 ) -> int:
     """Milliseconds of a step until a token of each sequence is on the host, by where it is sampled.
 
-    Tokens come from raw rows, from each device sampler, or from llama.cpp's own greedy samplers. Further
-    cases: one request needs its whole row, which is read alone or with all the others; and a slot changes its
-    device sampler. Also measured: the host's processor time to sample these tokens.
+    - `qwen-bench engine sampling model.gguf --rows 1,64`
+
+    Tokens come from raw rows, from each device sampler, or from llama.cpp's own greedy samplers. There are
+    two further cases: one request needs its whole row, which is read alone or with all the others; and a slot
+    changes its device sampler. The host's CPU time to sample these tokens is measured, too.
 
     Parameters
     ----------

@@ -110,18 +110,21 @@ def experiment(
     """Run a series of measurements that a TOML file describes. Parts that the store already has are not run
     again.
 
+    - `qwen-bench experiment hackathon --set url=http://127.0.0.1:8080`
+    - `qwen-bench experiment ./mine.toml --part latency --dry-run`
+
     Parameters
     ----------
     file
-        A file, or the name of a bundled one.
+        A TOML file, or the name of a bundled one.
     set
         NAME=VALUE for a value that the file needs, such as models=/data; may be repeated.
     part
-        Only these parts.
+        Run only these parts, separated by commas.
     option
         NAME=VALUE overrides an option of every part, such as rounds=1; may be repeated.
     dry_run
-        Show the commands, run nothing.
+        Print the commands and run nothing.
     """
     described = Experiment.read(file)
     variables = named_values(set, "--set")

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from qwen_serve.bench.arguments import Natural, Positive, ServerOptions, parsed_by, repeated
+from qwen_serve.bench.arguments import (
+    GATES_GROUP,
+    SERVER_GROUP,
+    Natural,
+    Positive,
+    ServerOptions,
+    parsed_by,
+    repeated,
+)
 from qwen_serve.bench.gates.gate import NANO_FOLDER
 
 ALL = "all"
@@ -37,7 +45,7 @@ Limit = Annotated[float | None, parsed_by(read_limit)]
 Data = Annotated[tuple[tuple[str, Path], ...], repeated(gate_folder)]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=SERVER_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class GateServer(ServerOptions):
     """The server that is asked, with a timeout for long thinking."""
@@ -46,7 +54,7 @@ class GateServer(ServerOptions):
     """Seconds a request may take."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=GATES_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class GateOptions:
     """Which gates are asked, and how."""

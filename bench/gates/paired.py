@@ -13,9 +13,11 @@ def paired(first: Path, second: Path, /) -> int:
     """Is one of two models better, item by item? Which items did only the first get right, which only the
     second?
 
-    An item with several outcomes (IFEval's instructions) goes to the model with more of them right. p: how
-    often two equally good models would differ by as much (McNemar's exact test). It is for a single gate: of
-    twenty, one is below 0.05 by chance.
+    - `qwen-bench quality paired results/RUN-A/samples.jsonl results/RUN-B/samples.jsonl`
+
+    An item with several outcomes (IFEval's instructions) counts for the model with more of them right. p: how
+    often two equally good models would differ by as much (McNemar's exact test). p holds for a single gate:
+    of twenty gates, one is below 0.05 by chance.
 
     Parameters
     ----------

@@ -80,9 +80,11 @@ def perplexity(
 ) -> int:
     """How far is a GGUF from its reference? Perplexity, KL divergence and top-1 agreement over a text.
 
-    The text is cut into chunks of --context tokens; the second half of each is scored, so that every scored
-    token has at least half a chunk before it (as llama-perplexity does; --skip says otherwise). Both files
-    are loaded at once and their logits compared as they come, so that memory does not grow with the text.
+    - `qwen-bench quality perplexity model-Q4_K_M.gguf --reference model-F16.gguf --text model.evaluation.txt`
+
+    The text is cut into chunks of --context tokens. The second half of each chunk is scored, so that every
+    scored token has at least half a chunk before it, as in llama-perplexity; --skip changes that. Both files
+    are loaded at once and their logits compared as they come, so memory does not grow with the text.
 
     A model with a pruned vocabulary (qwen-convert --keep-vocab) tokenizes the text with its own vocabulary,
     and the reference reads the same tokens. Divergence is then over the tokens that both have, with the

@@ -17,13 +17,17 @@ def quality(
 ) -> int:
     """Does a server still answer well? The competition's quality gates through lm-eval, with 95% intervals.
 
-    official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: the shapes of the first
-    three on the bundled model's held-out items, no network needed.
+    - `qwen-bench quality --url http://127.0.0.1:8080 --tasks nano`
+    - `qwen-bench quality --tasks official --limit 0.1`
+    - `qwen-bench quality --tasks gsm8k --limit 200 --concurrency 64`
 
-    A score's interval is Wilson's, on the effective number of items where subtasks weigh the same or an item
-    has several outcomes. The verdict is undecided if the interval contains the threshold; if every item was
-    asked, the score itself decides. The run's samples.jsonl has every reply. Exit status 0 if every gate
-    was measured, whatever the verdicts.
+    official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: gates of the same kinds as
+    the first three on the bundled model's held-out items, without a network.
+
+    The interval of a score is Wilson's. If subtasks weigh the same or an item has several outcomes, it is
+    computed for the effective number of items. The verdict is undecided if the interval contains the
+    threshold; if every item was asked, the score itself decides. The run's samples.jsonl has every reply.
+    The exit status is 0 if every gate was measured, whatever the verdicts.
     """
     from qwen_serve.bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import
 

@@ -265,37 +265,39 @@ async def answers(
         return _verdict(run, told, levels)
 
 
-answers.__doc__ = f"""The same requests alone and in company: is every answer the same, bit for bit?
+answers.__doc__ = f"""The same requests alone and together: is every answer the same, bit for bit?
 
-Greedy and seeded ones, chats, shared prefixes, texts that repeat, schemas, thoughts and calls are answered
-one by one by the first server, and then by each at every level of concurrency. Each server is started on a
-free port, and stopped before the next. Without --peer they are `server --deterministic` without drafts and
-prefix cache, which answers alone, and one for each way to draft. The last line is the verdict, which
-{VERDICT} in the run's folder has in full, also of a run that is stopped; the status is 0 where nothing
-differs.
+- `qwen-bench soak answers --gguf model.gguf --requests 140`
+- `qwen-bench soak answers --gguf model.gguf --draft-model drafter.gguf --levels 1,64`
 
-    qwen-bench soak answers --gguf model.gguf --draft-model drafter.gguf --requests 140
+The first server answers each request alone. Then every server answers the same requests at each level of
+concurrency. The requests are greedy and seeded: chats, shared prefixes, texts that repeat, schemas, thinking
+and tool calls. Each server is started on a free port, and stopped before the next. Without --peer the first
+is `server --deterministic` without drafts and prefix cache, and the others draft, each in another way.
+
+The last line is the verdict. {VERDICT} in the run's folder has it in full, also if the run is stopped. The
+exit status is 0 if nothing differs.
 
 {SYNTAX}
 
 Parameters
 ----------
 draft_model
-    A block drafter: another of the usual servers drafts with it.
+    A block drafter; one more default server drafts with it.
 flags
-    Of each of the usual servers, beside their own.
+    Further flags of each default server.
 requests
-    Conversations; chats have three turns, each an answer of its own.
+    Number of conversations; a chat has three turns, each with an answer.
 levels
-    Clients at once.
+    Concurrent clients.
 input_tokens
-    Of the longest text in a request.
+    Tokens of the longest text in a request.
 output_tokens
-    Of an answer at most.
+    Maximum tokens of an answer.
 aborts
-    How often a client first asks something else, and leaves in the middle of the answer.
+    Share of requests before which the client starts another one and disconnects in the middle of its answer.
 start_ahead
-    Start the next server while one answers: faster, where memory holds two.
+    Start the next server while one answers; faster, but needs memory for two.
 """
 
 

@@ -172,20 +172,27 @@ async def latency(
     """Latency of one request at a time: the same prompt again (official), another one each time (distinct),
     or questions about pictures (images).
 
+    - `qwen-bench latency --url http://127.0.0.1:8080 --runs 50`
+    - `qwen-bench latency --protocol distinct --categories short --stream-runs 0`
+    - `qwen-bench latency --protocol images --image-resolution 1024x1024`
+
     The official protocol sends the same repeated filler every time, so prompt caches and lossless speculation
-    decide it; the distinct one sends another prompt of exactly the same length. images asks two questions
-    about each of --stream-runs pictures: for the second the picture is cached.
+    decide the result. The distinct protocol sends another prompt of exactly the same length each time. The
+    images protocol asks two questions about each of --stream-runs pictures; for the second question the
+    picture is cached.
 
     Parameters
     ----------
+    protocol
+        See above; both: official and distinct.
     runs
         Timed requests per category and protocol.
     warmup
         Untimed requests before them.
     stream_runs
-        Streamed requests, for TTFT and ITL; 0 for none (as many as --runs).
+        Streamed requests, for TTFT and ITL; 0: none (default: as many as --runs).
     categories
-        Some of short, medium and long.
+        One or more of short, medium and long.
     endpoint
         The timed endpoint.
     stream_endpoint

@@ -130,17 +130,21 @@ async def soak(
 ) -> int:
     """Mixed load for minutes or hours: does anything fail, slow down, or leak?
 
-    Fails when a request does, or when the last quarter of the windows is slower than the first, or takes more
-    memory, by more than chance and a tenth. With --deterministic also when an answer depends on the load.
+    - `qwen-bench soak --url http://127.0.0.1:8080 --minutes 30 --concurrency 32`
+    - `qwen-bench soak --deterministic`
+
+    It fails if a request fails, or if the last quarter of the windows is slower than the first or takes more
+    memory, by more than chance and by more than a tenth. With --deterministic it also fails if an answer
+    depends on the load.
 
     Parameters
     ----------
     minutes
         Duration in minutes.
     window
-        Seconds of a window, which is a round of the record.
+        Seconds of a window; each window is recorded as a round.
     concurrency
-        Clients.
+        Concurrent clients.
     input_tokens
         Tokens of the longest prompt.
     output_tokens
@@ -148,8 +152,8 @@ async def soak(
     aborts
         Share of requests whose client disconnects in the middle of the answer.
     deterministic
-        Compare answers with those to the same requests alone, which takes some minutes first. For a
-        server that runs with --deterministic.
+        Compare answers with those to the same requests sent alone, which takes some minutes at the start. For
+        a server that runs with --deterministic.
     """
     settings = {
         "minutes": minutes,

@@ -26,7 +26,14 @@ import pandas as pd
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from qwen_serve.bench.arguments import Positive, Positives, PromptOptions, ServerOptions, StoreOptions
+from qwen_serve.bench.arguments import (
+    TENANTS_GROUP,
+    Positive,
+    Positives,
+    PromptOptions,
+    ServerOptions,
+    StoreOptions,
+)
 from qwen_serve.bench.errors import BenchError, ServerError
 from qwen_serve.bench.load.cell import Supply, measuring
 from qwen_serve.bench.load.client import Client, read_usage
@@ -49,29 +56,29 @@ RUNNING = ("qwen_running_sequences", ())
 AboveZero = Annotated[float, Parameter(validator=Number(gt=0))]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=TENANTS_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class TenantOptions:
     """The tenants' loads."""
 
     keys: Path | None = None
-    """tenants: file of API keys, the server's --api-key-file; the first ten lines are used."""
+    """File of API keys, the server's --api-key-file; the first ten are used."""
     window: AboveZero = 20.0
-    """tenants: seconds of each measured load, after half as many of warm-up."""
+    """Seconds that each load is measured, after half as many of warm-up."""
     flood: Positive = 200
-    """tenants: concurrent requests of the busiest tenant."""
+    """Concurrent requests of the busiest tenant."""
     beside: Positive = 8
-    """tenants: concurrent long requests, for the comparison of a short one's latency."""
+    """Concurrent long requests in the load that a short request's latency is compared with."""
     clients: Positive = 8
-    """tenants: concurrent requests of each of ten."""
+    """Concurrent requests of each of ten tenants."""
     long_tokens: Positives = (2048, 512)
-    """tenants: tokens in and out of a long request."""
+    """Tokens in and out of a long request."""
     short_tokens: Positives = (64, 32)
-    """tenants: tokens in and out of a short request."""
+    """Tokens in and out of a short request."""
     even_tokens: Positives = (512, 128)
-    """tenants: tokens in and out of a request of equal tenants."""
+    """Tokens in and out of a request of tenants with equal load."""
     every: AboveZero = 1.0
-    """tenants: seconds between two short requests."""
+    """Seconds between two short requests."""
 
     def __post_init__(self) -> None:
         for name in ("long_tokens", "short_tokens", "even_tokens"):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from qwen_serve.bench.arguments import (
+    LOAD_GROUP,
     Natural,
     Positive,
     Positives,
@@ -36,7 +37,7 @@ AT_A_RATE = 8
 LEAST_REQUESTS = 4
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=LOAD_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """A load, for one server or for several."""
@@ -46,14 +47,14 @@ class LoadOptions:
     rate: Rates | None = None
     """Requests a second, such as 0.5,2,4 (for chat: conversations)."""
     goodput: Annotated[Limits | None, parsed_by(read_limits)] = None
-    """Limits such as ttft=500ms,itl=50ms: also count the requests a second within all of them."""
+    """Limits such as ttft=500ms,itl=50ms: also report the requests a second that stay within all of them."""
     requests: Positive = REQUESTS
     """Requests in each round of each level or rate."""
     waves: Natural = 0
-    """If not 0: so many requests for each client of a level, at least 4, instead of --requests."""
+    """Requests for each client of a level, at least 4 in all, instead of --requests; 0: --requests."""
     warmup: Natural | None = None
-    """Untimed requests before each level or rate, as many at once as the load will be (the level; 8 for a
-    rate)."""
+    """Untimed requests before each level or rate (default: 2, or the level if that is more). They run at the
+    level's concurrency; for a rate, 8 at once."""
     input_tokens: Positive | None = None
     """Tokens of a prompt, question or turn (default 1,024; 100 for shared-prefix, chat and images)."""
     output_tokens: Positive | None = None
@@ -69,13 +70,13 @@ class LoadOptions:
     image_count: Positive = 1
     """images: pictures in each request, before its question."""
     spot_checks: Natural = 2
-    """Sums asked during the first warm-up of each level or rate, to check that answers are still right."""
+    """Sums to ask during the first warm-up of each level or rate, to check that answers are still right."""
     endpoint: str | None = None
     """Endpoint (default: /v1/completions for random and distinct, else /v1/chat/completions)."""
     stream: bool = True
     """Stream answers; without streaming there is no TTFT and no ITL."""
     predict_replicas: Literal[2, 4, 8] | None = None
-    """random: also predict what so many replicas behind a router should give, from this server's levels."""
+    """random: also predict, from this server's levels, what this number of replicas behind a router gives."""
 
     def lengths(self, kind: Kind) -> tuple[int, int]:
         """Tokens in and out of a request."""
@@ -181,17 +182,29 @@ async def throughput(
 ) -> int:
     """Throughput and latency under load, with token counts that are verified.
 
-    A closed loop keeps --levels requests running (default 1,2,4,8,16,32,64, unless --rate is given). An open
-    loop (--rate) sends at Poisson arrivals, so that queueing shows, and times a request from its arrival.
+    - `qwen-bench throughput --url http://127.0.0.1:8080 --levels 1,8,64`
+    - `qwen-bench throughput --workload distinct --input-tokens 512 --output-tokens 128 --rate 0.5,2,4`
+    - `qwen-bench throughput --workload shared-prefix --prefixes 16 --prefix-tokens 600 --levels 32`
+    - `qwen-bench throughput --workload tenants --keys keys.txt`
 
-    Workloads: random is the hackathon's protocol (1,024 random tokens in, 1,024 out, 64 requests a level, a
-    score). distinct sends natural prompts. shared-prefix asks questions behind long prefixes, as few-shot
-    benchmarks do. chat has conversations that grow turn by turn. images asks about new pictures (with one in
-    a request, req/s are images a second). tenants sends requests of ten API keys (--keys) and shows who waits
-    for whom; of the options for a load it uses only its own.
+    A closed loop keeps --levels requests running (default 1,2,4,8,16,32,64, unless --rate is given). An open
+    loop (--rate) sends requests at random times (Poisson arrivals), so that queueing shows, and times each
+    request from its arrival.
+
+    Workloads:
+
+    - random: the hackathon's protocol, with 1,024 random tokens in, 1,024 out, 64 requests a level, a score
+    - distinct: natural prompts
+    - shared-prefix: questions behind long prefixes, as in few-shot benchmarks
+    - chat: conversations that grow turn by turn
+    - images: questions about new pictures; with one picture a request, req/s are images a second
+    - tenants: requests of ten API keys (--keys), to see who waits for whom; it uses none of the other loads'
+      options
 
     Parameters
     ----------
+    workload
+        What is sent; see above.
     rounds
         Times that each level or rate is measured.
     """

@@ -39,9 +39,12 @@ def synthetic(
 ) -> int:
     """Write a synthetic Qwen3.5 for measuring speed: exact shapes, random weights, predictable answers.
 
+    - `qwen-bench build synthetic --out F16.gguf`
+    - `qwen-bench build synthetic --out Q4_K_M.gguf --shape 35b-a3b --outtype Q4_K_M --mtp-acceptance 0.7`
+
     It also writes a text of the model's words in random order, one token a word, for prompts of exact
     lengths (`latency --text`). With several shares for the MTP block, each applies to a region of the
-    vocabulary and has a text of its own, NAME.words-SHARE.txt: the last word of a prompt decides in which
+    vocabulary and has a text of its own, NAME.words-SHARE.txt. The last word of a prompt decides in which
     region its answer is.
 
     Parameters
@@ -53,8 +56,8 @@ def synthetic(
     seed
         The same seed and options give the same bytes.
     block_lengths
-        Also write a block drafter (DFlash), NAME-dflash.gguf, with so many right tokens of a block on
-        average: one number, or one for each share of the MTP block's.
+        Also write a block drafter (DFlash), NAME-dflash.gguf, with this many right tokens a block on average:
+        one number, or one for each share of the MTP block's.
     words
         Words of the text beside the GGUF; 0 for none.
     threads

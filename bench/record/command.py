@@ -38,10 +38,13 @@ def record(
 ) -> int:
     """An hour on one card: start, latency, throughput at 1, 8 and 64, a tenth of the gates, in one file.
 
-    It runs our server with its defaults and the bundled experiment `card`. OUT/record.json names the card,
-    its driver and clocks, the processor, versions and the model's file, and no host, user, path or key;
-    OUT/record.html shows it. After an interruption both have what is finished, and the same command
-    continues.
+    - `qwen-bench record models/Qwen3.5-4B-Q4_K_M.gguf`
+    - `qwen-bench record models/nano-Q4_K_M.gguf --tasks nano --quick`
+
+    It runs qwen-serve with its defaults and the bundled experiment `card`. OUT/record.json has the results
+    and names the card, its driver and clocks, the processor, versions and the model's file. It has no host,
+    user, path or key. OUT/record.html shows it. After an interruption both files have what is finished, and
+    the same command continues.
 
     Parameters
     ----------
@@ -50,11 +53,11 @@ def record(
     tasks
         official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: of the bundled model.
     quick
-        Only check that everything runs; the figures cannot be sent in.
+        Only check that everything runs; these figures cannot be sent in.
     port
-        Where the server for the gates listens.
+        Port of the server for the gates.
     out
-        The store, and where the file and the page go (results/record; results/record-quick).
+        The store, and the folder of the file and the page (default: results/record, or results/record-quick).
     """
     if not model.is_file():
         raise BenchError(f"{model}: not a file; want a GGUF")

@@ -27,6 +27,9 @@ def report(
 ) -> int:
     """Tables, charts and one page of everything in a store; or its subjects side by side.
 
+    - `qwen-bench report results`
+    - `qwen-bench report results/RUN-A results/RUN-B --compare --metric latency`
+
     With --compare: medians, and how many times as good as the reference. Within a run rounds are paired, so
     that drift of the machine affects both equally. Across runs they are not: the ratio contains the drift
     between the runs, and the table says so.
@@ -42,13 +45,13 @@ def report(
     subject
         With --compare: only this subject, as the table names it; may be repeated.
     out
-        Where report.html and the pictures go (default: the first store).
+        Folder of report.html and the pictures (default: the first store).
     publish
         Write a summary for a repository into this folder instead: README.md, summary.csv, runs.json and the
         pictures, without single requests.
     page
         With --publish: put the headline table into this Markdown file, between its lines
-        <!-- headline --> and <!-- end -->.
+        `<!-- headline -->` and `<!-- end -->`.
     reference
         With --compare or --publish: the reference of the ratios (default: the first run's own reference, else
         its first subject).

@@ -148,12 +148,15 @@ def build(
 ) -> int:
     """Build llama.cpp's programs and print their folder.
 
+    - `qwen-bench build llama-server llama-batched-bench`
+    - `qwen-bench build llama-quantize --flavour cpu`
+
     Parameters
     ----------
     programs
         One or more, such as llama-server llama-batched-bench.
     flavour
-        cpu or cuda (else as this machine allows).
+        cpu or cuda (default: what this machine allows).
     """
     print(build_programs(programs, flavour or this_machines_flavour()))
     return 0

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from qwen_serve.bench.analysis.statistics import DEFAULT_ROUNDS
-from qwen_serve.bench.arguments import Natural, Positive, PromptOptions, StoreOptions
+from qwen_serve.bench.arguments import SERVERS_GROUP, Natural, Positive, PromptOptions, StoreOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.gate import NANO_FOLDER
 from qwen_serve.bench.load.cell import Cell, Supply
@@ -45,13 +45,13 @@ LONGEST_TASK = 3072
 """Tokens of a held-out task, with a margin."""
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=SERVERS_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
     """The servers to compare, and their resources."""
 
     peer: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """[NAME=]WHAT [FLAGS], once for each server; see below."""
+    """[NAME=]WHAT [FLAGS], once for each server; see above."""
     reference: str | None = None
     """The reference of the ratios (default: the first --peer)."""
     gguf: Path | None = None
@@ -69,7 +69,8 @@ class PeerOptions:
     start_timeout: float = 300.0
     """Seconds until a server must answer."""
     residency: Literal["auto", "all", "one"] = "auto"
-    """Run all servers at once and visit them in turns, or one after another; auto: all, except with vLLM."""
+    """all: run all servers at once and visit them in turns; one: run one after another; auto: all, except
+    with vLLM."""
     timeout: float = 600.0
     """Seconds that a request may take."""
     api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
@@ -82,13 +83,13 @@ class Work:
     """What the servers do in every round."""
 
     workload: Literal["latency", "tasks"] | Kind = "latency"
-    """One request at a time, a load, or held-out tasks."""
+    """latency: one request at a time; tasks: held-out tasks; the others are loads."""
     rounds: Positive = DEFAULT_ROUNDS
-    """Turns of every server at every part; fewer than 10 settle nothing below 10%."""
+    """Turns of each server; fewer than 10 do not settle differences below 10%."""
     protocol: Protocol = "both"
     """latency: the same prompt again, another one each time, or both."""
     categories: Categories = ALL_CATEGORIES
-    """latency: some of short, medium and long."""
+    """latency: one or more of short, medium and long."""
     runs: Positive = 1
     """latency: timed requests of each category in each round."""
     stream_runs: Natural = 0
@@ -196,10 +197,13 @@ async def peers(
 
 peers.__doc__ = f"""Several servers in turns on one model and one workload, with ratios against one of them.
 
-Each server is started on a free port with the same slots, context and threads, and stopped in the end; its
-output is in the run's folder.
+- `qwen-bench peers --gguf model.gguf --peer server --peer best=llama-server:tuned`
+- `qwen-bench peers --gguf model.gguf --peer 'fair=server' --peer 'fcfs=server --scheduling-policy fcfs'
+  --workload random --levels 8,64`
+- `qwen-bench peers --peer a=http://127.0.0.1:8080 --peer b=http://127.0.0.1:8081 --workload chat`
 
-    qwen-bench peers --gguf model.gguf --peer server --peer best=llama-server:tuned
+Each server is started on a free port with the same slots, context and threads, and stopped in the end. Its
+output is in the run's folder.
 
 {SYNTAX}
 """

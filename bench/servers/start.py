@@ -39,28 +39,31 @@ async def start(
     start_timeout: float = 300.0,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """How long servers take from their command to their first 200, in turns, and ours by stage.
+    """How long servers take to start, from the command to the first 200, in turns; qwen-serve by stage.
 
-    Each is first started once untimed, so that the file is in the page cache and our server has stored its
-    measurements. Stages are those of our server's log; the rest is the interpreter, its imports, HTTP.
+    - `qwen-bench start --gguf model.gguf`
+    - `qwen-bench start --gguf model.gguf --peer server --peer llama-server:tuned --rounds 3`
+
+    Each server is first started once untimed, so that the file is in the page cache and qwen-serve has stored
+    its measurements. The stages are those of qwen-serve's log; the rest is the interpreter, imports and HTTP.
 
     Parameters
     ----------
     gguf
         The model.
     peer
-        [NAME=]WHAT [FLAGS] as of qwen-bench peers, once for each (else our server, our server measuring every
-        time, and llama-server:tuned where --binaries says where it is).
+        [NAME=]WHAT [FLAGS] as in qwen-bench peers, once for each server (default: qwen-serve, qwen-serve that
+        measures at every start, and with --binaries llama-server:tuned).
     binaries
         Folder of llama-server.
     rounds
-        Timed starts of each.
+        Timed starts of each server.
     slots
-        Concurrent requests of each.
+        Concurrent requests of each server.
     context
-        Tokens of context of each, all slots together.
+        Tokens of context of each server, all slots together.
     threads
-        CPU threads (0: its own choice).
+        CPU threads of each server; 0: its own choice.
     python
         The Python that runs servers written in Python.
     start_timeout

@@ -31,25 +31,27 @@ def submit(
 ) -> int:
     """Check the competition's rules for an image, upload it and submit it.
 
-    SUBMIT_URL, SUBMIT_KEY and SUBMIT_TEAM, in the environment, say where and as whom. An upload that was cut
-    short goes on with the same command.
+    - `qwen-bench submit image.tar.gz --model model.gguf --original Qwen/Qwen3.5-4B --check-only`
+
+    SUBMIT_URL, SUBMIT_KEY and SUBMIT_TEAM in the environment say where and as whom. The same command
+    continues an interrupted upload.
 
     Parameters
     ----------
     image
         image.tar.gz, from `docker save IMAGE | gzip`.
     name
-        Of the submission (else the file's).
+        Name of the submission (default: the file's).
     model
-        Each GGUF in the image, a drafter's too; may be repeated.
+        A GGUF in the image; repeat it for each, also for a drafter's.
     original
         Checkpoint of the model, a folder or a hub id: its parameters are the most that is allowed.
     gates
         Store with the runs of `qwen-bench quality --tasks official`.
     skip
-        Rules that are not checked here: size, gates, parameters, offline.
+        Rules that are not checked: size, gates, parameters, offline.
     start_timeout
-        Seconds in which the image has to be healthy without a network.
+        Seconds until the image must be healthy without a network.
     check_only
         Upload nothing.
     """

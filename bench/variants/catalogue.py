@@ -72,12 +72,15 @@ def variants(
 ) -> int:
     """The variants that come with the package: weights, predicted latency, recorded gates.
 
+    - `qwen-bench sweep variants --card H100`
+    - `qwen-bench sweep variants --page docs/variants.md`
+
     Parameters
     ----------
     card
-        Predict for one of A10G, L4, H100, H200.
+        Card of the prediction: A10G, L4, H100 or H200.
     recorded
-        Where gates were recorded: stores, or folders that a report published (else those of docs/results).
+        Stores with recorded gates, or folders that a report published (default: those of docs/results).
     page
         Write the table and the variants' files into this page, between its marks.
     """

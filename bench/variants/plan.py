@@ -54,37 +54,37 @@ class Plan:
     src: str
     """The checkpoint, a folder or a hub id."""
     models: Path = Path("models")
-    """Where the GGUFs are or go."""
+    """Folder of the GGUFs, those that exist and new ones."""
     name: str | None = None
-    """First part of the GGUFs' names (else the source's)."""
+    """First part of the GGUFs' names (default: the source's)."""
     convert_options: Annotated[tuple[str, ...], parsed_by(lambda text: tuple(shlex.split(text)))] = ()
     """Further options of qwen-convert: --convert-options='--no-kld --keep-vocab 100000'."""
     threads: Positive | None = None
-    """CPU threads of converter and server (their own choice)."""
+    """CPU threads of converter and server (default: their own choice)."""
     tasks: str | None = None
-    """nano, official, none, or names as of qwen-bench quality (else nano for a source with held-out items of
-    its own, official for any other)."""
+    """nano, official, none, or names as in qwen-bench quality (default: nano for a source with held-out items
+    of its own, official for any other)."""
     limit: Limit = 0.1
     """Items of each subtask: a share below 1, a number, or all."""
     concurrency: Positive = 8
-    """Requests of a gate under way at once."""
+    """Concurrent requests of a gate."""
     data: Data = ()
     """GATE=FOLDER: a dataset's local copy; may be repeated."""
     rounds: Natural | None = None
-    """Visit all variants so many times, so that drift of the machine hits all alike (10; 7 for nano); at 0
-    nothing is timed."""
+    """Timed turns of each variant, so that drift of the machine affects all alike (default: 10; 7 for nano).
+    0: nothing is timed."""
     runs: Positive | None = None
-    """Timed requests per category, protocol and round (5; 1 for nano)."""
+    """Timed requests per category, protocol and round (default: 5; 1 for nano)."""
     warmup: Natural | None = None
-    """Untimed requests before them (2; 1 for nano)."""
+    """Untimed requests before them (default: 2; 1 for nano)."""
     stream_runs: Natural | None = None
-    """Streamed requests per category, protocol and round, for TTFT and ITL (1; 0 for nano)."""
+    """Streamed requests per category, protocol and round, for TTFT and ITL (default: 1; 0 for nano)."""
     protocol: Protocol = "both"
     """The same prompt again (official), another one each time (distinct), or both."""
     categories: Categories = ALL_CATEGORIES
-    """Some of short, medium and long."""
+    """One or more of short, medium and long."""
     seed: int = 0
-    """Of the drawn items and the prompts."""
+    """Seed of the drawn items and of the prompts."""
     start_timeout: float = 900.0
     """Seconds a server may take to start."""
     timeout: float = 3600.0

@@ -47,14 +47,17 @@ def sweep(
 ) -> int:
     """Which quant to ship: convert, serve and measure every variant of a model, and rank them.
 
-    Each variant is converted if it is not there yet, served by our server, put through the quality gates and
-    timed under both latency protocols; its divergence from the whole model is the converter's. The
-    recommended variant is the fastest that passes every gate; speed is the geometric mean over categories and
-    protocols, with an interval paired by round, which alone decides whether two variants are told apart.
+    - `qwen-bench sweep --src models/nano --quants F16,Q8_0,Q4_K_M,Q2_K`
+    - `qwen-bench sweep --src Qwen/Qwen3.5-4B --variants fast balanced mine.toml --limit all`
 
-    The same command goes on with an interrupted sweep, tries what failed again, and measures nothing that is
-    finished (changes of the server's code do not count: --force). Variants are timed side by side: with
-    another set of them, timing begins anew, and only the gates' scores are kept.
+    Each variant is converted if it is not there yet, served, put through the quality gates and timed under
+    both latency protocols. Its divergence from the unquantized model is the converter's. The recommended
+    variant is the fastest that passes every gate. Speed is the geometric mean over categories and protocols.
+    Its interval, paired by round, decides whether two variants are told apart.
+
+    The same command continues an interrupted sweep. It tries again what failed and keeps what is finished,
+    even if the server's code has changed (--force measures all again). Variants are timed in turns: with
+    another set of variants timing starts again, and only the gates' scores are kept.
 
     Parameters
     ----------
@@ -65,8 +68,8 @@ def sweep(
     set_
         NAME=VALUE, a server setting for every variant that does not set it itself; may be repeated.
     baseline
-        What speed is relative to: first (the first variant; for nano), another variant, official (BF16 on an
-        A10G; for others), or short=MS,medium=MS,long=MS.
+        What speed is relative to: first (the first variant; default for nano), a variant's name, official
+        (BF16 on an A10G; default for other models), or short=MS,medium=MS,long=MS.
     force
         Measure everything again.
     """

@@ -1,11 +1,14 @@
 """Every spelling of a command reaches it."""
 
+import re
+import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from qwen_serve.bench.cli import COMMANDS, RENAMED, main
+from qwen_serve.bench.cli import COMMANDS, RENAMED, main, make_app
 from tests.marks import slow_but
 from tests.processes import run
 
@@ -34,6 +37,24 @@ def test_each_has_its_help(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(shown.splitlines()) > 5
     parts = COMMANDS[name].parts if name in COMMANDS else {}
     assert all(one.what[:40] in shown for one in parts.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_begins_with_examples_that_the_command_takes(name: str) -> None:
+    command = COMMANDS[name] if name in COMMANDS else COMMANDS[name.split()[0]].parts[name.split()[1]]
+    if command.where is None:
+        return
+    module, _, function = command.where.partition(":")
+    text = getattr(import_module(module), function).__doc__
+    summary, examples = text.split("\n\n")[:2]
+    assert summary
+    found = [" ".join(one.split()) for one in re.findall(r"- `(qwen-bench [^`]+)`", examples)]
+    assert found
+    for example in found:
+        words = shlex.split(example)[1:]
+        assert words[: len(name.split())] == name.split()
+        _, bound, *_ = make_app(words).parse_args(words, exit_on_error=False)
+        assert bound.arguments or bound.kwargs
 
 
 @pytest.mark.parametrize("old", RENAMED)
