@@ -1,8 +1,8 @@
-"""Steps that are launched before the rows of the one before are read (patch next-tokens).
+"""Steps that are launched before the tokens of the last step are read (patch next-tokens).
 
-The host need not know a step's tokens to launch the next one: the device sampler BEST writes them where that
-one reads them. llama.cpp keeps the rows of two batches, so those of the first may be read while the second is
-computed. Its launch returns when the first is done.
+The host does not need a step's tokens to launch the next step: the device sampler BEST writes them to the
+tensor that the next step reads its tokens from. llama.cpp keeps the rows of two batches, so the rows of the
+first can be read while the second is computed. Launching the second returns when the first is done.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 HAS_NEXT_TOKENS = brings(NEXT_TOKENS, "llama_set_next_tokens")
-"""Whether this build can do that."""
+"""Whether this build can launch a step before the last step's tokens are read."""
 
 MOST_ROWS = 64
-"""Most rows of a step whose tokens the next one reads on the device."""
+"""Most rows of a step whose tokens the next step reads on the device."""
 
 
 class _SampledRows(ctypes.Structure):
@@ -40,7 +40,7 @@ if HAS_NEXT_TOKENS:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where the samplers' results of a decode are going to be: addresses of the first row's."""
+    """Addresses of the samplers' results of one decode, those of its first row."""
 
     call: int
     """The number of the decode."""
@@ -50,8 +50,8 @@ class Outputs:
 
 
 def outputs_of(context: int, call: int) -> Outputs | None:
-    """Those of the last decode, without waiting for it; None if this build cannot tell, or the rows are not
-    in the order of the batch."""
+    """The outputs of the last decode, without waiting for it. None if this build has no such function, or if
+    the rows are not in the order of the batch."""
     found = _SampledRows()
     if not HAS_NEXT_TOKENS or not _sampled_rows(context, ctypes.byref(found)):
         return None
@@ -59,9 +59,9 @@ def outputs_of(context: int, call: int) -> Outputs | None:
 
 
 class NextTokens:
-    """Tensors on the device: `tokens`, I32 [MOST_ROWS], that BEST chose in the last step, and `bans`, F32
-    [width, MOST_ROWS], added to the logits that it chooses from, of which the first `n_ends` are those of
-    tokens that end a generation."""
+    """Tensors on the device. `tokens`, I32 [MOST_ROWS]: the tokens that BEST chose in the last step. `bans`,
+    F32 [width, MOST_ROWS]: added to the logits that BEST chooses from; the first `n_ends` of a row belong to
+    the tokens that end a generation."""
 
     def __init__(self, tokens: int, bans: int, width: int, n_ends: int) -> None:
         self.tokens, self.bans = tokens, bans
@@ -69,8 +69,8 @@ class NextTokens:
         self._ignoring: tuple[bool, ...] = ()
 
     def read(self, context: int) -> bool:
-        """Have the next decode read its tokens there, a row each in the order of the last one. Returns False
-        if the token embedding is on another device."""
+        """Make the next decode read its tokens from `tokens`, one a row, in the order of the last batch.
+        Returns False if the token embedding is on another device."""
         return bool(_set_next_tokens(context, self.tokens))
 
     def readable(self, context: int) -> bool:
@@ -80,8 +80,7 @@ class NextTokens:
         return able
 
     def ignore_ends(self, rows: Sequence[bool]) -> None:
-        """Say for each row of the next steps whether tokens that end a generation are left out of the
-        choice."""
+        """Set for each row of the next steps whether BEST excludes the tokens that end a generation."""
         if (ignoring := tuple(rows)) == self._ignoring[: len(ignoring)]:
             return
         bans = np.zeros((MOST_ROWS, self._width), np.float32)

@@ -40,8 +40,8 @@ BATCH_INVARIANT_TOKENS = 64
 """Most tokens of a batch-invariant pass (`LLAMA_BATCH_INVARIANT_MAX`)."""
 
 BATCH_INVARIANT_SNAPSHOTS = 15
-"""Most snapshots with which a batch-invariant context has the same bits as without: as many last tokens of a
-prompt's pass, and one more, go through the recurrent layers one by one."""
+"""Most snapshots that leave the bits of a batch-invariant context unchanged. The recurrent layers always
+compute the last tokens of a prompt's pass one by one: this many and one more."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
@@ -61,7 +61,7 @@ class Context:
     _type = C.LLAMA_CONTEXT_TYPE_DEFAULT
 
     def __init__(self, model: Model, options: ContextOptions, *, other: Context | None = None) -> None:
-        """`other` is the context whose model supplies what this model lacks."""
+        """`other`: the context whose model has the tensors that this model lacks."""
         self._handle: Any = None
         params = C.llama_context_default_params()
         if other is not None:
@@ -107,7 +107,7 @@ class Context:
         """Most tokens of one sequence."""
         self._uncopied: set[int] = set()
         self._copied_from: set[int] = set()
-        """Ids with cells of their own that are copy targets: llama.cpp copies in the next decode."""
+        """Targets of copies that llama.cpp makes in the next decode (ids with cells of their own)."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
@@ -142,8 +142,8 @@ class Context:
 
     @cached_property
     def embeddings(self) -> npt.NDArray[np.float32]:
-        """Input rows in place of `tokens`, and `planes` in place of `positions`, for a batch
-        `of_pictures`."""
+        """Input rows of a batch `of_pictures`, instead of `tokens`. Their positions are in `planes`, instead
+        of `positions`."""
         return np.zeros((self.n_batch, self._n_embd), np.float32)
 
     @cached_property
@@ -162,9 +162,11 @@ class Context:
 
     def decode(self, n_tokens: int, *, of_pictures: bool = False, reads_next: bool = False) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap,
-        except after a picture. With `of_pictures` the tokens are a picture's rows. With `reads_next` they are
-        those that BEST chose in the last batch, which must be the same sequences in the same order, a token
-        each, whatever `tokens` holds; `runs_ahead` says whether that is possible.
+        except after a picture.
+
+        With `of_pictures` the batch reads `embeddings`, a picture's rows. With `reads_next` it ignores
+        `tokens` and reads those that BEST chose in the last batch. Both batches must then have the same
+        sequences in the same order, one token each; `runs_ahead` says whether that is possible.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -177,7 +179,7 @@ class Context:
         for sequence in self._snapshots.disturbed(sequences):
             self._materialize(sequence)
         if self.ring is not None and self._fills_ring:
-            if of_pictures:  # no reader wants their rows
+            if of_pictures:  # drafters do not read their rows
                 self._ring_rows = np.full(n_tokens, self.ring.n_rows - 1, np.int32)
             else:
                 self._ring_rows = self.ring.rows(sequences, self.positions[:n_tokens])
@@ -226,12 +228,12 @@ class Context:
 
     @property
     def most_ahead(self) -> int:
-        """Most rows of a batch whose rows are read after another was decoded, and of that other one."""
+        """Most rows of a batch that is read after another was decoded. The other batch has the same limit."""
         return max(self._n_seq, 2 * len(self.samplers.kinds)) // 2 if self.runs_ahead else 0
 
     def outputs_ahead(self) -> Outputs | None:
-        """Where the last batch's rows are going to be, so that `rows` finds them after another decode; None
-        if that is unknown."""
+        """Addresses of the last batch's rows, with which `rows` reads them after another decode. None if they
+        are unknown."""
         return outputs_of(self._handle, self._n_decoded)
 
     @property
@@ -246,16 +248,17 @@ class Context:
         *,
         chosen: bool = False,
     ) -> Rows:
-        """The last batch's outputs, given the sequence id and the batch index of each, in order.
+        """The last batch's outputs in order. `sequences` and `indices` are the sequence id and the batch
+        index of each.
 
-        Waits for the device. Valid until the next decode, or if another one followed that of the outputs
-        `ahead`, until the one after that; then whole rows cannot be fetched. With `chosen` the best tokens
-        are those that the next step reads on the device.
+        Waits for the device. The rows are valid until the next decode. With `ahead`, the outputs may be those
+        of the decode before the last: they are valid until one more decode, and whole rows cannot be fetched.
+        With `chosen` the best tokens are those that the next step reads on the device.
         """
         if not self.samplers.active:
             return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
         kinds = [self.samplers.kinds[i] for i in sequences]
-        if ahead is not None and ahead.call < self._n_decoded:  # the next decode has waited for these
+        if ahead is not None and ahead.call < self._n_decoded:  # the last decode waited for these
             return self._rows.fill(kinds, indices, None, None, ahead, chosen=chosen)
         C.llama_synchronize(self._handle)
         kept = self.samplers if self.outputs[self._batch.n_tokens - 1] else None
@@ -385,7 +388,7 @@ class Context:
         self._load(sequence, self._stashes[sequence], ON_DEVICE)
 
     def _materialize(self, sequence: int) -> None:
-        """Copy the snapshot to which a sequence was rolled back over its newest state."""
+        """Overwrite a sequence's newest state with the snapshot that it was rolled back to."""
         self.stash(sequence)
         self.unstash(sequence)
 
@@ -407,7 +410,7 @@ class Context:
         return saved
 
     def restore(self, sequence: int, saved: npt.NDArray[np.uint8]) -> None:
-        """Restore a saved sequence to an id and overwrite what the id holds. Raises LlamaError without
+        """Restore a saved sequence to an id and overwrite what the id holds. Raises LlamaError if there is no
         room."""
         self._require_copied(sequence)
         if sequence in self._copied_from:  # its next decode would copy the restored state

@@ -96,20 +96,21 @@ class _Constants(NamedTuple):
     ends: int = 0
     """The end tokens, repeated for each row of a slab: F32 [n_ends, SLAB]."""
     next_tokens: int = 0
-    """Where BEST writes each row's token for the next step: I32 [SLAB]; 0 if no step can read it there."""
+    """BEST writes each row's token for the next step here: I32 [SLAB]; 0 if no step can read it there."""
     bans: int = 0
     """Added to the logits that BEST chooses the next token from: -inf for the end tokens of rows that ignore
     them. F32 [n_ends + blocks, SLAB]."""
 
 
 class _Outputs(NamedTuple):
-    """The outputs for a slab of rows, read by rows.py. Token ids are below 2^24, exact as F32."""
+    """The outputs for a slab of rows, read by rows.py. Token ids are below 2^24, so F32 holds them
+    exactly."""
 
     figures: int
     """F32 [width, n]. BEST: the next step's token, if that may read it on the device; the end tokens and each
-    block's best token that is neither banned nor an end token; the logits of all these; each block's sum of
-    logits, which is finite if its logits are. GUESS and LOGPROBS: the index of each block's best token within
-    the block, its logit, and its probability within the block. TOP_K: the sums."""
+    block's best token that is neither banned nor an end token; the logits of all these; and the sum of each
+    block's logits, which is finite if all of them are. GUESS and LOGPROBS: the index of each block's best
+    token within the block, its logit, and its probability within the block. TOP_K: the sums."""
     width: int
     candidates: int = 0
     """I32 [k, n], for TOP_K and LOGPROBS. Each extra copy to the host is costly for each row, so the rest is
@@ -139,7 +140,7 @@ class DeviceSamplers:
     """
 
     def __init__(self, model: Model, n: int, kind: DeviceSampler, *, ahead: bool = False) -> None:
-        """`ahead`: BEST chooses the next step's tokens on the device, if this build has them read there."""
+        """`ahead`: BEST chooses the next step's tokens on the device, if this build can read them there."""
         self._ahead = ahead and HAS_NEXT_TOKENS
         self.kinds = [kind] * n
         self.active = n > 0
@@ -201,8 +202,8 @@ class DeviceSamplers:
         self.active = bool(self.kinds) and kind is not None
 
     def fetch(self, context: int, row: int, n_rows: int) -> npt.NDArray[np.float32] | None:
-        """The whole logits [n_vocab] of one of the last call's `n_rows` rows, the last of which is its last
-        token's; None if they are gone.
+        """All logits [n_vocab] of one of the last call's `n_rows` rows, or None if they are gone. The call's
+        last token must have a row.
 
         llama.cpp keeps the rows of a call's last pass on the device until the next call: they are outputs of
         its graph (`llm_graph_result::set_outputs`), whose memory is not reused.
@@ -211,7 +212,7 @@ class DeviceSamplers:
         if whole is None or not whole.padded:
             return None
         tensor, n = whole.logits, whole.n_rows
-        if HAS_LOGITS_TENSOR:  # it keeps two graphs, and the last pass may have been that of the older one
+        if HAS_LOGITS_TENSOR:  # llama.cpp then keeps two graphs, and either may be the last pass's
             tensor = _logits_tensor(context) or 0
             if not tensor:
                 return None
@@ -364,8 +365,9 @@ class DeviceSamplers:
         return build
 
     def _look(self, row: int, source: int) -> _Whole:
-        """Find all rows of the graph that `row` belongs to. In llama.cpp's probe for the number of added
-        nodes, the row is no view (`source`): then it is alone, and an earlier graph's rows are not reused."""
+        """Find all rows of the graph that `row`, a view of `source`, belongs to. When llama.cpp only counts
+        the added nodes, the row is no view: then it is the only row, and an earlier graph's rows are not
+        reused."""
         self._reset(0)
         logits, size = source or row, ggml.Tensor.from_address(row).ne[0]
         if source and ggml.Tensor.from_address(source).op == ggml.PAD:
@@ -403,7 +405,7 @@ class DeviceSamplers:
         if kind is DeviceSampler.GUESS:
             return _Outputs(figures, n_figures)
         constants = self._constants
-        if constants is None or size != self._n_vocab:  # the probe again: contents do not matter
+        if constants is None or size != self._n_vocab:  # llama.cpp only counts nodes: contents do not matter
             ids = ggml.new_tensor(memory, ggml.I32, size, 1)
             constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
             if self._ahead:

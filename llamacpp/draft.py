@@ -1,4 +1,4 @@
-"""A block drafter's context (llama.cpp's `dflash`), with a cache computed from inputs of the trunk's
+"""A block drafter's context (llama.cpp's `dflash`), whose KV cache is computed from inputs of the trunk's
 layers."""
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ class EvalContext:
     """A context of `model`: `trunk`, or `mtp` for the draft head; use as a context manager.
 
     Args:
-        n_ctx: cells in total, shared evenly by `n_seq` sequences; n_batch, n_ubatch: tokens a call, a graph.
+        n_ctx: cells in total, shared evenly by `n_seq` sequences.
+        n_batch, n_ubatch: most tokens of a call, and of a pass.
         precise: F32 KV cache and no flash attention, the configuration to compare with a reference in.
         callback: sees every graph as it is computed.
         op_offload: let the GPU compute with copies of weights that are in the CPU's memory.
@@ -152,10 +153,10 @@ class EvalContext:
         self._n_tokens, self._n_outputs = batch.n_tokens, batch.n_outputs
 
     def logits(self) -> Floats:
-        """[outputs of the last batch, n_vocab] in the batch's order; a view, gone with the next decode.
+        """[outputs of the last batch, n_vocab] in the batch's order: a view, valid until the next decode.
 
         Raises:
-            LlamaError: one is NaN or infinite, which finite weights lead to where activations overflow.
+            LlamaError: a logit is NaN or infinite. Finite weights lead to that if activations overflow.
         """
         logits = self.context.logits(self._n_outputs)
         if logits.size and not np.isfinite(logits.max()):  # the maximum is NaN if any value is
@@ -165,7 +166,8 @@ class EvalContext:
         return logits
 
     def hidden(self) -> Floats:
-        """[tokens of the last batch, n_embd] after the output norm, what head and MTP block read; a view."""
+        """[tokens of the last batch, n_embd] after the output norm, which the head and the MTP block read: a
+        view."""
         return self.context.hidden(self._n_tokens)
 
     def clear(self, sequence: int | None = None) -> None:

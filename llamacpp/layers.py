@@ -74,7 +74,7 @@ class Ring:
     slots: int
     length: int
     spare: int = 0
-    """Rows of each sequence that may be overwritten before any that a drafter may read."""
+    """Rows of each sequence that no drafter reads any more, so new rows may overwrite them."""
 
     @property
     def n_rows(self) -> int:
@@ -93,8 +93,8 @@ class Ring:
     def rows(
         self, sequences: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """The ring rows of a batch's tokens. Tokens that others of the batch would overwrite, and those of
-        ids beyond `slots`, go to the spare row."""
+        """The ring rows of a batch's tokens. Tokens that later tokens of the batch would overwrite, and those
+        of ids from `slots` on, go to the spare row."""
         newest = np.zeros(int(sequences.max()) + 1, np.int32)
         np.maximum.at(newest, sequences, positions)
         lost = (sequences >= self.slots) | (positions <= newest[sequences] - self.length)

@@ -34,7 +34,7 @@ class _BufferTypeOverride(ctypes.Structure):
 class Model:
     """Weights and vocabulary of one GGUF file; a context manager, to be closed after its contexts.
 
-    With `rehearse`, nothing is allocated for the weights and the KV cache of its contexts; such a model only
+    With `rehearse`, neither the weights nor the KV caches of contexts are allocated; such a model only
     reports what llama.cpp would allocate. `shares` splits the layers among all GPUs in these proportions
     (None: by free memory); without it, `main_gpu` holds all GPU layers. The token embedding is on the device
     `embedding_on`, by ggml's name, or else on the host. If it is also the output head, and the head is on the
@@ -157,7 +157,7 @@ class Model:
         return bool(C.llama_vocab_get_attr(self._vocab, token) & (_ATTR_CONTROL | _ATTR_USER_DEFINED))
 
     def is_control(self, token: int) -> bool:
-        """Whether the token's text becomes the token only if `tokenize` gets `special`."""
+        """Whether `tokenize` turns the token's text into the token only with `special`."""
         return bool(C.llama_vocab_get_attr(self._vocab, token) & _ATTR_CONTROL)
 
     @cached_property

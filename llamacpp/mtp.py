@@ -27,8 +27,8 @@ class MtpContext(Context):
     (DeepSeek-V3 report, section 2.2; `graph_mtp` in llama.cpp's qwen35.cpp). Its layer is full attention with
     a KV cache of its own, so a tail can be removed. The model must be loaded with `load_mtp`.
 
-    Filled and decoded as every context, with rows of `beside` too; then `best` reads the outputs and
-    `hidden(n)` gives the head's own hidden rows of the `n` outputs.
+    Fill and decode it as any other context, and also fill `input_hidden`. Then `best` returns the best
+    tokens, and `hidden(n)` the head's own hidden rows of the `n` outputs.
     """
 
     _type = C.LLAMA_CONTEXT_TYPE_MTP

@@ -39,13 +39,13 @@ def quantize_file(
     """`llama_model_quantize`: writes `source` to `target` as `file_type` (enum llama_ftype).
 
     Args:
-        overrides: (regular expression, enum ggml_type), the first that is found in a tensor's name decides.
+        overrides: (regular expression, enum ggml_type); the first that matches a tensor's name decides.
         imatrix: mean squared input per column, by tensor name.
         metadata: keys to add to the output; strings are cut at llama.cpp's 127 bytes.
         on_tensor: called with (number of tensors, name) as each begins.
 
     Raises:
-        LlamaError: llama.cpp gave up; `target` may be there, incomplete.
+        LlamaError: llama.cpp failed; `target` may exist, incomplete.
     """
 
     def follow(line: str) -> None:

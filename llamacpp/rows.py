@@ -1,7 +1,7 @@
 """The rows of one decode that were returned to the host.
 
-The host finishes the device's work for all rows at once: it finds the best of a row's block maxima, and adds
-up the blocks (device_sampler.py). `_Outputs` there describes the layout of a row's figures.
+The host completes the device's reductions for all rows at once: it finds the best of a row's block maxima,
+and adds up the sums of its blocks. `_Outputs` in device_sampler.py describes the layout of a row's figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ITH = {
 NO_LOGITS = (
     "the model computed no usable logits ({}): its weights are damaged, or hold values that are not finite"
 )
-"""llama.cpp turns NaN into zeros when it quantizes a product's input: then all logits are 0."""
+"""All logits may be 0, because llama.cpp turns NaN into zeros when it quantizes a product's input."""
 
 
 def best_tokens(figures: Numbers, blocks: int) -> Tokens:
@@ -86,15 +86,15 @@ def log_sums(figures: Numbers) -> Numbers:
 
 
 class Rows:
-    """Outputs of the last batch, in order; valid until the next. A row's kind decides which methods it
-    supports.
+    """Outputs of the last batch, in order; valid until the next. A row's kind decides which methods can be
+    called for it.
 
     The object is reused: `fill` is called after every decode. Nothing is copied.
     """
 
     def __init__(self, context: int, n_vocab: int, n_real: int, n_chosen: int = 0) -> None:
-        """`n_real` of the `n_vocab` tokens are not padding. BEST has `n_chosen` figures before the others:
-        none, or the token that the next step reads on the device."""
+        """`n_real` of the `n_vocab` tokens are not padding. `n_chosen` is 1 if BEST's figures begin with the
+        token that the next step reads on the device, else 0."""
         self._n_chosen = n_chosen
         self._n_vocab, self._n_real = n_vocab, n_real
         self.kinds: Sequence[DeviceSampler] = ()
@@ -139,8 +139,8 @@ class Rows:
     ) -> Rows:
         """Set the rows of a batch: each row's kind and index in the batch; `raw` logits if the host samples.
 
-        The `samplers` may still have the whole rows of the batch's last pass. If another batch was decoded
-        since, the outputs are `ahead`. With `chosen` all rows are BEST, and their best tokens those that the
+        `samplers` can fetch whole rows of the batch's last pass. `ahead`: the batch's outputs, if another
+        batch was decoded since. With `chosen` all rows are BEST, and their best tokens are those that the
         next step reads on the device.
         """
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
@@ -165,7 +165,7 @@ class Rows:
         return logits
 
     def unchecked(self, row: int) -> Numbers:
-        """The same without checks: a drafter with a reduced vocabulary has -inf for all other tokens."""
+        """`logits` without checks, for a drafter with a reduced vocabulary: its other tokens have -inf."""
         whole = self._output("logits", np.float32, row) if self._raw is None else self._raw
         logits: Numbers = whole[row]
         return logits
@@ -176,7 +176,7 @@ class Rows:
         return None if self._samplers is None else self._samplers.fetch(self._context, row, len(self.kinds))
 
     def best(self, row: int) -> int:
-        """The best token. For BEST and GUESS. Raises FloatingPointError if there are no usable logits."""
+        """The best token. For BEST and GUESS. Raises FloatingPointError if the logits are unusable."""
         self._check(row)
         return self._tokens[row]
 

@@ -1,14 +1,15 @@
 """Tracks when a sequence may be rolled back to one of llama.cpp's snapshots of recurrent states.
 
-With `n_rs_seq` = n, a call keeps beside a sequence's newest state those before its last n tokens.
-`llama_memory_seq_rm` of at most n tokens makes the sequence's next call begin at one of them.
-llama-memory-recurrent.cpp does not check three things: the states are only those of the last call, so a call
-with fewer tokens leaves fewer of them; other sequences of the call may move the newest state without the
-others; and until the next call, copies of the sequence get its newest state, not the one it was rolled back
-to.
+With `n_rs_seq` = n, a call keeps a sequence's newest state and, as snapshots, the states before each of its
+last n tokens. After `llama_memory_seq_rm` of at most n tokens, the sequence's next call begins at a snapshot.
+llama-memory-recurrent.cpp leaves three things unchecked:
 
-Stock llama.cpp has room for n snapshots of every sequence. With the patch shared-snapshots there are those of
-one sequence, the one that was alone in the last call. No other is ever rolled back.
+- Snapshots are those of the last call only. A call of fewer than n tokens leaves fewer snapshots.
+- If a call has several sequences, it may move a sequence's newest state without its snapshots.
+- Until the next call, a copy of a sequence that was rolled back gets its newest state, not the snapshot.
+
+Therefore only a sequence that was alone in the last call is rolled back. Stock llama.cpp has room for n
+snapshots of every sequence; with the patch shared-snapshots there is room for one sequence's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SHARED: Final = brings(SHARED_SNAPSHOTS, "llama_rs_seq_shared")
 """Whether this llama.cpp can keep the snapshots of one sequence only."""
 
 SHARED_FLAG: Final = 0x80000000
-"""LLAMA_RS_SEQ_SHARED of its src/llama-ext.h: or-ed to `n_rs_seq`."""
+"""LLAMA_RS_SEQ_SHARED of its src/llama-ext.h, a bit of `n_rs_seq`."""
 
 
 def n_rs_seq(n_snapshots: int) -> int:
@@ -41,12 +42,12 @@ class Snapshots:
     def __init__(self, most: int, n_ubatch: int) -> None:
         self.most, self._n_ubatch = most, n_ubatch
         self.pending: set[int] = set()
-        """Sequences that were rolled back and continue there in their next call."""
+        """Sequences that were rolled back to a snapshot, from which their next call continues."""
         self._last, self._reach = -1, 0
         """The sequence that was alone in the last call, and how many of its tokens can be taken back."""
 
     def disturbed(self, sequences: npt.NDArray[np.int32]) -> set[int]:
-        """Rolled-back sequences that must be materialized before a call with tokens of these sequences."""
+        """Sequences in `pending` that must be materialized before a call with tokens of `sequences`."""
         return {one for one in self.pending if (sequences != one).any()} if self.pending else self.pending
 
     def decoded(self, sequences: npt.NDArray[np.int32]) -> None:

@@ -15,10 +15,9 @@ SORTABLE = 1024
 
 
 def top_k(memory: int, rows: int, ids: int, k: int) -> tuple[int, int]:
-    """Ids [k, n] and values [1, k, n] of the `k` highest numbers of each row, in no order; `rows` is [size,
-    n].
+    """Ids [k, n] and values [1, k, n] of the `k` highest numbers of each row, in no order.
 
-    `ids` names the columns of all rows: [size]. The size must be at least `k`.
+    `rows` is [size, n], and `ids` [size] has the id of each number of a row. The size must be at least `k`.
     """
     tensor = ggml.Tensor.from_address(rows)
     size, n = tensor.ne[0], tensor.ne[1]

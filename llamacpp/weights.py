@@ -72,10 +72,12 @@ def _traits(kind: GGMLQuantizationType) -> _Traits:
 def quantize_rows(
     values: Floats, kind: GGMLQuantizationType, columns: Floats | None, threads: int = 1
 ) -> Bytes:
-    """[matrices, rows, bytes of a row]: `values` [matrices, rows, width] as `kind`, as llama-quantize has it.
+    """Quantizes `values` [matrices, rows, width] to `kind` as llama-quantize does: [matrices, rows, bytes of
+    a row].
 
     Args:
-        columns: [matrices, width] mean squared inputs, by which errors are weighed; None: all alike.
+        columns: [matrices, width] mean squared inputs, the weights of errors; None: all errors weigh the
+        same.
     """
     matrices, rows, width = values.shape
     block, n_bytes = GGML_QUANT_SIZES[kind]
@@ -189,7 +191,7 @@ class Weights:
         return name in self._tensors
 
     def values(self, name: str) -> Floats:
-        """The file's values [matrices, rows, width], whatever the model has now."""
+        """The file's values [matrices, rows, width], even if the model's are changed."""
         tensor = self._tensors[name][0]
         kind = GGMLQuantizationType(tensor.type)
         data = self._originals[name] if name in self._originals else self._read(tensor)
