@@ -25,8 +25,8 @@ TURN = 8
 
 
 def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> str:
-    """The salt of prefixes that were read with adapters, which depends on their files' contents. Raises
-    IndexError for an unknown adapter."""
+    """The salt of prefixes that are computed with these adapters; it depends on the contents of their files.
+    Raises IndexError for an unknown adapter."""
     if not adapters:
         return salt
     made_by = [(known[index].fingerprint, scale) for index, scale in adapters]
@@ -36,8 +36,8 @@ def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> st
 class Turns:
     """Chooses the adapters of a step if running sequences have different ones, in turns of TURN steps.
 
-    The next turn is for the tenant that has waited longest, and of its sets for the one that has waited
-    longest. So a tenant that names many sets, or many scales, has no more turns than one with a single set.
+    The next turn goes to the tenant that has waited longest, and among its sets to the one that has waited
+    longest. So a tenant with many sets, or many scales, gets no more turns than one with a single set.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,13 @@ class Turns:
         self._left = self._steps = 0
         """Steps left of this turn, and all steps so far."""
         self._sets: dict[Adapters, int] = {}
-        """The last step of each set, or the step at which it came."""
+        """The last step of each set or, before its first turn, the step at which it arrived."""
         self._tenants: dict[str, int] = {}
-        """The same of each tenant."""
+        """The same for each tenant."""
 
     def order(self, running: ListLike[Sequence]) -> list[Adapters]:
-        """The adapters of all running sequences: those whose turn it is, then the next ones in order."""
+        """The sets of all running sequences: the one whose turn it is, then the others in the order of their
+        turns."""
         steps = self._steps
         self._sets = {
             key: self._sets.get(key, steps) for key in dict.fromkeys(one.adapters for one in running)

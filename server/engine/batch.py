@@ -25,8 +25,8 @@ class Chunk:
     is_prompt: Final[bool] = False
     """The pending tokens are prefill: read for the first time, or again after a preemption."""
     decodes: Final[bool] = True
-    """It fits a decode step, where drafts may be verified: all pending tokens are in it, and at most one of
-    them, the last, is of a prompt."""
+    """It fits a decode step, in which drafts may be verified: it has all pending tokens, and at most the last
+    of them is a prompt token."""
     draft: Final[tuple[int, ...]] = ()
     scored: Final[range] = range(0)
     """Positions in the prompt whose next token needs a log-probability."""
@@ -63,12 +63,12 @@ class Placement:
     rows: list[int] = field(default_factory=list)
     """Rows of logits that its tokens are sampled from, in order."""
     scored_rows: list[int] = field(default_factory=list)
-    """Rows of logits after its `scored` positions."""
+    """Rows of logits of its `scored` positions."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """Either decodes, perhaps with drafts, or chunks of prompts, which are all text or all pictures."""
+    """Decodes, perhaps with drafts, or chunks of prompts. The chunks are either all text or all pictures."""
 
     chunks: list[Chunk] = field(default_factory=list)
     draft_room: int = 0
@@ -102,7 +102,7 @@ class Batch:
         self.prompt_tokens += count if chunk.is_prompt else 0
 
     def add_draft(self, chunk: Chunk, tokens: ListLike[int]) -> None:
-        """Have `tokens` verified after the chunk's own. The chunk must sample and have no draft yet."""
+        """Add `tokens` as the chunk's draft, to be verified. The chunk must sample and have no draft yet."""
         self.chunks[self.chunks.index(chunk)] = replace(chunk, draft=tuple(tokens))
         self.n_tokens += len(tokens)
         self.n_rows += len(tokens)
@@ -118,8 +118,8 @@ class Batch:
 
     @property
     def may_be_read_late(self) -> bool:
-        """Whether its rows can be read when another batch was launched behind it: none is fetched whole, no
-        draft is rolled back, and no log-probability is looked up."""
+        """Whether its rows can be read after the next batch was launched: no row is fetched whole, no draft
+        is rolled back, and no log-probabilities are wanted."""
         return self.n_rows > 0 and all(
             chunk.sequence.sampler.never_fetches and chunk.sequence.logprobs is None and not chunk.draft
             for chunk in self.chunks

@@ -30,8 +30,8 @@ MAX_FILES = 16_384
 
 
 class PictureEncoder:
-    """Encodes one picture at a time, and prepares the next meanwhile. Any thread may call, and waits for its
-    turn. The engine's steps and requests with a cached picture do not wait."""
+    """Encodes one picture at a time, and prepares the next one meanwhile. Any thread may call it; the call
+    waits for its turn. The engine's steps and requests with a cached picture do not wait."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class PictureEncoder:
             max_tokens: most tokens of a picture.
             identity: names the tower and its settings, on which a picture's rows depend.
             cache_bytes: most bytes of cached rows.
-            most_bytes: most bytes of cached rows and of those that requests hold, beside one picture's.
+            most_bytes: most bytes of cached rows and of rows that requests hold; one picture more is allowed.
         """
         self.side = side
         self.max_pixels = max_tokens * side * side
@@ -58,12 +58,13 @@ class PictureEncoder:
         self._cache: LRUCache[tuple[str, bytes], Picture]
         self._cache = LRUCache(cache_bytes, getsizeof=lambda one: one.rows.nbytes)
         self._files: LRUCache[tuple[str, bytes], bytes] = LRUCache(MAX_FILES)
-        """The key in `_cache`, after the salt, of what was decoded from a file with this digest."""
+        """Salt and digest of a file -> the key of its picture in `_cache`, without the salt."""
         self._preparing, self._encoding = Lock(), Lock()
-        """Held while a picture is prepared on the host, and while one is encoded. Who takes both takes
+        """Held while a picture is prepared on the host, and while one is encoded. To hold both, take
         `_preparing` first."""
         self._lock = Lock()
-        """Guards the fields and the tower's measuring. Held briefly, also by holders of the others."""
+        """Guards the fields and the tower's `measure`. Held briefly; may be taken while the others are
+        held."""
         self._closed = False
         self._most = most_bytes
         self._held = 0
@@ -83,8 +84,8 @@ class PictureEncoder:
                 raise GenerationError(f"the picture could not be measured: {error}") from error
 
     def recall(self, file: bytes, salt: str) -> Picture | None:
-        """The cached picture of a file that was decoded before, by its digest: decoding takes as long as the
-        prefix cache's answer to a second question."""
+        """The cached picture of a file that was decoded before, by the file's digest. Decoding it again would
+        take as long as answering a second question from the prefix cache."""
         with self._lock:
             key = self._files.get((salt, file))
         return None if key is None else self._known((salt, key))

@@ -77,7 +77,7 @@ class Engine:
         self.grammars = components.grammars
         """Compiles the grammars that constrain answers."""
         self.dries = DrySamplers(components.model, self.context_size)
-        """Building a request's DRY sampler is slow: do it once, on another thread, before submitting."""
+        """Makes requests' DRY samplers. That is slow, so do it on another thread before submitting."""
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock, self._warm = threading.Lock(), threading.Event()
         self._open: dict[Generation, OutputQueue] = {}
@@ -93,7 +93,8 @@ class Engine:
         self._steps = self._prompt_tokens = self._generated_tokens = 0
         self._taking = Steps(components, self._profile, self._flush, self._relieve)
         self._unsent: list[Output] = []
-        """The last step's tokens of unfinished sequences, delivered while the device computes the next."""
+        """The last step's tokens of unfinished sequences, delivered while the device computes the next
+        step."""
 
     # --- the callers' side ---------------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class Engine:
         self._finish(sequence, done, tokens)
 
     def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:
-        """A sequence has left the scheduler: free its resources and deliver `tokens` and the end."""
+        """Free the resources of a sequence that left the scheduler, and deliver `tokens` and the end."""
         generation = self._listeners.pop(sequence)
         del self._sequences[generation]
         self._speculator.forget(sequence)
@@ -396,7 +397,8 @@ class Engine:
         queue.put(generation, tokens, done)
 
     def _relieve(self, error: NoMemorySlot) -> None:
-        """llama.cpp found no free cells although the scheduler counted some: log it and run fewer."""
+        """llama.cpp found no free cells although the scheduler counted some: log that and preempt a
+        sequence."""
         scheduler, cells = self._scheduler, self.components.states.cells
         log.error("%s, though only %d of %d are counted as used", error, cells.used, cells.total)
         if len(scheduler.running) > 1:
@@ -418,6 +420,6 @@ class Engine:
             queue.put(generation, [], GenerationError(message))
         self._listeners.clear()
         self._flush()
-        while not self._inbox.empty():  # fails what waits in `between_steps`
+        while not self._inbox.empty():  # the futures of `between_steps` fail
             self._inbox.get()()
         self._warm.set()  # releases `wait_ready`

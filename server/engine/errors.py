@@ -48,23 +48,23 @@ class EngineDead(EngineError):
 
 
 class GenerationError(EngineError):
-    """This generation ended before it was complete; except in a RequestFault, not because of its request."""
+    """The generation ended before it was complete. Only a RequestFault is caused by the request."""
 
 
 class RequestFault(GenerationError):
-    """It could not be completed because of the request's field `param`."""
+    """The generation could not be completed because of the request's field `param`."""
 
     param = ""
 
 
 class NoTokenLeft(RequestFault):
-    """The request's rules about tokens allow none that could come next."""
+    """The request's rules allow no next token."""
 
     param = "allowed_token_ids"
 
 
 class FormatTooComplex(RequestFault):
-    """The request's format cannot be followed to the end within the limits."""
+    """Following the request's format to its end exceeds a limit."""
 
     def __init__(self, param: str, why: str) -> None:
         super().__init__(param, why)

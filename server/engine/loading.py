@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PREFILL_CPU = 128
-"""Default maximum prompt tokens in a step beside running answers, without a GPU."""
+"""Without a GPU, the default maximum of prompt tokens in a step while answers are running."""
 
 WARM_UP_TOKENS_CPU = 32
 """Prompt tokens that the warm-up reads without a GPU: enough to page the weights in."""
@@ -87,7 +87,7 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
             "or set n_gpu_layers to 0 if the CPU is meant.",
             cards[0],
         )
-    # ggml's threads spin at barriers: one without its own core stalls the others. Leave a core to clients.
+    # ggml threads spin at barriers: one without its own core stalls the others. One core is left to clients.
     threads = settings.threads or max(1, physical_cores() - 1)
     speculation = settings.speculation
     draft_model = settings.draft_model
@@ -101,7 +101,7 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
         speculation = "both" if on_gpu else "ngram"
     flash_attn = settings.flash_attn
     if settings.deterministic and flash_attn == "auto" and not on_gpu:
-        flash_attn = "off"  # on the CPU it splits the cells of a lone sequence among threads
+        flash_attn = "off"  # on the CPU it splits a lone sequence's cells among threads
     return settings.replace(
         threads=threads,
         threads_batch=settings.threads_batch or threads,
@@ -109,7 +109,7 @@ def resolve_settings(settings: EngineSettings) -> EngineSettings:
         draft_model=draft_model,
         flash_attn=flash_attn,
         prefix_shrinks=settings.prefix_shrinks and not settings.deterministic,  # no step reads others' cells
-        # without a GPU the logits are the host's already
+        # without a GPU the logits are in host memory already
         sampling=settings.sampling if settings.sampling != "auto" else "device" if on_gpu else "host",
     )
 
@@ -250,7 +250,7 @@ class Components:
         return PrefixFile(path, made_by)
 
     def _check_rows(self, counts: ListLike[int]) -> None:
-        """Find in which passes a row has the same bits; only these are used."""
+        """Find the passes in which a row has the same bits. Only these are used."""
         settings = self.plan.settings
         check = partial(reproduced, self.context, settings, counts, on_gpu=self.plan.on_gpu)
         each = (check() for _ in self.runner.each_adapter())
@@ -260,7 +260,7 @@ class Components:
         log.info("deterministic: %s", found.told(drafts=drafts, experts=experts))
 
     def _rehearse(self, n: int, rows: int) -> float:
-        """Seconds to verify `rows` - 1 made-up draft tokens for each of `n` sequences; frees them after."""
+        """Seconds to verify `rows` - 1 arbitrary draft tokens for each of `n` new sequences."""
         sampler = Sampler(SamplingParams(), self.vocab, [])
         batch = Batch()
         for slot in range(n):
@@ -295,7 +295,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
     memory is too small."""
     settings, spec = plan.settings, plan.spec
     log.debug("llama.cpp is %s", f"patched: {', '.join(patches())}" if patches() else "stock")
-    with ExitStack() as unfinished:  # if a part cannot be made, the earlier ones are freed
+    with ExitStack() as unfinished:  # frees the components made so far if one cannot be made
         model = load_model(settings, spec, plan.embedding_on)
         unfinished.callback(model.close)
         if model.f16_copies < plan.copies:
@@ -415,7 +415,7 @@ def _encoder(plan: MemoryPlan, model: Model) -> PictureEncoder:
         )
     except LlamaError as error:
         raise ModelLoadError(f"mmproj: {error} ({WITHOUT})") from error
-    # of all that rows depend on: rows of pictures that were not stretched are in older prefix files
+    # everything that rows depend on; older prefix files have rows of pictures that were not stretched
     identity = f"{spec.file.fingerprint()} {least} {most} stretched"
     cache_bytes = settings.image_cache_mib * 1024**2
     return PictureEncoder(

@@ -1,7 +1,7 @@
 """Fingerprints of model files: a digest of all their bytes, computed once for each state of a file.
 
 Data that outlive a process (states of the prefix cache, measured times, sizes of buffers) are stored under
-the fingerprint. It is that of the loaded file: a file that takes its name later changes nothing.
+the fingerprint of the loaded file. A file that gets the same name later does not change it.
 """
 
 from __future__ import annotations

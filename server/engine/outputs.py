@@ -56,7 +56,7 @@ class Generation:
         self.logprobs = logprobs
         """Log-probabilities, if wanted: at least those of the tokens that have arrived."""
         self.thinking = thinking
-        """Watch of an answer's think block, if any: it has counted at least the tokens that arrived."""
+        """Follows the answer's think block, if it has one; it has seen at least the tokens that arrived."""
         self.stream = stream
         """Whether tokens are delivered as they come, rather than all at the end."""
         self.finish_reason: FinishReason | None = None
@@ -105,9 +105,9 @@ class Generation:
 class OutputQueue:
     """Delivers results to one event loop. Construct it there; the engine's thread calls `put` and `flush`.
 
-    `loop.call_soon_threadsafe` writes to a socket, which releases the GIL. The loop's thread, just woken,
-    takes it, and the engine waits while that thread writes to all its streams. Instead, this class wakes the
-    loop through a pipe with the GIL held, and the loop runs once the engine calls into llama.cpp.
+    `loop.call_soon_threadsafe` writes to a socket, which releases the GIL. The loop's thread wakes up and
+    takes the GIL, and the engine waits while that thread writes to all its streams. This class wakes the loop
+    through a pipe instead and keeps the GIL. The loop then runs when the engine calls into llama.cpp.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -9,15 +9,15 @@ from time import perf_counter
 from .errors import QueueFull
 
 REMEMBERED = 32
-"""Last ends of requests, from which their rate is measured."""
+"""How many of the last requests' ends are kept, to measure the rate at which requests end."""
 LONGEST_RETRY_S = 60
 
 
 class Places:
     """Places for running and waiting requests: `parallel` plus `max_queue` for all tenants together.
 
-    If all places are taken, only tenants with at least an even part of them are refused; others may use up to
-    twice as many places in all. Not thread-safe.
+    If all places are taken, only tenants that hold at least an equal part of them are refused. The others may
+    fill up to twice as many places. Not thread-safe.
     """
 
     def __init__(self, parallel: int, max_queue: int) -> None:
@@ -54,8 +54,8 @@ class Places:
             del self._open[tenant], self._ends[tenant]
 
     def _seconds(self, tenant: str, count: int) -> int:
-        """Estimated seconds until `count` of the tenant's requests have ended, from the rate of its last
-        ones; 1 if unknown."""
+        """Estimated seconds until `count` of the tenant's requests have ended, by the rate at which its last
+        ones ended; 1 if unknown."""
         ends = self._ends.get(tenant) or self._all_ends
         if len(ends) < 2:
             return 1

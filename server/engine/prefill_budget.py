@@ -1,4 +1,5 @@
-"""Chooses how many prompt tokens a step reads beside running answers, to take about the allowed time."""
+"""Chooses how many prompt tokens a step reads while answers are running, so that it takes about the allowed
+time."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ MIN_PREFILL = 16
 class PrefillBudget:
     """As many prompt tokens as take about `seconds`, at most `most`; or `fixed`, if that is set.
 
-    The budget uses the minimum time a token so far, from the measurement at start and every full step since.
-    So a card with other work at start lowers it only until the first step without delay, and a card with
-    other work now does not lower it.
+    The budget uses the shortest time a token so far, from the measurement at start and every full step since.
+    If other work delayed the measurement at start, the first step without delay corrects it. Other work that
+    delays steps later does not lower the budget.
     """
 
     def __init__(self, seconds: float, ubatch: int, most: int, *, fixed: int = 0) -> None:
@@ -25,7 +26,8 @@ class PrefillBudget:
     def tokens(self) -> int:
         """Maximum prompt tokens between two decode steps.
 
-        More than a ubatch is rounded to whole ubatches, since a partial one takes as many kernel launches.
+        If it is more than a ubatch, it is rounded to whole ubatches: a partial one has as many kernel
+        launches.
         """
         if self._fixed or not self.each:
             return self._fixed or self._most
@@ -35,16 +37,16 @@ class PrefillBudget:
         return min(max(int(tokens), MIN_PREFILL), self._most)
 
     def start(self, each: float) -> None:
-        """Begin with `each` seconds a token, measured at start or by an earlier server."""
+        """Set the first `each`, which was measured at start or by an earlier server."""
         self.each = each
 
     def add(self, tokens: int, launched: float, done: float | None) -> None:
         """Record a step with `tokens` prompt tokens, and the times in seconds at which it was launched and
         done.
 
-        `done` is None if the engine did not wait for the step, as for most of a prompt. Its tokens then count
-        with those of the next step that the engine waits for, which may be a decode, so the time is an upper
-        bound. Only a ubatch or a full step counts, since fewer tokens use the device less well.
+        `done` is None if the engine did not wait for the step, as for most steps of a prompt. Its tokens then
+        count with those of the next step that the engine waits for. That may be a decode, so the time is an
+        upper bound. Only a ubatch or a full step counts, since fewer tokens use the device less well.
         """
         if not self._reading:
             self._since = launched

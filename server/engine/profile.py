@@ -28,7 +28,7 @@ class StartProfile:
         self.seconds: dict[str, float] = {}
 
     def done(self, stage: str) -> None:
-        """`stage` took the time since the previous one."""
+        """Record that `stage` took the time since the last stage."""
         now = perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
@@ -52,18 +52,18 @@ Phase = Literal[
 ]
 """The phases in the order of a step: receive requests; choose the step's tokens; draft; write llama.cpp's
 batch; llama_decode; count cells; deliver the previous step's tokens; wait for the device; sample; roll back
-wrong drafts; record results and end complete sequences. With a device that computes asynchronously, reserve
-and flush add nothing to a step."""
+wrong drafts; record results and end complete sequences. If the device computes asynchronously, reserve and
+flush run meanwhile and add nothing to a step."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Kind = Literal["decode", "verify", "prefill"]
-"""A step with one token of each sequence; with drafts; with prompt tokens."""
+"""decode: one token of each sequence; verify: drafts, too; prefill: prompt tokens."""
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Totals of all steps of a kind whose rows, rounded up to a power of two, are `rows`."""
+    """Totals of the steps of one kind that have `rows` rows, rounded up to a power of two."""
 
     kind: Kind
     rows: int
@@ -75,7 +75,7 @@ class StepTotals:
 
 
 class StepProfile:
-    """A stop watch for the engine's thread; `times` may be read from any."""
+    """A stopwatch for the engine's thread; any thread may read `times`."""
 
     def __init__(self) -> None:
         self._totals: Mapping[tuple[Kind, int], StepTotals] = {}
@@ -85,7 +85,7 @@ class StepProfile:
         self._last = perf_counter()
 
     def start(self) -> None:
-        """Begin to measure a step; earlier time does not count."""
+        """Begin to measure a step."""
         self._laps = [0.0] * len(PHASES)
         self._last = perf_counter()
 

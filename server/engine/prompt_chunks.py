@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class PromptChunks:
-    """Half of a step's tokens go to the prompt that came first, the other half to those closest to their
-    first token; the scheduler's docstring says why."""
+    """Divides a step's tokens among prompts: half for the prompt that arrived first, half for those closest
+    to their first output token. The scheduler's docstring says why."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class PromptChunks:
         reproducible: Reproducible | None,
         without: ListLike[Sequence] = (),
     ) -> None:
-        """Add chunks of prompts, up to a ubatch, within the free cells and, beside answers, the budget.
+        """Add chunks of prompts: at most a ubatch, as many tokens as there are free cells and, while answers
+        are running, the budget.
 
         A chunk ends where a checkpoint is wanted. `without`: sequences whose next token is being computed.
         """
@@ -81,7 +82,7 @@ class PromptChunks:
     def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
         """How many tokens of each prompt to read: half for the oldest, half for those with fewer pending.
 
-        Each distinct length costs a pass, so besides the oldest at most one prompt is read in part, and none
+        Each distinct length costs a pass. So besides the oldest prompt at most one is read in part, and none
         gets only a few tokens.
         """
         oldest, least = prompts[0], budget // 8

@@ -33,10 +33,10 @@ SHORT = 100
 """Tokens of the text after which verifications are compared."""
 
 SINGLE = 17
-"""Tokens after it that are computed one by one."""
+"""Tokens after that text that are computed one by one."""
 
 COMPARED = 4
-"""Rows at either end of a decode that are compared."""
+"""How many rows are compared at each end of a decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Reproducible:
 
     chunk: int
     """Prompts are cut at multiples of this many tokens. 1: anywhere, since a token has the same bits in all
-    passes of fewer tokens than `together`."""
+    passes with fewer tokens than `together`."""
     together: int = 1
     """Maximum tokens of a decode step, if there are fewer slots: with more tokens the bits may differ."""
     abreast: int = 1
@@ -57,11 +57,11 @@ class Reproducible:
     """Rows of several sequences are not computed together, since their bits would differ."""
 
     def group(self, first: Sequence, pieces: Mapping[Sequence, int], budget: int) -> list[Sequence]:
-        """The prompts whose next pieces share a pass with that of `first`. `pieces` are their tokens up to
-        the next cut.
+        """The prompts whose next pieces share a pass with that of `first`. `pieces`: each prompt's tokens up
+        to its next cut.
 
-        Short pieces share a small pass. Whole chunks share one, within the budget, if their bits stay the
-        same. Any other piece is a pass of its own.
+        Short pieces share a small pass. Whole chunks share a pass, within the budget, if their bits stay the
+        same. Any other piece has a pass of its own.
         """
         count, taken = pieces[first], [first]
         if count < self.together and not self.alone:
@@ -102,7 +102,8 @@ def reproduced(
 ) -> Reproducible:
     """Compute the same rows in passes of several sizes, and find which have the same bits.
 
-    If that holds on the CPU, prompts are cut anywhere. On a GPU that would take eight times as many passes.
+    If small passes have the same bits, prompts on the CPU are read in small passes and cut anywhere. On a GPU
+    that would take eight times as many passes.
     """
     chunk, together = chunk_of(settings, on_gpu=on_gpu), BATCH_INVARIANT_TOKENS
     sizes = sorted(n for n in {2, 4, *counts} if 1 < n <= settings.parallel)
@@ -122,7 +123,8 @@ def reproduced(
 
 
 def verified_lengths(*, on_gpu: bool) -> tuple[int, ...]:
-    """Tokens of one sequence in the compared passes: kernels for few, some and many."""
+    """Tokens of one sequence in the compared passes, so that the kernels for few, some and many tokens are
+    compared."""
     return (2, 4, 9, 17, 33, 63) if on_gpu else (2, 9, 17, 63)
 
 
@@ -133,8 +135,9 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
         counts: numbers of sequences that are decoded together.
         lengths: numbers of tokens of one sequence, decoded at once and token by token.
 
-    One of the sequences is long, since kernels also depend on that. Each decode has different tokens, and
-    several rows are compared: with small matrices two orders of summation agree on many rows.
+    One of the sequences is long, since the choice of kernels depends on that, too. Each decode has different
+    tokens, and several rows are compared, since with small matrices two orders of summation agree on many
+    rows.
     """
     sampled = context.samplers.active
     context.set_samplers(None)

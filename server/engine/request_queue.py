@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOOK_AGAIN = 8
 """Steps after which a preemption is considered again, since tenants' counters have changed by then."""
 MOST_HEADS = 16
-"""Maximum tenants for which a preemption is considered at once: with thousands it would take long."""
+"""Maximum tenants for which a preemption is considered at once, since thousands would take long."""
 
 
 class RequestQueue:
@@ -37,8 +37,8 @@ class RequestQueue:
         self.steps = 0
         """Steps computed so far; the scheduler counts them."""
         self._changed, self._due = False, 0
-        """Whether a request came or left since a preemption was last considered, and the step at which it is
-        considered next in any case."""
+        """Whether a request arrived or left since preemption was last considered, and the step at which it is
+        considered again in any case."""
 
     def __bool__(self) -> bool:
         return bool(self._backlogged)

@@ -1,4 +1,5 @@
-"""Computes batches: fills llama.cpp's, decodes it, waits for its rows. Knows no drafter and no cache."""
+"""Computes batches: fills llama.cpp's batch, decodes it and waits for its rows. Drafters and the prefix cache
+are not its concern."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from .sequence import Adapters, Sequence
 
 PATIENCE = 400
-"""After this many rows that return more than needed, slots get narrower device samplers. It is the cost of
-that change, which plans all graphs anew, divided by the cost of copying a whole row (defaults.md)."""
+"""After this many rows that return more than needed, slots get narrower device samplers. That change plans
+all graphs again, and costs as much as copying this many whole rows (defaults.md)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +37,10 @@ class Launched:
 
     batch: Batch
     slots: list[int]
-    """For each row of logits: the slot; and in `indices` the index in the batch."""
+    """The slot of each row of logits; `indices` has its index in the batch."""
     indices: list[int]
     outputs: Outputs | None
-    """Where its rows are going to be; None if they must be read before the next batch is launched."""
+    """Addresses of its rows; None if the rows must be read before the next batch is launched."""
     chosen: bool
     """Whether its tokens are chosen on the device, where the next step can read them."""
     at: float = 0.0
@@ -57,33 +58,33 @@ class Runner:
         *,
         exact: bool = False,
     ) -> None:
-        """`adapters` are in order of their numbers. `exact`: a slot's device sampler is always the one that
-        its request needs, since others sum differently."""
+        """`adapters` are in the order of their numbers. `exact`: each slot always has exactly the device
+        sampler that its request needs, since others sum in another order."""
         self._exact, self._adapters = exact, adapters
         self._applied: Adapters = ()
         """The adapters that the context applies now."""
         self._context, self._profile = context, profile
         self._slots: list[int] = []
-        """For each row of logits: the slot; and in `_indices` the index in the batch."""
+        """The slot of each row of logits; `_indices` has its index in the batch."""
         self._indices: list[int] = []
         self._filled: Batch | None = None
         """The batch in the context's arrays, if it only decodes."""
         self._fits = False
         """Whether its slots have exactly the device samplers that their requests need."""
         self._most_ahead = min(MOST_ROWS, context.n_ubatch, context.most_ahead)
-        """Most sequences of a step that can be followed by itself before its rows are read."""
+        """Most sequences of a step that can be launched again before its rows are read."""
         self._chosen = False
         self._tail = context.n_snapshots + 1 if context.n_snapshots else 0
-        """Last tokens of a sequence that stay in one pass."""
+        """How many of a sequence's last tokens stay in one pass."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
         self._wasted = 0
         self.sampler_changes = 0
         """How often a slot got another device sampler for a request."""
 
     def launch(self, batch: Batch, *, reads_next: bool = False) -> Launched:
-        """Start to compute a batch. On a GPU this returns when the batch before is computed, on a CPU when
-        this one is. With `reads_next` it is the batch before once more, and reads the tokens that were chosen
-        for it on the device (`can_follow`).
+        """Start to compute a batch. On a GPU this returns when the last batch is computed, on a CPU when this
+        one is. With `reads_next` the last batch is launched again and reads the tokens that the device chose
+        (`can_follow`).
 
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
@@ -101,8 +102,8 @@ class Runner:
         return Launched(batch, self._slots, self._indices, outputs, self._chosen)
 
     def can_precede(self, step: Launched, batch: Batch) -> bool:
-        """Whether `batch` can be launched before the rows of this step are read. It is one pass, since the
-        launch of a second one would wait for the first."""
+        """Whether `batch` can be launched before the rows of this step are read. It must be a single pass,
+        since launching a second pass would wait for the first."""
         lengths = [chunk.n_tokens for chunk in batch.chunks]
         return (
             step.outputs is not None
@@ -127,7 +128,8 @@ class Runner:
             yield
 
     def collect(self, step: Launched) -> Rows | None:
-        """Wait for the rows of the batch; None if it has none, and then the next may be launched at once.
+        """Wait for the rows of the batch. None if it has no rows; then the next batch can be launched at
+        once.
 
         Raises LlamaError if the batch as a whole failed.
         """

@@ -124,14 +124,16 @@ class Policy:
         return None
 
     def youngest(self) -> Sequence:
-        """The sequence to preempt when others need cells: of the worst rank, then of the tenant that has used
-        most, the last admitted. Never the first admitted beside others, so that one always finishes."""
+        """The sequence to preempt when others need cells: that of the worst rank, then of the tenant that has
+        used most, then the last admitted. It is the first admitted only if no other runs, so that one always
+        finishes."""
         self.settle()
         claims = ((self.rank(one), self.of(one).counter, i) for i, one in enumerate(self._running))
         return self._running[max([*claims][1:], default=(0, 0, 0))[2]]
 
     def nearest(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Sort by tokens left before the first output token, each tenant's nearest before any second one."""
+        """Sort by the tokens left before the first output token. The nearest sequence of each tenant comes
+        before the second of any tenant."""
         before = Counter[str]()
         turns: dict[Sequence, tuple[int, float, int]] = {}
         for sequence in sorted(sequences, key=lambda one: one.pending):
@@ -188,7 +190,8 @@ class Policy:
         cost = sequence.charged[0] - prompt + self._written * (sequence.charged[1] - written)
         tenant = self.of(sequence)
         tenant.counter += cost / tenant.share
-        self._average += cost / max(self._shares, tenant.share)  # rounded, a sum may be below a part
+        # due to rounding, the sum may be below a part
+        self._average += cost / max(self._shares, tenant.share)
         sequence.uncounted += cost
         if sequence.reused is not None:  # until then, a part may turn out to be in the prefix cache
             self._count(sequence)

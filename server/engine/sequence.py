@@ -131,7 +131,7 @@ class CacheMiss:
 
     reason: Literal["new", "diverged", "evicted", "off"]
     position: int
-    """Tokens of the prompt that were known; a state at their end may never have been kept."""
+    """Tokens of the prompt that were computed before. A state at their end may never have been kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,7 +168,7 @@ class Sequence:
     logprobs: Logprobs | None = None
     """Collects log-probabilities, if the request wants any."""
     stops: frozenset[int] = frozenset()
-    """Further tokens that end this sequence, beside those that end every generation."""
+    """Further tokens that end this sequence, besides those that end every generation."""
     include_stop: bool = False
     """Whether one of `stops` becomes part of the answer."""
     pictures: Layout = NO_PICTURES
@@ -184,9 +184,9 @@ class Sequence:
     charged: tuple[int, int] = field(init=False, default=(0, 0))
     """Prompt tokens and output tokens that its tenant has been charged for."""
     uncounted: float = field(init=False, default=0.0)
-    """Its cost that is not yet in its service tier's sum."""
+    """The part of its cost that is not yet in its service tier's sum."""
     aged: bool = field(init=False, default=False)
-    """It was admitted because it had waited long, and is not preempted for a better claim."""
+    """It was admitted because it had waited long; requests of a better rank do not preempt it."""
     prompt_length: int = field(init=False)
     limit: int = field(init=False)
     """Maximum tokens, prompt and answer together."""
@@ -230,7 +230,7 @@ class Sequence:
         return self.pending if end is None else min(self.pending, end - self.computed)
 
     def pending_with(self, rows: int) -> int:
-        """Maximum pending tokens that keep at most `rows` rows for prompt log-probabilities."""
+        """Maximum pending tokens that need at most `rows` rows of logits for prompt log-probabilities."""
         scored = self.unscored(self.computed, self.pending)
         return self.pending if len(scored) <= rows else scored.start + rows - self.computed
 

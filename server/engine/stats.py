@@ -22,7 +22,7 @@ class ImageStats:
     cached: int = 0
     """Pictures found in the cache."""
     bytes: int = 0
-    """Bytes of rows, those that requests hold and cached ones."""
+    """Bytes of the rows that requests hold and of cached rows."""
 
 
 @dataclass(frozen=True)

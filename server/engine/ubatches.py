@@ -13,10 +13,10 @@ def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[t
     that each sequence has in the pass, and the indices of these sequences.
 
     llama.cpp returns outputs in this order, so batches are written in it. The recurrent layers need the same
-    number of tokens from each sequence, so a pass ends where the shortest one does (`split_equal`,
-    llama-batch.cpp). With `tail` above 0 the last `tail` tokens of a sequence stay in one pass: a sequence
-    that would be split there waits for the next pass, and so do all sequences after it. The shortest come
-    first.
+    number of tokens from each sequence, so a pass ends where the shortest sequence ends (`split_equal`,
+    llama-batch.cpp). The shortest sequences come first. With `tail` above 0 the last `tail` tokens of a
+    sequence stay in one pass: a sequence that would be split there waits for the next pass, and so do all
+    sequences after it.
     """
     left = dict(enumerate(lengths))
     if tail:

@@ -29,11 +29,11 @@ LONG = 512
 """Minimum characters of a cached text: shorter ones save little and would evict long ones."""
 
 BLOCK = 4096
-"""Characters of a text that llama.cpp tokenizes at a time, about. Its search for control tokens cannot be
-interrupted, and takes time that grows with the square of their number."""
+"""About how many characters of a text llama.cpp tokenizes at a time. Its search for control tokens cannot be
+interrupted, and its time grows with the square of their number."""
 
 LONGEST_WORD = 2**18
-"""Maximum characters without a place where the text can be cut; some 0.1 s of work."""
+"""Maximum characters without a place where the text can be cut; they take about 0.1 s."""
 
 _PRE_TOKENIZERS = ("qwen2", "qwen35")
 """Pre-tokenizers that split words at every `_BETWEEN_WORDS` (expressions: llama.cpp, src/llama-vocab.cpp)."""
@@ -48,8 +48,8 @@ word only white space follows a line break. So both parts have the same words as
 class TokenBudget:
     """Counts a prompt's ids while it is tokenized; a `check` for `Vocab.tokenize`.
 
-    Raises PromptTooLong, or what `error` makes, once there are `limit` ids, so that the rest is not
-    tokenized. Also raises whatever `interrupt` raises, which it calls each time.
+    Once there are `limit` ids, it raises PromptTooLong, or the exception that `error` returns, so that the
+    rest is not tokenized. Each call also calls `interrupt`, which may raise.
     """
 
     def __init__(
@@ -191,7 +191,8 @@ class Vocab:
         yield text[start:]
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds to a text: often only part of a character; none for a control token."""
+        """The bytes that a token adds to a text, perhaps only part of a character; none for a control
+        token."""
         piece = self._pieces.get(token)
         if piece is None:
             if not 0 <= token < self.size:
@@ -213,7 +214,7 @@ def _places(tokens: Iterable[bytes]) -> re.Pattern[str]:
 
 
 def _stands_alone(piece: bytes, added: Iterable[bytes]) -> bool:
-    """Whether `piece` is an added token that no added token, itself included, overlaps in a text."""
+    """Whether `piece` is an added token that cannot overlap with any added token, not even with itself."""
     others = set(added)
     if piece not in others:
         return False

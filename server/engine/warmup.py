@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHAPE_NOISE = 0.1
-"""How far below the best logit a token may be and still count as the best, in standard deviations of a row:
-logits differ slightly with and without a device sampler."""
+"""A token counts as the best if its logit is at most this far below the best one, in standard deviations of a
+row, since logits differ slightly with and without a device sampler."""
 
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
@@ -38,7 +38,8 @@ def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
 
 
 def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> float:
-    """Seconds of a prompt of `length` tokens: the minimum of a few runs, as the first loads kernels."""
+    """Seconds of a prompt of `length` tokens: the minimum of a few runs, since the first one loads
+    kernels."""
     times = []
     for _ in range(3):
         started = clock()
@@ -63,7 +64,7 @@ def _check(context: Context, n: int) -> None:
 
 
 def _wrong(rows: Rows, best: list[int] | None, n_real: int) -> int:
-    """How many tokens found on the device are not the best by the host's logits."""
+    """How many of the device's tokens are not the best by the host's logits."""
     if best is None:
         return len(rows)
     wrong = 0

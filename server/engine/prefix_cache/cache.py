@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MIN_GAIN = 16
-"""Tokens that a checkpoint must save beyond the one before it. Reading fewer again is as fast as a copy."""
+"""Minimum tokens between a checkpoint and the one before it: reading fewer again is as fast as a copy."""
 
 MIN_TURN = 64
-"""Minimum tokens of history for a checkpoint at the start of a chat turn, which costs a pass of its own.
-On a GPU, where so few tokens cost no more than a pass, those since the checkpoint before count."""
+"""Minimum tokens before a checkpoint at the start of a chat turn, which costs a pass of its own. On a GPU
+only the tokens since the last checkpoint count, since there a pass takes as long as this many tokens."""
 
 HEAD = 4
-"""First tokens of a chat turn that tell its role and whether it holds a tool's result."""
+"""How many first tokens of a chat turn show its role and whether it holds a tool's result."""
 
 FULL = 1 / 2
-"""Reuse ratio of prompt tokens from which the full cell budget is allowed; below, it is proportional."""
+"""From this reuse ratio on the full cell budget is allowed; below it the budget is proportional."""
 
 MIN_RESTORE = 128
-"""Tokens that a copy in host memory must save beyond what the device holds, since restoring it takes time."""
+"""Minimum tokens that a copy in host memory saves beyond the device's checkpoint; restoring it takes time."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class _PromptPath:
     known: int
     """Prompt tokens that the tree already held when the request arrived."""
     parts: bool
-    """Whether another path in the tree leaves the prompt's path there."""
+    """Whether another prompt in the tree diverges after the `known` tokens."""
     nodes: list[Node]
     """The nodes that this request refers to: those where it wants checkpoints, `end` included, and the one
     from which it started."""
@@ -132,10 +132,9 @@ class PrefixCache:
         """Checkpoints are only at multiples of this many prompt tokens; 1: everywhere."""
         self._turn_ids = np.array(sorted(turn_ids), np.int32)
         self._tool_ids = np.array(sorted(tool_ids), np.int32)
-        """Tokens that mark a turn as a tool's result, which is no question."""
+        """Tokens that mark a turn as a tool's result, and so not as a question."""
         self._turn_gain = max(MIN_GAIN, min_tokens or (MIN_TURN if on_gpu else MIN_GAIN))
-        """Tokens that a checkpoint at the start of a turn, or the end of a new prompt, must save beyond the
-        one before it."""
+        """MIN_GAIN for a checkpoint at the start of a turn or at the end of a new prompt."""
         self._cell_bytes, self._state_bytes = cell_bytes, state_bytes
         self._tree = Tree()
         self._host = HostTier(host_bytes)
@@ -150,7 +149,7 @@ class PrefixCache:
     # --- a request's life ----------------------------------------------------------------------------------
 
     def track(self, sequence: Sequence) -> None:
-        """A request arrived: insert its prompt, so that later prompts find where they differ from it."""
+        """Insert a new request's prompt, so that later prompts find where they differ from it."""
         if not self.enabled:
             return
         tokens = np.asarray(sequence.tokens[: sequence.prompt_length - 1], np.int32)
@@ -179,7 +178,7 @@ class PrefixCache:
             self._states.copy(node.seq_id, sequence.slot)
             sequence.computed = node.depth
             nodes = self._paths[sequence].nodes
-            nodes.append(node)  # kept while this request runs: others that share it are likely to come
+            nodes.append(node)  # kept while this request runs, since others are likely to share it
             node.refcount += 1
             for above in nodes:  # the next request is likely to want these too
                 if above.seq_id is not None:
@@ -232,7 +231,8 @@ class PrefixCache:
             self._hold(node, sequence.slot)
 
     def _spare(self, sequence: Sequence) -> Node | None:
-        """A checkpoint that no request in flight refers to, except perhaps the sequence, which is past it."""
+        """A checkpoint that no request in flight refers to, except perhaps `sequence`, which no longer needs
+        it."""
         own = self._paths[sequence].nodes
         return next(
             (
@@ -260,7 +260,8 @@ class PrefixCache:
         return held
 
     def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
-        """Whether one of the `earlier` is about to compute a prefix that this one can start from."""
+        """Whether one of the `earlier` sequences is about to compute a prefix that this one can start
+        from."""
         if not self.enabled or sequence.reads_all or self._suspended(sequence) is not None:
             return False
         own = self._paths[sequence].end
@@ -298,10 +299,10 @@ class PrefixCache:
         if not self.enabled:
             return
         self._read(sequence, depth)
-        if self.chunk > 1:  # a prompt would read the generated tokens in other passes
+        if self.chunk > 1:  # as part of a prompt the generated tokens would be read in other passes
             return
         if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
-            return  # last condition: drafts after the end were computed too and cannot be rolled back
+            return  # last condition: the state includes drafts after the end, which cannot be rolled back
         end = self._paths[sequence].end
         start = end if depth >= end.depth else self._paths[sequence].root
         node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
@@ -326,7 +327,7 @@ class PrefixCache:
     def trim(self) -> None:
         """Evict checkpoints until the rest fit the budget of cells.
 
-        A budget that shrinks is smaller while prompts are not reused; the last checkpoint may stay.
+        If the budget may shrink, it is smaller while prompts are not reused; the last checkpoint may stay.
         """
         share = min(1.0, self._again / FULL) if self._shrinks else 1.0
         last = next(reversed(self._held), None)
@@ -454,9 +455,9 @@ class PrefixCache:
     def _question(self, tokens: npt.NDArray[np.int32], turns: npt.NDArray[np.intp]) -> list[int]:
         """Where the last question begins and ends, and where the last turn begins.
 
-        Users edit a question and ask it again. What follows a question loses its reasoning when the next
-        question comes, or at once if the client does not send reasoning back. A question is a turn whose role
-        is not the last turn's and that holds no tool's result.
+        Users edit a question and ask it again. The template drops the reasoning that follows a question when
+        the next question comes; clients that do not send reasoning back drop it at once. A question is a turn
+        that has another role than the last turn and holds no tool's result.
         """
         if not len(turns) or turns[-1] + 1 >= len(tokens):
             return [int(turn) for turn in turns[-1:]]
@@ -480,11 +481,13 @@ class PrefixCache:
                 yield node
 
     def _has_id(self, node: Node) -> bool:
-        """Whether a state may be kept here: one request's must not evict what others in flight want."""
+        """Whether a state may be kept here. A state that only one request wants must not evict states that
+        other requests in flight want."""
         return node.refcount > 1 or bool(self._free) or any(not held.refcount for held in self._held)
 
     def _read(self, sequence: Sequence, length: int) -> int:
-        """Remember the first `length` tokens; return how many were read before. Skipped on a full hit."""
+        """Remember the first `length` tokens; return how many were read before. On a full hit this does
+        nothing and returns 0."""
         if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
         return self._shadow.read(sequence.tokens[:length], sequence.salt)
@@ -522,7 +525,7 @@ class PrefixCache:
     def _restore(self, node: Node) -> bool:
         saved = node.saved
         assert saved is not None
-        # Checkpoints evicted for it may move to host memory and push out its own copy there.
+        # checkpoints that are evicted for it may move to host memory and evict its own copy there
         self._host.touch(node)
         node.refcount += 1
         try:
@@ -545,7 +548,7 @@ class PrefixCache:
         return True
 
     def _take_id(self, node: Node) -> int:
-        """A free sequence id for `node`, evicting another checkpoint if need be but not `node`."""
+        """A free sequence id for `node`. If there is none, another checkpoint is evicted, never `node`."""
         node.refcount += 1
         if not self._free:
             unwanted = (held for held in self._held if not held.refcount)
@@ -577,7 +580,7 @@ class PrefixCache:
             self._tree.prune(lost)
 
     def _lost_copy(self, seq_id: int, text: str, *about: object) -> None:
-        """A copy into a sequence id failed: log it and free the id."""
+        """Log that a copy to a sequence id failed, and free the id."""
         self._stats.failed_copies += 1
         log.warning(text, *about)
         self._states.free(seq_id)

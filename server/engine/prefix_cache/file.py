@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass
 class Counted:
-    """How many entries there were."""
+    """Number and size of entries that were written or read."""
 
     entries: int = 0
     longest: int = 0
@@ -70,7 +70,7 @@ class PrefixFile:
     def write(self, entries: Iterable[Entry], max_bytes: int) -> Counted:
         """Replace the file by entries of at most `max_bytes` in all, written under a temporary name first.
 
-        An entry that does not fit beside the earlier ones is left out and not counted. Raises OSError.
+        Entries that no longer fit are left out and not counted. Raises OSError.
         """
         salts: list[str] = []
         written = Counted()

@@ -1,4 +1,4 @@
-"""Remembers what was read before, cached or not: it shows what an unlimited cache would have saved."""
+"""Remembers which prefixes were read before, to show what an unlimited cache would have saved."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Tree:
         self._salts: dict[Node, str] = {}
 
     def root_of(self, salt: str) -> Node:
-        """The root of the prefixes that only requests with this salt share; made if need be."""
+        """The root of the prefixes that only requests with this salt share; it is made if there is none."""
         if not salt:
             return self.root
         root = self._salted.get(salt)
@@ -75,7 +75,8 @@ class Tree:
         return self._salts.get(node, "")
 
     def insert(self, tokens: Tokens, start: Node | None = None) -> Node:
-        """The node at the end of `tokens`, which start at `start` (default: the root); made if need be."""
+        """The node at the end of `tokens`, which start at `start` (default: the root); it is made if there is
+        none."""
         node = start or self.root
         while len(tokens):
             child = node.children.get(int(tokens[0]))
@@ -90,7 +91,7 @@ class Tree:
 
     def common(self, tokens: Tokens, start: Node | None = None) -> tuple[int, bool]:
         """Length of the longest prefix of `tokens` known below `start` (default: the root), and whether the
-        two differ after it, rather than one of them ending there."""
+        known path continues with another token there."""
         node, depth = start or self.root, 0
         while len(tokens) and (child := node.children.get(int(tokens[0]))) is not None:
             common = _common(child.tokens, tokens)
@@ -101,7 +102,8 @@ class Tree:
         return depth, len(tokens) > 0 and depth > 0 and bool(node.children)
 
     def prune(self, node: Node) -> None:
-        """Remove the node and its ancestors as far as nothing needs them. Does nothing if it was removed."""
+        """Remove the node, and then its ancestors, while nothing needs them. Does nothing if the node is
+        already removed."""
         while not node._needed:
             parent = node.parent
             assert parent is not None

@@ -16,11 +16,11 @@ class _Segment:
 
 
 class CellAllocator:
-    """Counts the cells of a unified KV cache (llama-kv-cells.h), one a token, as llama.cpp shares them.
+    """Counts the cells of a unified KV cache (llama-kv-cells.h) as llama.cpp shares them; a token takes one.
 
-    A sequence is a chain of segments. A copy shares the chain; tokens appended afterwards get segments of
-    their own. So a segment is never shared in part, and counting owners is exact. Ids below `slots` run
-    requests, the others hold checkpoints.
+    A sequence is a chain of segments. A copy shares the chain, and tokens appended afterwards get segments of
+    their own. So a segment is shared as a whole or not at all, and counting its owners is exact. Ids below
+    `slots` run requests, the others hold checkpoints.
     """
 
     def __init__(self, slots: int, total: int) -> None:
@@ -28,7 +28,7 @@ class CellAllocator:
         self.used = 0
         """Distinct cells, all sequences together."""
         self.idle = 0
-        """Used cells that no running sequence shares: evicting checkpoints can free them."""
+        """Used cells that no running sequence owns, so evicting checkpoints can free them."""
         self._slots = slots
         self._chains: dict[int, list[_Segment]] = {}
 

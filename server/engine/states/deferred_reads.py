@@ -1,9 +1,9 @@
 """Deferred reads: drafters read the hidden rows of prompt chunks later, and operations on sequence ids wait.
 
-The engine launches the next batch behind a prompt chunk that gives no token, without waiting for the chunk. A
-drafter that read the chunk's rows at once would wait for the device, and the first token came 6.2% later that
-way. So drafters read later: after a token was sent, when there is nothing else to do, or before a batch that
-would overwrite the rows.
+If a prompt chunk gives no token, the engine launches the next batch without waiting for the chunk. A drafter
+that read the chunk's rows at once would wait for the device; that delayed the first token by 6.2%. So
+drafters read later: after a token was sent, when there is nothing else to do, or before a batch that would
+overwrite the rows.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class DeferredReads:
     """A queue of calls that wait for the device, and of calls that must follow them.
 
-    They read rows of `context` that later batches do not overwrite yet. On the host a batch overwrites the
-    first rows, as many as it has tokens. The ring keeps a window behind the newest rows.
+    The calls read rows of `context` that later batches have not overwritten. On the host a batch of n tokens
+    overwrites the first n rows. The ring keeps a window of each sequence's newest rows.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._calls: deque[Callable[[], object]] = deque()
         self._batch_indices: list[int] = []
-        """Index, in the last batches, of the first row to be read on the host."""
+        """For each read on the host, the batch index of its first row."""
         self._limits: dict[int, int] = {}
         """Slot -> length, in tokens, at which the ring overwrites rows that are still needed."""
 
@@ -56,7 +56,7 @@ class DeferredReads:
             self._limits[slot] = length + self._context.ring.spare
 
     def freed(self, slot: int) -> None:
-        """The next sequence in `slot` begins at the same place of the ring."""
+        """`slot` was freed: the next sequence in it overwrites its rows in the ring."""
         if slot in self._limits:
             self._limits[slot] = 0
 
@@ -69,7 +69,7 @@ class DeferredReads:
             return True
         for chunk in batch.chunks:
             limit = self._limits.get(chunk.slot)
-            if limit is None or (chunk.is_prompt and limit):  # only the last window of a prompt is read
+            if limit is None or (chunk.is_prompt and limit):  # of a prompt only the last window is read
                 continue
             if chunk.start + chunk.n_tokens > limit:
                 return True

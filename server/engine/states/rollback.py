@@ -1,20 +1,19 @@
-"""Rollback of rejected drafts. There are three ways, and each step uses the one that suits it.
+"""Rollback of rejected drafts. A recurrent state cannot drop its last tokens, so a step uses one of three
+ways:
 
-A recurrent state cannot drop its last tokens. So before drafts are verified, a spare sequence id, the slot's
-rollback copy, shares the slot's cells. After a rejection the slot returns to that state, and the accepted
-tokens are decoded again in the next step. Nothing is copied on the device, and updating the copy touches only
-the tokens added since its last update. But unless the draft was wrong, the slot's state moves to another
-cell, for which llama.cpp builds its graph anew.
+- Rollback copy: before drafts are verified, a spare sequence id, the slot's rollback copy, shares the slot's
+  cells. After a rejection the slot returns to the copy's state, and the accepted tokens are decoded again in
+  the next step. Nothing is copied on the device, and updating the copy touches only the tokens added since
+  its last update. But if the draft was right, the slot's state moves to another cell, and llama.cpp builds
+  its graph again.
+- Device copy, for a sequence that decodes alone on a GPU: the state is copied on the device, and copied back
+  after a rejection. The state keeps its cell. If all steps have the same number of rows, llama.cpp keeps its
+  graph, which takes longer to build than the copy.
+- Snapshot, if the draft is no longer than the context's snapshots (llama.cpp's `n_rs_seq`) reach: nothing is
+  copied, and accepted tokens are not decoded again.
 
-For a sequence that decodes alone on a GPU, the state is copied on the device instead, and copied back after a
-rejection. The state keeps its cell and, if all steps have the same number of rows, llama.cpp keeps its graph,
-which takes longer to build than the copy.
-
-If the draft is short enough for one of the context's snapshots (llama.cpp's `n_rs_seq`), nothing is copied,
-and accepted tokens need not be decoded twice.
-
-If every sequence id has cells of its own, sharing cells would copy them all. Then the state of every sequence
-that drafts is copied on the device, unless a snapshot serves.
+If every sequence id has cells of its own, sharing cells would copy them all. Then each sequence that drafts
+uses a device copy, unless a snapshot reaches far enough.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Rollback:
-    """Rollback copies for the slots 0, 1...: the sequence ids `ids`, reserved for them.
+    """Keeps and restores the states of slots. `ids` are the sequence ids of the rollback copies, one a slot.
 
     `device_copies` is the longest draft for which a lone sequence's state is copied on the device; 0 if
     building a graph takes less time than the copy.
@@ -38,7 +37,7 @@ class Rollback:
     def __init__(self, context: Context, ids: range, *, device_copies: int = 0) -> None:
         self._context, self._ids, self._device_copies = context, ids, device_copies
         self._held: dict[int, int] = {}
-        """Tokens of the rollback copy's state, by slot."""
+        """Slot -> tokens that its rollback copy holds."""
         self._by_snapshot = self._by_device = False
         """How this step rolls back; by rollback copies if neither is set."""
         self._always_by_device = not context.unified
@@ -52,7 +51,8 @@ class Rollback:
         return max(self._device_copies, self._context.n_snapshots) if slot < LONE_SLOTS else 0
 
     def checkpoint(self, batch: Batch) -> None:
-        """Before a batch is launched: keep the states that its drafts may roll back to. Raises LlamaError."""
+        """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.
+        Raises LlamaError."""
         first = batch.chunks[0]
         slot, drafted = first.slot, len(first.draft)
         one_pass = len(batch.chunks) == 1 and first.n_tokens <= self._context.n_ubatch

@@ -38,7 +38,7 @@ class SavedState:
 
 
 class StateStore:
-    """Slots run requests, rollback copies undo drafts, checkpoints belong to the prefix cache.
+    """Slots run requests, rollback copies undo drafts, and checkpoints belong to the prefix cache.
 
     Ids from 0 on: first `slots` slots, then `rollback`, then the checkpoints. Engine's thread only.
     """
@@ -46,10 +46,10 @@ class StateStore:
     def __init__(self, context: Context, slots: int, rollback: range, *, device_copies: int = 0) -> None:
         self.cells = (CellAllocator if context.unified else StreamCells)(slots, context.n_ctx)
         self.hidden_drafters: list[HiddenDrafter] = []
-        """Each has a state for each sequence id, copied, freed and saved with the trunk's. A lost one costs
-        only time."""
+        """Each has a state for each sequence id, which is copied, freed and saved together with the trunk's.
+        If such a state is lost, only time is lost."""
         self.deferred = DeferredReads(context)
-        """Their reads that were put off, and calls that must follow them."""
+        """Deferred reads of `hidden_drafters`, and calls that must follow them."""
         self._context = context
         self._rollback = Rollback(context, rollback, device_copies=device_copies)
 
@@ -58,7 +58,7 @@ class StateStore:
         return self.cells.length(sequence)
 
     def appended(self, batch: Batch) -> None:
-        """llama.cpp computes the batch: count its tokens in their slots."""
+        """Count the tokens of a batch that llama.cpp computes in their slots."""
         for chunk in batch.chunks:
             self.cells.append(chunk.slot, chunk.n_tokens)
 
@@ -93,7 +93,8 @@ class StateStore:
         return SavedState(self._context.save(sequence), saved, self.length(sequence))
 
     def restore(self, sequence: int, saved: SavedState) -> None:
-        """Put a saved sequence into an empty id. Raises LlamaError without room, and leaves the id empty."""
+        """Restore a saved sequence to an empty id. If there is no room, raises LlamaError and leaves the id
+        empty."""
         self.deferred.clear_up()
         try:
             self._context.restore(sequence, saved.trunk)
@@ -111,7 +112,7 @@ class StateStore:
     # --- drafts --------------------------------------------------------------------------------------------
 
     def rewinds(self, slot: int) -> int:
-        """Longest draft, in a step of this slot alone, whose accepted tokens survive a rollback."""
+        """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
         return self._rollback.rewinds(slot)
 
     def keeps_graph(self, slot: int) -> int:
@@ -120,7 +121,8 @@ class StateStore:
         return self._rollback.keeps_graph(slot)
 
     def checkpoint(self, batch: Batch) -> None:
-        """Before a batch is launched: keep the states that its drafts may roll back to. Raises LlamaError."""
+        """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.
+        Raises LlamaError."""
         self._rollback.checkpoint(batch)
 
     def rollback(self, chunk: Chunk, accepted: int) -> int:
@@ -150,7 +152,7 @@ class StateStore:
     def _free_reading(self, drafter: HiddenDrafter, sequence: int) -> None:
         try:
             drafter.free(sequence)
-        except Exception as error:  # its state and its drafts may be wrong from now on
+        except Exception as error:  # the drafter's state and drafts may be wrong from now on
             drafter.lost += 1
             log.warning("%s could not free sequence %d: %s", type(drafter).__name__, sequence, error)
 
