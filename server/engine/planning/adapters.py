@@ -38,7 +38,7 @@ class AdapterSpec:
     blocks: Mapping[int, int]
     """Bytes by block of the model; -1: embedding and head."""
     widest: int
-    """Maximum elements per token of a product in a block."""
+    """Elements per token of the largest product that it adds in a block."""
 
     @classmethod
     def from_header(cls, name: str, header: Header, model: Header, n_trunk: int) -> Self:
@@ -80,7 +80,7 @@ class AdapterSpec:
 
 
 def _check_pair(header: Header, model: Header, base: str) -> None:
-    """Raises ModelLoadError if A and B do not fit their matrix: llama.cpp would abort."""
+    """Raises ModelLoadError if A and B do not fit their matrix, because llama.cpp would abort."""
     a, b = header.tensors[f"{base}.lora_a"], header.tensors.get(f"{base}.lora_b")
     if b is None:
         raise ModelLoadError(f"{header.name}: {base} has no lora_b")
@@ -94,7 +94,7 @@ def _check_pair(header: Header, model: Header, base: str) -> None:
     whole = (*(shape := a.shape), *[1] * (3 - len(shape)))
     other = (*(shape := b.shape), *[1] * (3 - len(shape)))
     wanted = (*(shape := weight.shape), *[1] * (3 - len(shape)))
-    if base == EMBEDDING:  # an A with a row for each token
+    if base == EMBEDDING:  # here A has a row for each token
         fits = whole == (other[0], wanted[1], 1) and other[1] == wanted[0]
     else:
         fits = whole == (wanted[0], other[0], wanted[2]) and other[1:] == wanted[1:]

@@ -37,7 +37,8 @@ SCORED_ROWS = 64
 the memory for the rows."""
 
 MTP_SPAN, MTP_MIN_CELLS = 2048, 16_384
-"""Last tokens of a sequence that the MTP head sees, and the minimum cells of its cache for all together."""
+"""How many last tokens of a sequence the MTP head sees, and the minimum cells of its cache, all sequences
+together."""
 
 
 def padded(cells: int) -> int:
@@ -51,8 +52,8 @@ def uses_mtp(settings: EngineSettings, spec: ModelSpec) -> bool:
 
 
 def mtp_cells(settings: EngineSettings) -> int:
-    """Cells of the head's own cache. Removing drafts scans all of them, and a draft needs only recent tokens,
-    so there are few."""
+    """Cells of the head's own cache. They are few, because removing drafts scans all of them, and a draft
+    needs only recent tokens."""
     each = max(MTP_SPAN, 2 * settings.draft_window)
     return min(settings.ctx_size, max(settings.parallel * each, MTP_MIN_CELLS))
 
@@ -114,8 +115,8 @@ def draft_context(settings: EngineSettings, spec: DraftSpec, model: Model, trunk
 
 
 def draft_ring(settings: EngineSettings) -> Ring:
-    """Ring of the trunk's rows that wait for the draft model: for each sequence that drafts a window, and
-    room for wrong tokens of a verification."""
+    """Ring of the trunk's rows that wait for the draft model. Each sequence that drafts has a window in it,
+    and room for the rejected tokens of a verification."""
     spare = settings.draft_max + 1
     return Ring(len(SequenceIds.of(settings).drafting), settings.draft_window + spare, spare)
 
@@ -134,7 +135,7 @@ def verified_rows(settings: EngineSettings) -> int:
     if not (drafting := len(SequenceIds.of(settings).drafting)):
         return 0
     rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
-    # one fewer: with as many tokens of one sequence the delta net uses another kernel
+    # one fewer, since for this many tokens of one sequence the delta net uses another kernel
     most = BATCH_INVARIANT_TOKENS - 1 if settings.deterministic else rows
     return min(settings.ubatch_size, settings.batch_size, rows, most)
 
@@ -152,7 +153,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         n_seq=n_seq,
         n_batch=settings.batch_size,
         n_ubatch=settings.ubatch_size,
-        # llama.cpp reserves at least a row for each id
+        # llama.cpp reserves at least one row for each id
         n_outputs=max(n_seq, rows, settings.parallel + scored),
         n_outputs_per_seq=max(1 + scored, min(settings.draft_max + 1, rows)),
         threads=settings.threads,
@@ -169,9 +170,9 @@ def context_options(settings: EngineSettings) -> ContextOptions:
 
 
 def head_options(settings: EngineSettings) -> ContextOptions:
-    """Options of the multi-token-prediction head's context: the same sequence ids, a row for each.
+    """Options of the multi-token-prediction head's context: the same sequence ids, one row for each.
 
-    Its batches are short except a sequence's first, and its buffers grow with them.
+    Its buffers grow with its batches, which are short except for a sequence's first.
     """
     options = context_options(settings)
     return replace(
@@ -190,10 +191,10 @@ def head_options(settings: EngineSettings) -> ContextOptions:
 
 
 def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
-    """Options of the draft model's context: the same sequence ids, a block for each that drafts.
+    """Options of the draft model's context: the same sequence ids, one block for each that drafts.
 
-    Attention in both directions needs a whole block in one pass. Every row of a block is an output. One call
-    injects the rows that a checkpoint shares of a prompt, up to a window.
+    Attention in both directions needs a whole block in one pass. Every row of a block is an output. The rows
+    of a prompt that are shared with a checkpoint, at most a window, are injected in one call.
     """
     options, most = context_options(settings), len(SequenceIds.of(settings).drafting)
     rows = max(options.n_seq, most * spec.block)

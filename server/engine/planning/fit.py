@@ -1,6 +1,6 @@
-"""Chooses sizes that settings leave open (context, pass, step, states) to suit the machine and fit it.
+"""Chooses the sizes that settings leave open (context, pass, step, states) to suit and fit the machine.
 
-If nothing fits, the error names settings each of which would suffice alone; each was planned with.
+If nothing fits, the error names settings. Each of them would suffice alone, which a plan with it has shown.
 """
 
 from __future__ import annotations
@@ -49,27 +49,28 @@ CHECKPOINTS = 32
 """Default number of states in the prefix cache, unless memory decides it."""
 
 SLOWDOWN = 0.1
-"""How much longer a step of one sequence may take because of the prefix cache's cells, by default, if every
-step reads them. Such a step reads the weights and every occupied cell once, so this is the ratio of their
+"""Default limit of how much longer the prefix cache's cells may make a step of one sequence, if every step
+reads them. Such a step reads the weights and every occupied cell once, so this is the ratio of their
 sizes."""
 
 MIN_CELLS = 9_216
 """Minimum cells that the prefix cache may hold: a prompt of 8,192 tokens and its answer."""
 
 MAX_HELD = 131_072
-"""Default cells that it may hold if steps do not read them: the most whose cost was measured."""
+"""Default maximum of its cells if steps do not read them: the most whose cost was measured."""
 
 SHARE, PARTS = 1 / 2, 16
-"""Share that it may take, in that case, of the memory left by everything else; and the number of steps in
-which it grows to its maximum. Sizes that followed every byte would differ at each start, so that earlier
-measurements could not be used."""
+"""The share of the memory left by everything else that the prefix cache may take in that case, and the number
+of steps in which it grows to its maximum. If its size followed every byte, it would differ at each start, and
+earlier measurements could not be used."""
 
 SNAPSHOTS = 8
 """Default snapshots with the MTP head; with a draft model there are as many as a block has tokens."""
 
 FEW_SNAPSHOTS, SNAPSHOT_SLOTS = 2, 8
-"""Default snapshots without the patch shared-snapshots, and the maximum slots for them. Each then takes a
-state for every sequence id, and without ssm-conv-ids every step copies a part of each."""
+"""Default snapshots without the patch shared-snapshots, and the maximum of slots for which there are any.
+Each snapshot then takes a state for every sequence id, and without ssm-conv-ids every step copies a part of
+each."""
 
 STREAM_CHECKPOINTS = 8
 """Default states in the prefix cache if each has cells of its own."""
@@ -81,14 +82,13 @@ UBATCH_GPU, UBATCH_CPU = 2_048, 512
 """Default tokens in one pass over the weights. A pass reads all weights for any number of tokens."""
 
 PASSES, BATCH_CPU = 4, 2_048
-"""Default `batch_size`: on a GPU the passes over prompts between two decode steps, at most; without one, in
-tokens."""
+"""Default `batch_size`: on a GPU in passes between two decode steps, without one in tokens."""
 
 TRIALS = 5
 """Rehearsals to find the largest context that fits."""
 
 SMALLEST_UBATCH = 128
-"""Smallest tokens of a pass that an error recommends."""
+"""Smallest `ubatch_size` that an error recommends."""
 
 
 def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
@@ -152,7 +152,8 @@ def _check_copies(places: Sequence[Device]) -> None:
 
 
 def _with_copies(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
-    """Add FP16 copies of the weights, if the setting is "auto" and all of them fit beside everything else."""
+    """Add FP16 copies of the weights if the setting is "auto" and all of them fit into the remaining
+    memory."""
     if wanted.f16_copies != "auto":
         return plan
     other = plan.rearranged(plan.settings.replace(f16_copies="on"))
@@ -181,7 +182,7 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
 
 
 def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
-    """Drop the multi-token-prediction head from `speculation` if the file has none."""
+    """Remove the multi-token-prediction head from `speculation` if the file has none."""
     if spec.mtp.weights or settings.speculation not in ("both", "mtp"):
         return settings
     left: Speculation = "draft" if spec.draft else "off"
@@ -197,7 +198,7 @@ def _with_what_can_draft(settings: EngineSettings, spec: ModelSpec) -> EngineSet
 
 
 def _with_shares(settings: EngineSettings, places: Sequence[Device]) -> EngineSettings:
-    """Choose each GPU's share of the layers, if left open: by free memory, as llama.cpp does."""
+    """Choose each GPU's share of the layers, if left open, by free memory, as llama.cpp does."""
     gpus = [place for place in places if place.is_gpu]
     if settings.split_mode == "none" or settings.tensor_split or not gpus:
         return settings
@@ -214,8 +215,8 @@ def _with_passes(
 
 
 def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
-    """Choose how many tokens a sequence can roll back, if left open, before checking what fits. Raises
-    ModelLoadError if as many as set are of no use, or impossible."""
+    """Choose how many tokens a sequence can roll back, if left open; whether they fit is checked later.
+    Raises ModelLoadError if the set number is useless or impossible."""
     wanted = settings.snapshots
     if wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
@@ -230,9 +231,9 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
                 "could be taken back; set another speculation, or leave snapshots out"
             )
         wanted = 0
-    if not spec.state:  # keys and values are taken back without
+    if not spec.state:  # keys and values need no snapshots
         wanted = 0
-    # llama.cpp keeps a verification in one pass (`split_equal`), and a pass must have room for one more
+    # llama.cpp keeps a verification in one pass (`split_equal`), which must have room for one more token
     most = max(0, min(settings.ubatch_size, settings.batch_size) - 2)
     limits = f"ubatch_size {settings.ubatch_size} and batch_size {settings.batch_size}"
     if settings.deterministic:
@@ -275,8 +276,8 @@ def _with_prefix_cache(settings: EngineSettings, spec: ModelSpec) -> EngineSetti
 def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
     """Give the prefix cache its share of the memory that is left, as far as `wanted` leaves that open.
 
-    Running sequences take cells that they need back from the cache. So it may hold more cells than were added
-    for it.
+    The cache may hold more cells than were added for it, since running sequences take back the cells that
+    they need.
     """
     before = plan.settings
     if not before.prefix_cache or not plan.reads_own_cells:
@@ -304,7 +305,7 @@ def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> Memor
     )
     while part:
         grown = plan.rehearsed(larger(part))
-        if is_modest(grown):  # also with the buffers for more ids
+        if is_modest(grown):  # even with the buffers for more ids
             return grown
         part -= 1
     return plan.rearranged(larger(0))
@@ -330,7 +331,7 @@ def _places(settings: EngineSettings) -> list[Device]:
 
 
 def _in_streams(settings: EngineSettings) -> int:
-    """Cells of the context: as set or, with `deterministic`, a running sequence's share of that for every
+    """Cells of the context: those set or, with `deterministic`, a running sequence's share of them for each
     sequence id."""
     if not settings.deterministic:
         return padded(settings.ctx_size)
@@ -350,7 +351,7 @@ def complaints(plan: MemoryPlan) -> list[str]:
 
 
 def _helpful(plan: MemoryPlan, index: int) -> list[str]:
-    """Settings that make the plan fit on one device and no worse on the others; each was planned with."""
+    """Settings that make the plan fit on one device and no worse on the others, as a plan with each shows."""
     settings = plan.settings
 
     def does(other: MemoryPlan) -> bool:

@@ -39,7 +39,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Measured(BaseModel):
-    """Times measured at start and corrected by every step until the server ended, in seconds."""
+    """Times in seconds, measured at start and corrected by each step until the server ended."""
 
     token_seconds: float
     """Minimum time of a prompt token so far."""
@@ -59,8 +59,8 @@ Record = TypeVar("Record", bound=BaseModel)
 class RecordFile(Generic[Record]):
     """The file of one kind of record for one configuration.
 
-    A configuration is the settings and devices, the model files by their content, the build and the driver;
-    `more` is anything else that the record depends on.
+    A configuration consists of the settings, the devices, the contents of the model files, the build and the
+    driver. `more` is anything else that the record depends on.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ _BUFFER = re.compile(r"(\S+)\s+(compute|output) buffer size =\s*([0-9.]+) MiB")
 def rehearse(
     settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], embedding_on: Device | None
 ) -> dict[str, int]:
-    """Bytes of compute and output buffers by ggml's name of the device, as llama.cpp reports them now or
-    reported them at an earlier start."""
+    """Bytes of compute and output buffers by ggml's name of the device. llama.cpp reports them, now or at an
+    earlier start."""
     file = RecordFile(Buffers, settings, spec, places) if settings.remember else None
     if file is not None and (known := file.read()) is not None:
         return known.sizes

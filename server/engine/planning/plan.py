@@ -1,7 +1,8 @@
 """The memory that everything takes on each device, planned before anything is loaded.
 
-Weights come from the GGUF's tensor sizes, KV cells and recurrent states from its metadata, compute buffers
-from a rehearsal, in which llama.cpp builds its graphs without allocating weights or cache.
+The sizes of weights come from the GGUF's tensors, those of KV cells and recurrent states from its metadata,
+and those of compute buffers from a rehearsal: llama.cpp builds its graphs without allocating weights or
+cache.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 MIB = 1024**2
 
 MAX_CELLS = 262_144
-"""Default maximum cells of all sequences together: every copy and removal looks at each cell."""
+"""Default maximum cells of all sequences together, since every copy and removal looks at each cell."""
 
 CELL_ENTRY = 48
 """Bytes of host memory for llama.cpp's record of a cell: its position, its shift, its place in an image, and
@@ -62,7 +63,7 @@ class Usage:
     vision: int = 0
     """Compute buffers of a vision tower."""
     adapters: int = 0
-    """LoRA adapters, and the largest product that one adds."""
+    """LoRA adapters, and a buffer for the largest product that one adds."""
     hidden: int = 0
     """Hidden states that wait for the MTP head and for a draft model."""
     pictures: int = 0
@@ -103,7 +104,7 @@ class Usage:
 
     @property
     def left(self) -> int:
-        """Bytes that stay free beside a margin for drivers and libraries; negative if bytes are missing."""
+        """Bytes that stay free after a margin for drivers and libraries; negative if bytes are missing."""
         margin = max(256 * MIB, self.device.total // 64) if self.device.is_gpu else 64 * MIB
         return self.device.free - margin - self.total
 
@@ -115,7 +116,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where everything goes with `settings`, whose sizes are chosen. `str()` is a table."""
+    """What each device holds with `settings`, in which all sizes are chosen. `str()` gives a table."""
 
     settings: EngineSettings
     spec: ModelSpec
@@ -309,8 +310,8 @@ def make_plan(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device
 def compute_buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
     """Bytes of compute buffers in each of `places`.
 
-    A rehearsal does allocate states and the table of cells. If the plan is too large even without buffers,
-    rehearsals with fewer states and cells show how the buffers grow with the cells.
+    A rehearsal allocates states and the table of cells. If these do not fit, rehearsals with fewer of them
+    show how the buffers grow with the number of cells.
     """
     if arrange(settings, spec, places, [0] * len(places)).fits:
         return _rehearsed(settings, spec, places)

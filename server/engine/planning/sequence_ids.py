@@ -1,4 +1,4 @@
-"""The use of llama.cpp's sequence ids. Each id has a recurrent state of its own."""
+"""What llama.cpp's sequence ids are used for. Each id has a recurrent state of its own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.settings import EngineSettings
 
 MAX_DRAFTING = 16
-"""Maximum sequences that draft from the text at once. A larger batch keeps the device busy without drafts."""
+"""Maximum sequences that draft from the text at once: larger batches keep the device busy without drafts."""
 
 MTP_SEQUENCES = 1
-"""Maximum sequences that the MTP head drafts for at once: for more, drafts bring no reliable gain."""
+"""Maximum sequences that the MTP head drafts for at once: for more, drafts give no reliable gain."""
 
 LONE_SLOTS = 2
-"""First slots, in which a sequence that decodes alone may roll back to snapshots. Copying such a sequence may
-take a buffer for another state, which llama.cpp keeps."""
+"""Number of first slots in which a sequence that decodes alone may roll back to snapshots. They are few,
+because copying such a sequence may take a buffer of one state, which llama.cpp keeps for each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Sizes of a model and a draft model, from the metadata and the tensors of their files.
 
-llama.cpp divides by a file's numbers, allocates by them, or aborts. So a value that makes no sense is
-refused, and the error names its key, the value and what would be right. Sources: `load_hparams` in
+llama.cpp divides by a file's numbers, allocates by them, or aborts. So a value that makes no sense is refused
+with an error that names its key, the value and what would be right. Sources: `load_hparams` in
 llama-model.cpp, models/qwen35.cpp, qwen35moe.cpp and dflash.cpp.
 """
 
@@ -98,13 +98,13 @@ class ModelSpec:
     n_vocab: int
     """Tokens of the vocabulary; 0 if the file has none."""
     n_ctx_train: int
-    """Tokens of the longest sequence that it was trained for."""
+    """Tokens of the longest sequence that the model was trained for."""
     layers: tuple[Part, ...]
     """Layers of the trunk."""
     mtp: Part
     """The multi-token-prediction block; loaded only if it drafts."""
     head: Part
-    """The final norm and the output head, which is a second copy of the embedding if the two are tied."""
+    """The final norm and the output head; a tied head is a second copy of the embedding."""
     input_weights: int
     """Bytes of the token embedding."""
     embedding_type: int
@@ -278,7 +278,7 @@ class DraftSpec:
     block: int
     """Tokens of a block, the newest one included."""
     mask: int
-    """The mask token, in the places of tokens to be guessed."""
+    """The mask token, which stands for each token to be guessed."""
     layers: tuple[int, ...]
     """Layers of the trunk whose inputs it reads."""
     n_embd: int
@@ -337,9 +337,9 @@ class DraftSpec:
 
 
 def _check_own_vocabulary(header: Header, n_vocab: int) -> None:
-    """Check `d2t` of a drafter whose head covers only some of the target's tokens. It maps the head's rows to
-    tokens, where llama.cpp puts the logits (src/models/dflash.cpp). Raises ModelLoadError if it is
-    invalid."""
+    """Check the tensor `d2t` of a drafter whose head covers only some of the target's tokens. It maps the
+    head's rows to tokens, as whose logits llama.cpp stores them (src/models/dflash.cpp). Raises
+    ModelLoadError."""
     if "d2t" not in header.tensors:
         return
     ids = header.tables.get("d2t", np.empty(0, np.int64))

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 ARCHITECTURE, PROJECTOR = "clip", "qwen3vl_merger"
 MAX_WIDTH = 1 << 16
 MOST_TOKENS = 4096
-"""Default maximum of a picture: llama.cpp's own bound (clip.cpp, `set_limit_image_tokens`)."""
+"""Default maximum tokens of a picture: llama.cpp's own bound (clip.cpp, `set_limit_image_tokens`)."""
 PATCHES = 4
-"""Patches of a token."""
+"""Patches that make a token."""
 FLASH_HEADS = (40, 64, 72, 80, 96, 112, 128, 256)
 """Head sizes for which a GPU has flash attention (ggml-cuda's ggml_cuda_get_best_fattn_kernel)."""
 IN_FLIGHT, IN_FLIGHT_SHARE = 2 * 1024**3, 8
-"""Bytes of rows that requests may hold beside the cached ones, or the host's free memory divided by
+"""Maximum bytes of rows that requests hold, in addition to the cached ones; the host's free memory divided by
 IN_FLIGHT_SHARE if that is less. 2 GiB are 200 pictures of 1,024 tokens for a 4B."""
 WITHOUT = "--mmproj off serves without pictures"
 
@@ -36,8 +36,8 @@ class VisionSpec:
     weights: int
     compute: int
     products: int
-    """Bytes of a layer's attention scores, every patch to every other, on a GPU without flash attention for
-    its head size; 0 with it."""
+    """Bytes of a layer's attention scores, between all patches, on a GPU without flash attention for its head
+    size; 0 with it."""
     side: int
     """Pixels along either side of the square that becomes a token."""
 
@@ -66,7 +66,7 @@ class VisionSpec:
         return cls(
             file=ModelFile.of(header.path, header.status),
             weights=sum(tensor.n_bytes for tensor in header.tensors.values()),
-            # of a layer: its input, then queries, keys and values, or the inner values of the FFN
+            # one layer's input, and its queries, keys and values or the inner values of its FFN
             compute=4 * patches * (2 * wide + max(4 * wide, 2 * ffn)),
             products=0 if wide // heads in FLASH_HEADS else 4 * heads * patches**2,
             side=token_side(header),

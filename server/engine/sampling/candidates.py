@@ -1,4 +1,4 @@
-"""Chooses from the best tokens of a row alone, and decides what the device must report of a row."""
+"""Chooses a token from a row's best tokens alone, and decides what the device must return of a row."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MARGIN = 1e-4
 def device_sampler_for(
     params: SamplingParams, penalties: Sequence[Penalties | Dry], *, constrained: bool, ends: int, banned: int
 ) -> DeviceSampler:
-    """The narrowest device sampler that suffices for a request; `banned` of the `ends` of a generation are
-    not allowed."""
+    """The narrowest device sampler that suffices for a request. `banned` of the `ends`, the tokens that end a
+    generation, are not allowed."""
     if LogitRules.wanted(params) or not all(each.only_lowers for each in penalties):
         return DeviceSampler.ROW  # any token may become the best
     if 0 < banned < ends:
@@ -62,11 +62,11 @@ def choose_among(
     chain: SamplerChain | None,
     constraint: Constraint | None,
 ) -> int | None:
-    """The choice that the whole row would give, from its best tokens [n]; None if they do not determine it.
-    Every other token has a logit of at most `lowest`.
+    """The token that the whole row would give, chosen from its best tokens [n]. None if these do not
+    determine it. Every other token has a logit of at most `lowest`.
 
-    A greedy choice offers the best tokens to the constraint one by one, which is faster than its mask; a draw
-    needs the mask.
+    A greedy choice offers the best tokens to the constraint one by one, which is faster than computing its
+    mask. A draw needs the mask.
     """
     if chain is None:
         at = logits.argmax()
@@ -83,7 +83,7 @@ def choose_among(
         keep = mask[ids]
         n_kept = np.count_nonzero(keep)
         if n_kept == len(ids):
-            lowest = -math.inf  # as without a constraint: these are all that top-k takes
+            lowest = -math.inf  # top-k takes only these, as without a constraint
         else:
             ids, logits = ids[keep], logits[keep]
     if lowest > -math.inf:
@@ -114,11 +114,12 @@ def _best_allowed(
 
 
 def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: float) -> bool:
-    """Whether the `known` logits alone decide which tokens the samplers keep; top-k is the first of them.
+    """Whether the `known` logits alone decide which tokens the samplers keep. Top-k comes first, then top-p
+    and min-p.
 
     All other tokens have logits of at most `lowest`, which is below the known ones. They make no difference
-    if top-k has enough known tokens, or if top-p or min-p, which come next, drops them. Top-p drops them if
-    it keeps the same tokens whether the others have no mass or as much as `lowest` allows.
+    if top-k has enough known tokens, or if top-p or min-p drops them. Top-p drops them if it keeps the same
+    tokens when the others have no mass as when they have as much as `lowest` allows.
     """
     if len(known) >= params.top_k or not len(known):
         return len(known) > 0
@@ -140,7 +141,7 @@ def is_settled(params: SamplingParams, known: npt.NDArray[np.float32], lowest: f
 
 
 def _temperature_at_top_p(params: SamplingParams) -> float | None:
-    """The divisor of logits before top-p and min-p; None if the chain has another form."""
+    """The temperature before top-p and min-p; None if the chain has another form."""
     for middle, last in ((("temperature",), ()), ((), ("temperature",))):
         order = ("top_k", *middle, "top_p", "min_p", *last)
         if params.chain == tuple(name for name in order if name in params.chain):
@@ -153,8 +154,8 @@ def _temperature_at_top_p(params: SamplingParams) -> float | None:
 def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
     """Ids of the `k` highest of many logits [n], unordered; all of them if there are no more.
 
-    The k-th highest maximum of blocks is a bound that at least k logits reach and few exceed. Finding it
-    reads every logit once, while a partial sort would move them.
+    The logits are cut into blocks. At least k logits reach the k-th highest of the blocks' maxima, and few
+    exceed it. Finding this bound reads every logit once, while a partial sort would move them.
     """
     width = 256
     n_blocks = len(logits) // width

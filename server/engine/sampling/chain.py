@@ -14,7 +14,7 @@ MIROSTAT_M = 100
 
 
 def samplers_of(params: SamplingParams, seed: int, n_vocab: int) -> Iterator[tuple[Any, ...]]:
-    """The samplers, as `SamplerChain` takes them, in the request's order, and a draw at the end."""
+    """The request's samplers in its order, then the one that draws, as `SamplerChain` takes them."""
     keep = max(1, params.min_keep)  # every sampler needs at least one token, except the draw
     mirostat = seed, params.mirostat_tau, params.mirostat_eta
     first = params.mirostat == 1

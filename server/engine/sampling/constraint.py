@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Mask = npt.NDArray[np.bool_]
-"""For each token of the vocabulary, and perhaps for some ids beyond, whether it may come next."""
+"""Whether each token of the vocabulary may come next; it may have some more ids at its end."""
 
 
 class Constraint(Protocol):
     """Follows one answer token by token. Engine's thread only, once the request is submitted.
 
-    It belongs to the request's `Sampler`, and so survives a preemption. An accepted token is never taken
-    back: of a draft, only the chosen tokens are accepted.
+    It belongs to the request's `Sampler`, so it survives a preemption. An accepted token is never taken back,
+    since only the chosen tokens of a draft are accepted.
     """
 
     def forced(self) -> list[int]:
@@ -37,5 +37,5 @@ class Constraint(Protocol):
         """How many tokens of a draft may come next, one after the other."""
 
     def prepare(self, draft: Sequence[int]) -> None:
-        """While the device computes, prepare the masks for this place and after each token of a valid draft,
-        for the next calls of `mask`."""
+        """Prepare the masks for the next token and for those after each token of a valid draft, while the
+        device computes; `mask` returns them later."""

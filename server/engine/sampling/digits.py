@@ -1,6 +1,6 @@
 """Limits the digits of numbers in JSON, as llama.cpp's grammars do.
 
-JSON and llguidance set no bound: a small model that begins `0.333` may fill its answer with digits.
+JSON and llguidance set no limit, so a small model that begins `0.333` may fill its answer with digits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from .constraint import Mask
 
 MOST_DIGITS = 16
-"""For a number's integral part, fraction and exponent each (json-schema-to-grammar.cpp, `integral-part`)."""
+"""Maximum digits of a number's integral part, fraction and exponent, each (json-schema-to-grammar.cpp,
+`integral-part`)."""
 
 DIGITS = b"0123456789"
 
 
 class DigitTokens:
-    """The digits that a vocabulary's tokens begin and end with. Making it decodes every token."""
+    """The digits that a vocabulary's tokens begin and end with. Constructing it decodes every token."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         pieces = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
@@ -39,19 +40,20 @@ class DigitTokens:
         self._text = [ids[char] for char in (b'"', b"z") if char in ids]
 
     def after(self, run: int, tokens: Iterable[int]) -> int:
-        """Digits at the end of a text after `tokens`, if it ended with `run` digits before them."""
+        """Digits at the end of a text that ends with `run` digits and `tokens` after them."""
         for token in tokens:
             _, trailing, whole = self._ends[token]
             run = run + trailing if whole else trailing
         return run
 
     def too_many(self, run: int, token: int) -> bool:
-        """Whether `token` would give a number that has `run` digits too many of them."""
+        """Whether a number that ends with `run` digits has too many after `token`."""
         leading = self._ends[token][0]
         return leading > 0 and run + leading > MOST_DIGITS
 
     def bearable(self, run: int, tokens: Sequence[int]) -> int:
-        """How many tokens come before a run of digits that is too long, in a number or not."""
+        """How many of the tokens come before a run of digits that is too long, whether or not it is part of a
+        number."""
         for n, token in enumerate(tokens):
             if self.too_many(run, token):
                 return n
@@ -61,8 +63,8 @@ class DigitTokens:
     def in_number(self, matcher: LLMatcher) -> bool:
         """Whether the next digits belong to a number that may end here.
 
-        A bound in its schema may forbid that a number ends here. In a string, letters or the quotation mark
-        could follow.
+        The schema may not allow the number to end here. In a string, letters or the quotation mark may
+        follow.
         """
 
         def allows(token: int) -> bool:

@@ -55,7 +55,7 @@ class Sampler:
         """Whether `forced` may return tokens."""
         self._banned = vocab.eog_ids - params.stop_token_ids if params.ignore_eos else frozenset()
         self.ignores_ends = bool(self._banned)
-        """Whether tokens that end every generation are left out of the choice, perhaps but for some."""
+        """Whether some or all of the tokens that end a generation are excluded from the choice."""
         self._rules: LogitRules | None = None
         if LogitRules.wanted(params):
             self._rules = LogitRules(params, sorted(vocab.eog_ids | params.stop_token_ids), vocab.n_real)
@@ -78,7 +78,7 @@ class Sampler:
             seed %= 0xFFFFFFFF  # llama.cpp takes 0xFFFFFFFF for "random"
             self._chain = SamplerChain(samplers_of(params, seed, vocab.size))
         self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
-        """The chain considers only this many best tokens; 0: it may consider all."""
+        """The chain considers only this many best tokens; 0: perhaps all."""
         self._forced: deque[int] = deque()
         """Tokens that come next regardless of the model."""
         self.need = device_sampler_for(
@@ -90,7 +90,7 @@ class Sampler:
         )
         """The narrowest device sampler that suffices; wider ones do too."""
         self.never_fetches = self.need is DeviceSampler.ROW or not (self._penalties or constraint)
-        """Whether what the device sampler returns always suffices for the choice."""
+        """Whether the result of the device sampler always suffices for the choice."""
         if constraint is not None:
             self._force(constraint.forced())
 
@@ -127,10 +127,10 @@ class Sampler:
         return found
 
     def forced(self, new: Sequence[int]) -> list[int]:
-        """The answer has gained `new` tokens: return the forced tokens that follow, if there are any.
+        """Add the answer's `new` tokens, and return the forced tokens that follow, if there are any.
 
-        With log-probabilities there are none, since the model must compute those of each token. Raises what
-        the constraint raises.
+        With log-probabilities no tokens are forced, since the model must compute those of each token. Raises
+        what the constraint raises.
         """
         if not self._forced and self._thinking is None:
             return []
@@ -142,8 +142,8 @@ class Sampler:
 
     @property
     def horizon(self) -> int | None:
-        """Number of next tokens of which only the last may be followed by forced tokens unknown to a
-        draft."""
+        """Number of next tokens before the first place at which the think block's limits may force tokens
+        that a draft does not know; None: any number."""
         return None if self._thinking is None else self._thinking.horizon
 
     def validate(self, draft: list[int]) -> list[int]:
@@ -156,7 +156,7 @@ class Sampler:
     def prepare(self, draft: Sequence[int]) -> None:
         """Prepare the constraint while the device computes the rows of pending tokens and of a draft."""
         if self._constraint is not None and self._chain is not None and not self._forced:
-            self._constraint.prepare(draft)  # not if greedy: the best token is nearly always allowed
+            self._constraint.prepare(draft)  # if greedy, the best token is nearly always allowed
 
     def close(self) -> None:
         """Free llama.cpp's part. Idempotent."""
@@ -185,7 +185,7 @@ class Sampler:
         bridge, constraint = list(watch.limits.bridge), self._constraint
         if constraint is not None:
             if constraint.validate(bridge) < len(bridge):
-                return  # within a character; tried again after the next token
+                return  # in the middle of a character: tried again after the next token
             for token in bridge:
                 constraint.accept(token)
         watch.follow(bridge)
@@ -196,7 +196,7 @@ class Sampler:
     # --- the choice ----------------------------------------------------------------------------------------
 
     def _processed(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """The real tokens' logits of a row [n_vocab], processed in place: banned ones have -inf."""
+        """A row's [n_vocab] logits of real tokens, processed in place: banned ones have -inf."""
         real = logits[: self._n_real]
         if self._banned:
             real[list(self._banned)] = -np.inf
@@ -206,7 +206,7 @@ class Sampler:
             if each.active:
                 each.apply(real)
         token = int(real.argmax())
-        if not math.isfinite(real[token]):  # a NaN anywhere wins the argmax
+        if not math.isfinite(real[token]):  # argmax returns a NaN if there is one
             raise FloatingPointError(f"the best of {real.size} logits is {real[token]}")
         return real
 
@@ -223,8 +223,8 @@ class Sampler:
         return choose_among(ids, logits, lowest, self.params, self._chain, self._constraint)
 
     def _from_row(self, real: npt.NDArray[np.float32]) -> int:
-        """The choice from a whole row. With a constraint, the best tokens are tried first, which may save the
-        mask of all allowed tokens."""
+        """The choice from a whole row. With a constraint the best tokens are tried first, since that may save
+        computing the mask of all allowed tokens."""
         constraint, top_k = self._constraint, self._top_k
         if constraint is not None and (self._chain is None or top_k):
             if self._chain is None and constraint.accept(token := int(real.argmax())):

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .parameters import SamplingParams
 
 KEPT = 32
-"""Cached DRY samplers, one for each combination of parameters: some 100 KB each."""
+"""Maximum cached DRY samplers, one for each combination of parameters, of about 100 KB each."""
 
 
 class DrySamplers:
-    """Makes the DRY samplers of one model. Searching every token for sequence breakers takes a tenth of a
-    second, so requests with the same DRY parameters share that work. From any thread."""
+    """Makes the DRY samplers of one model; any thread may call it. Searching every token for sequence
+    breakers takes a tenth of a second, so requests with the same DRY parameters share that work."""
 
     def __init__(self, model: Model, context_size: int) -> None:
         self._model, self._context_size = model, context_size

@@ -36,19 +36,19 @@ LONGEST_GRAMMAR = 512 * 1024
 """Maximum characters of a grammar."""
 
 SLOWEST_MASK = 0.25
-"""Maximum CPU seconds for a grammar's first mask: all answers of a step wait for each mask."""
+"""Maximum CPU seconds of a grammar's first mask, since all answers of a step wait for each mask."""
 
 MAX_MESSAGE = 600
-"""Maximum characters of an error message: llguidance's include the grammar."""
+"""Maximum characters of an error message, since llguidance's messages include the grammar."""
 
 JSON = "%json"
-"""Found in grammars that include a JSON schema."""
+"""Grammars that include a JSON schema contain this."""
 
 CACHED = 64
 """Maximum number of cached grammars, and of cached refusals."""
 
 WAITING = 32
-"""Maximum grammars that wait; a hostile one takes as long as the validator allows."""
+"""Maximum grammars that wait to be compiled. A hostile one takes as long as the validator allows."""
 
 LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 """llguidance's defaults, which bound the time of a compilation and of a step, except for the lexer states."""
@@ -67,7 +67,7 @@ class Grammar:
 
 
 class GrammarConstraint:
-    """Constrains an answer to a grammar; once nothing can follow, it forces `end`."""
+    """Constrains an answer to a grammar, and forces `end` when nothing else can follow."""
 
     def __init__(self, matcher: LLMatcher, end: int, param: str, digits: DigitTokens | None) -> None:
         self._matcher, self._end, self._param, self._digits = matcher, end, param, digits
@@ -80,7 +80,7 @@ class GrammarConstraint:
         self._ended = False
 
     def forced(self) -> list[int]:
-        """The text that the grammar forces, in the tokens that the tokenizer would give it."""
+        """The text that the grammar forces, tokenized as the tokenizer would."""
         if self._ended:
             return []
         matcher = self._matcher
@@ -165,8 +165,8 @@ class _Job:
 class GrammarCompiler:
     """Compiles grammars on a thread of its own, one after the other, so that none delays other work.
 
-    `make_tokenizer` is called there once, before the first. A grammar that no caller waits for any more is
-    not compiled; a compilation in progress is interrupted.
+    `make_tokenizer` is called there once, before the first grammar. If no caller waits for a grammar any
+    more, it is not compiled, and its compilation is interrupted if it has begun.
     """
 
     def __init__(self, make_tokenizer: Callable[[], Any], end: int, special: Sequence[str] = ()) -> None:
@@ -176,7 +176,7 @@ class GrammarCompiler:
         self._refusals: LRUCache[str, str] = LRUCache(CACHED)
         """Reasons, by grammar."""
         self._lock = RLock()
-        """Reentrant, since a cancelled future calls back at once."""
+        """Reentrant, since cancelling a future calls back on the same thread."""
         self._jobs: dict[str, _Job] = {}
         self._running: _Job | None = None
         self._stopped = False
@@ -232,7 +232,7 @@ class GrammarCompiler:
             grammar = self._compile(job)
         except InvalidGrammar as error:
             refusal = str(error)
-        except Exception as error:  # from the tokenizer, so the grammar is not refused
+        except Exception as error:  # the tokenizer's error says nothing about the grammar
             log.exception("a grammar could not be compiled")
             failure: Exception = error
         with self._lock:
@@ -265,7 +265,7 @@ class GrammarCompiler:
             began = thread_time()
             mask = b"" if matcher.is_error() else matcher.compute_bitmask()
             took = thread_time() - began
-        except BaseException as error:  # a panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             raise InvalidGrammar(f"llguidance failed: {error}"[:MAX_MESSAGE]) from error
         if matcher.is_error():
             raise InvalidGrammar(matcher.get_error()[:MAX_MESSAGE])

@@ -1,9 +1,9 @@
-"""Compiles grammars first in a separate process, which `GrammarValidator` starts and feeds.
+"""Compiles every grammar in a separate process first, which `GrammarValidator` starts and feeds.
 
-llguidance follows references by recursion, so a chain of some thousand definitions overflows the stack, which
-ends the process. It bounds most of its work, but some schemas (a few hundred `patternProperties`) keep it
-busy for minutes without a way to interrupt it. So every grammar is compiled here first, with a smaller stack
-than the compiler's thread has, and in little time.
+llguidance follows references by recursion, so a chain of a thousand definitions overflows the stack and ends
+the process. It limits most of its work, but some schemas (a few hundred `patternProperties`) keep it busy for
+minutes, and it cannot be interrupted. This process has a smaller stack than the compiler's thread and little
+time, so what compiles here compiles there, too.
 
 Run as a script: only the standard library and llguidance are imported.
 """
@@ -31,7 +31,7 @@ LEXER_STATES = 50_000
 
 
 class GrammarValidator:
-    """Checks whether a grammar can be compiled. For one thread; the process starts when needed."""
+    """Checks whether a grammar can be compiled. For one thread; the process starts with the first grammar."""
 
     def __init__(self, special: Sequence[str]) -> None:
         """`special`: the tokens that a grammar may name."""
@@ -41,8 +41,8 @@ class GrammarValidator:
     def compiles(self, text: str, wanted: Callable[[], bool] = lambda: True) -> bool:
         """Whether compiling `text` ends, with a grammar or with an error.
 
-        Takes at most CPU_SECONDS. A process that dies for another reason, which may not be the grammar, is
-        replaced once, if the answer is still `wanted`.
+        Takes at most CPU_SECONDS. A process that dies for another reason is replaced once, since the grammar
+        may not be the cause, if the answer is still `wanted`.
         """
         if self._answers(text):
             return True

@@ -31,8 +31,8 @@ class TokenLogprobs:
     best: npt.NDArray[np.int32]
     """The likeliest tokens at this place, best first."""
     best_logprobs: npt.NDArray[np.float32]
-    """Their log-probabilities. Arrays, since pairs would take ten times the memory, and as much longer to
-    free."""
+    """Their log-probabilities. These are arrays because pairs would take ten times the memory, and ten times
+    as long to free."""
 
     @property
     def top(self) -> list[tuple[int, float]]:
@@ -42,7 +42,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of tokens at one place; no other token has a higher one than their lowest."""
+    """Log-probabilities of tokens at one place. No other token has a higher one than the lowest of these."""
 
     ids: npt.NDArray[np.int32] | None
     """The tokens; None for the whole vocabulary, in order."""
@@ -64,19 +64,19 @@ class Scores:
 
 
 class Logprobs:
-    """Log-probabilities of one request, as they are computed. The engine's thread writes, the listener reads.
+    """Log-probabilities of one request. The engine's thread adds them, the listener reads them.
 
-    They are of the model's own distribution, the softmax over the whole row of logits, as in transformers and
-    vLLM (`raw_logprobs`): before temperature, penalties and bans. Ranks and `best` leave out tokens that only
-    pad the vocabulary.
+    They are those of the model's own distribution, the softmax over the whole row of logits, before
+    temperature, penalties and bans, as in transformers and vLLM (`raw_logprobs`). Ranks and `best` exclude
+    tokens that only pad the vocabulary.
     """
 
     def __init__(self, params: SamplingParams, n_real: int) -> None:
         self._n_real = n_real
         self._n_top, self._n_prompt_top = params.logprobs, params.prompt_logprobs
         self.tokens: list[TokenLogprobs] = []
-        """One for each generated token, in order. If a token that is not part of the answer ended it
-        (`stop`), the last one is that token's."""
+        """One for each generated token, in order. If a token ended the answer without being part of it
+        (`stop`), the last one belongs to that token."""
         self.prompt: list[TokenLogprobs] = []
         """One for each prompt token from the second on; the first has none."""
 
@@ -88,7 +88,8 @@ class Logprobs:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether the prompt's are wanted: then each of its tokens must be computed and needs a row."""
+        """Whether those of the prompt are wanted. Then each of its tokens must be computed and needs a
+        row."""
         return self._n_prompt_top is not None
 
     @property
@@ -105,12 +106,12 @@ class Logprobs:
         return Scores(ids.copy(), logits - np.float32(rows.log_sum(row)))
 
     def add(self, scores: Scores, token: int) -> None:
-        """`token` was generated from a row with these scores, and must be among them."""
+        """Add a `token` that was generated from a row with these scores. It must be among them."""
         assert self._n_top is not None
         self.tokens.append(scores.of(token, self._n_top, self._n_real))
 
     def add_prompt(self, logits: npt.NDArray[np.float32], token: int) -> None:
-        """`token` is the prompt's next one after a row of logits [n_vocab]."""
+        """Add the prompt's `token` that follows a row of logits [n_vocab]."""
         assert self._n_prompt_top is not None
         scores = Scores(None, log_softmax(logits))
         self.prompt.append(scores.of(token, self._n_prompt_top, self._n_real))

@@ -14,7 +14,7 @@ MAX_LOGPROBS = 20
 """Maximum alternatives to a token with log-probabilities: OpenAI's limit, and vLLM's default."""
 
 ALMOST_ZERO = 1e-5
-"""Lower temperatures would only take logits to infinity: they mean the best token, as in vLLM."""
+"""Lower temperatures take the best token, as in vLLM: dividing by them would overflow."""
 
 ON_ROWS = ("penalties", "dry")
 """Samplers that change the logits of seen tokens, applied before all others."""
@@ -98,7 +98,7 @@ class SamplingParams:
         require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         require("top_k", self.top_k >= 0, "0 (off) or more")
         require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        # logits are divided by it: these bounds are far from a float32's overflow
+        # logits are divided by it; within these bounds a float32 does not overflow
         require("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100")
         require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")

@@ -25,7 +25,7 @@ NONE_LEFT = (
 class LogitRules:
     """A request's rules about single tokens, in vLLM's order: bias, then bans; penalties come next.
 
-    It follows one answer, whose tokens `accept` takes in order.
+    It follows one answer: `accept` takes its tokens in order.
     """
 
     def __init__(self, params: SamplingParams, ends: Sequence[int], n_real: int) -> None:
@@ -41,7 +41,7 @@ class LogitRules:
         self._never = np.array([word[0] for word in words if len(word) == 1], np.intp)
         """Bad words of one token."""
         self._after: dict[int, list[tuple[list[int], int]]] = {}
-        """Longer bad words by their last token but one: all tokens but the last, and the last."""
+        """Last token but one of a longer bad word -> (all tokens but the last, the last token)."""
         for word in words:
             if len(word) > 1:
                 self._after.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
@@ -49,7 +49,7 @@ class LogitRules:
         self._ends = np.array([token for token in ends if token < n_real], np.intp)
         self._until_end = params.min_tokens
         self._last: list[int] = []
-        """The answer's last tokens: one fewer than the longest bad word has."""
+        """The answer's last tokens, one fewer than the longest bad word has."""
 
     @staticmethod
     def wanted(params: SamplingParams) -> bool:
@@ -98,7 +98,8 @@ class Penalties:
         self._repetition = np.float32(params.repetition_penalty)
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
         self.only_lowers = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
-        """No logit becomes higher, so tokens that are not among the best of a row stay below them."""
+        """Whether no logit becomes higher. Then tokens that are not among the best of a row stay below
+        them."""
         self._counts: Counter[int] = Counter()
         """How often each token was generated, or is within the last `repeat_last_n`."""
         self._less = np.zeros(n_vocab, np.float32)
@@ -110,7 +111,7 @@ class Penalties:
         if self._repetition != 1 and params.repeat_last_n is None:
             self._repeated[tokens] = True
         self._tokens = np.flatnonzero(self._repeated)
-        """Each token that has or had a penalty, once; the first `_n` are in use."""
+        """The tokens that have or had a penalty, each once; the first `_n` are in use."""
         self._n = len(self._tokens)
         self._window: deque[int] | None = None
         """The last tokens, if only these count."""
@@ -135,7 +136,7 @@ class Penalties:
     ) -> npt.NDArray[np.float32]:
         """The penalised logits of some tokens."""
         if self._repetition != 1:
-            # the lower of the two is the quotient of a positive logit and the product of a negative one
+            # the lower of quotient and product is the quotient if the logit is positive, else the product
             choose = np.minimum if self._repetition > 1 else np.maximum
             penalised = choose(logits / self._repetition, logits * self._repetition)
             logits = np.where(self._repeated[tokens], penalised, logits)

@@ -1,7 +1,7 @@
 """Limits of an answer's think block: a budget of tokens, and a guard against loops.
 
 When either limit is reached, a few forced words (the bridge) close the think block, and the model answers.
-Unlike a grammar, this refuses no token: the model chooses freely up to there.
+Unlike a grammar, the limits ban no token: until then the model chooses freely.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ STRIDE = 64
 """Tokens between two checks for a loop."""
 
 NEEDLE, ROUNDS, SPAN = 16, 4, 128
-"""The check looks for an earlier occurrence of the last NEEDLE tokens. It is a loop if the text has repeated
-ROUNDS times, over at least SPAN tokens."""
+"""The check looks for an earlier occurrence of the last NEEDLE tokens. A loop has repeated its text ROUNDS
+times, over at least SPAN tokens."""
 
 ENDS = (b"</think>", b"<tool_call>")
 """Texts that close a think block for the reply parser."""
@@ -27,8 +27,8 @@ ENDS = (b"</think>", b"<tool_call>")
 
 @dataclass(frozen=True)
 class ThinkingLimits:
-    """One request's limits, perhaps none. Every answer that thinks has a watch of its own, which at least
-    counts its thinking tokens."""
+    """One request's limits, perhaps none. Every answer that thinks has a watch, which counts its thinking
+    tokens even without limits."""
 
     bridge: tuple[int, ...] = ()
     """The tokens that close the block; none of them ends a generation. Required for a budget and the
@@ -37,7 +37,7 @@ class ThinkingLimits:
     """Maximum tokens of the block before the bridge."""
     loop_guard: bool = False
     repetition_penalty: float = 1.0
-    """Applies within the block, to the block's tokens; 1 is none."""
+    """Penalty within the block on the block's tokens; 1 is none."""
 
     def begin(self, vocab: Vocab) -> ThinkingWatch:
         """The watch of one answer."""
@@ -59,7 +59,7 @@ class ThinkingWatch:
 
     @property
     def horizon(self) -> int | None:
-        """Tokens until the next check, which a draft must not pass. None: no further check."""
+        """Tokens until the next check; a draft must not go beyond it. None: no further check."""
         if not self.open:
             return None
         ahead = [] if self.limits.budget is None else [self.limits.budget - self.tokens]
@@ -98,7 +98,7 @@ def _within_character(text: bytes) -> bool:
 
 
 def goes_in_circles(text: str) -> bool:
-    """Whether the end of a text, a character for each token, repeats the same few tokens."""
+    """Whether the end of a text, in which each token is a character, repeats the same few tokens."""
     end = len(text)
     place = text.rfind(text[-NEEDLE:], 0, end - 1)
     period = end - NEEDLE - place

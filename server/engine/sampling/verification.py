@@ -23,8 +23,8 @@ class SampleResult:
     error: Exception | None = None
     """The exception that its sampler raised."""
     recompute: bool = False
-    """The row of the next token is no longer available, or with an `error` unusable, perhaps because of
-    another sequence. Pending tokens must be computed again."""
+    """Pending tokens must be computed again: the row of the next token is no longer available or, with an
+    `error`, unusable, perhaps because of another sequence."""
 
     @property
     def accepted(self) -> int:
@@ -35,10 +35,10 @@ class SampleResult:
 def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[SampleResult]:
     """For each chunk, the accepted tokens of its draft and the token after them.
 
-    A draft token is accepted if the request's own sampler chooses it from the row before it. For a proposal
-    with all probability on one token that is speculative sampling (Leviathan et al. 2023, section 2.3), so no
-    sampler's output distribution changes. Nothing is accepted after one of `ends`, the tokens that end a
-    generation.
+    A draft token is accepted if the request's own sampler chooses it from the row before it. A draft is a
+    proposal with all probability on one token, so this is speculative sampling (Leviathan et al. 2023,
+    section 2.3) and changes no sampler's output distribution. Nothing is accepted after one of `ends`, the
+    tokens that end a generation.
     """
     if rows is None:
         return [SampleResult() for _ in batch.chunks]
@@ -48,7 +48,7 @@ def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sample
             _sample(chunk, placement, rows, ends)
             for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
         ]
-    if batch.n_tokens == batch.n_rows == len(batch.chunks):  # else the shortest come first
+    if batch.n_tokens == batch.n_rows == len(batch.chunks):  # otherwise the shortest come first
         return [
             _result(chunk, [token]) if chunk.sequence.sampler.forces else SampleResult([token])
             for chunk, token in zip(batch.chunks, best, strict=True)
