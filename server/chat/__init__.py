@@ -1,8 +1,8 @@
-"""Messages to tokens, and tokens to the parts of a message. Knows the engine, not HTTP.
+"""Messages to tokens, and tokens to the parts of a message. This package uses the engine, but no HTTP.
 
-In: `Prompter` checks a conversation (`messages`), marks the caller's text (`provenance`), renders it
-(`template`) and tokenizes it. Out: a `TextGeneration` is text (`detokenizer`), which a `Reply` splits into
-reasoning, answer and tool calls (`tool_calls`).
+`Prompter` checks a conversation (`messages`), marks the caller's text (`provenance`), renders it (`template`)
+and tokenizes it. `TextGeneration` turns the generated tokens into text (`detokenizer`), and `Reply` splits
+the text into reasoning, answer and tool calls (`tool_calls`).
 """
 
 from .detokenizer import Detokenizer, StopStrings

@@ -1,5 +1,4 @@
-"""Jinja's sandbox with limits on time and size, because a template comes with its model and may be
-hostile."""
+"""Jinja's sandbox with limits on time and size. A template comes with its model, so it may be hostile."""
 
 from __future__ import annotations
 
@@ -79,10 +78,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def __init__(self, **options: Any) -> None:
-        # without the optimizer, which would compute constants without limits
+        # no optimizer: it would compute constants without these limits
         super().__init__(optimized=False, **options)
         self._takes_long = False
-        """Whether a rendering took too long for the event loop, where none begins any more."""
+        """Whether a rendering took too long for the event loop; then none begins there any more."""
         self._of_thread = threading.local()
         self.filters["_watched"] = self._watched
         self.filters["_concatenated"] = _concatenated
@@ -154,7 +153,7 @@ class _Watched:
 
 
 def check(name: str, text: str, args: tuple[Any, ...]) -> None:
-    """Raises TooMuch if a string method, or the filter of its name, would produce too long a result."""
+    """Raises TooMuch if the result of a string method, or of the filter with its name, would be too long."""
     if name in _FILLING or name == "indent":
         for arg in args:
             _bound(arg if isinstance(arg, int) else 0, MOST_DIGITS)
@@ -171,8 +170,8 @@ def check(name: str, text: str, args: tuple[Any, ...]) -> None:
 
 
 def _checked(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter with the same check as the method of its name."""
-    # jinja hands some filters its environment or context, and marks them so
+    """A filter with the same check as the method with its name."""
+    # Jinja passes its environment or context to some filters, which have this mark
     passed = hasattr(filter_, "jinja_pass_arg")
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Generated tokens to text, released once it is final, and the stop strings that end it."""
+"""Turns generated tokens into text, released once it is final, and finds the stop strings that end it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Detokenizer:
     """Detokenizes one sequence, cut before the first stop string.
 
-    A character whose bytes span tokens appears with its last byte. Invalid UTF-8 becomes U+FFFD, except for
-    an unfinished character at the very end, which is left out. Text that may begin a stop string is held back
-    until that is decided.
+    A character whose bytes span several tokens appears with its last byte. Invalid UTF-8 becomes U+FFFD, but
+    an unfinished character at the end is left out. Text that may begin a stop string is held back until it is
+    clear whether it does.
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class Detokenizer:
         self._bytes_of = vocab.spelling if spell_control else vocab.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = stops
-        self._node = 0  # state of the stops' automaton after the text so far
+        self._node = 0  # state of the stop strings' automaton after the text so far
         self._held = ""
         self._length = 0  # characters decoded so far
-        self._starts: list[int] = []  # that length at each token's arrival, kept if there are stop strings
+        self._starts: list[int] = []  # the length at each token's arrival, if there are stop strings
         self._tokens = 0
         self._flushed = False
         self.stop_string: str | None = None
@@ -45,16 +45,15 @@ class Detokenizer:
     def completion_tokens(self) -> int:
         """Number of tokens in the returned text.
 
-        A token counts if its first byte lies before the cut. So the stop string's tokens do not count, unless
-        they also carry text before it. Without a stop, every token fed counts. The count therefore agrees
-        with the tokenizer's count of the returned text, unless the model spelled the text in other tokens.
+        A token counts if its first byte lies before the cut. So the tokens of a stop string do not count,
+        unless they also have text before it. Without a stop, every token counts. So the count agrees with the
+        tokenizer's count for the returned text, unless the model generated the text in other tokens.
         """
         return self._tokens
 
     @property
     def certain_tokens(self) -> int:
-        """Number of tokens that no stop string can take back any more: those that begin in the returned
-        text."""
+        """Number of tokens that begin in the returned text: no stop string can remove them any more."""
         if self._stops is None or self.stopped or self._flushed:
             return self._tokens
         return bisect_left(self._starts, self._length - len(self._held))
@@ -105,14 +104,15 @@ class Detokenizer:
 class StopStrings:
     """Aho-Corasick automaton over stop strings: one step a character, however many strings there are.
 
-    Built once, it can match any number of texts; each keeps only its current node, 0 at first. The stop that
-    is *completed first* wins, and of several completed by one character the longest, so the result does not
-    depend on how the text was cut into pieces. Raises ValueError for an empty stop string.
+    One automaton can match any number of texts, each of which keeps only its current node, 0 at first. The
+    stop string that is *completed first* wins, and the longest of several that one character completes. So
+    the result does not depend on how the text was cut into pieces. Raises ValueError for an empty stop
+    string.
     """
 
     def __init__(self, stops: Iterable[str], *, included: bool = False, min_tokens: int = 0) -> None:
-        """`included`: a text ends after the stop string, not before it. A stop that is complete within the
-        first `min_tokens` tokens has no effect."""
+        """`included`: a text ends after the stop string, not before it. A stop string that is completed
+        within the first `min_tokens` tokens has no effect."""
         self.included, self.min_tokens = included, min_tokens
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
@@ -151,8 +151,7 @@ class StopStrings:
         self._match[node] = stop
 
     def _link(self) -> None:
-        """Sets the links, breadth first: a node falls back to the longest proper suffix of its text that is
-        also a node."""
+        """Sets each node's link, breadth first: the longest proper suffix of its text that is a node, too."""
         queue = deque(self._next[0].values())
         while queue:
             node = queue.popleft()

@@ -1,4 +1,4 @@
-"""The package's one error that the caller causes."""
+"""The package's only error that is the caller's fault."""
 
 from __future__ import annotations
 

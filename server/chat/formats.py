@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
-"""White space between JSON tokens, as in llama.cpp (json-schema-to-grammar.cpp, SPACE_RULE): enough for usual
-styles, too little to trap a small model. vLLM's backends set no limit."""
+"""White space between JSON tokens, as in llama.cpp (json-schema-to-grammar.cpp, SPACE_RULE). It is enough for
+the usual styles, and a small model cannot go on with white space forever. vLLM's backends set no limit."""
 
 ANY = r"/(.|\n)*/"
 NO_CALL = f"({ANY} & ~({ANY} /<tool_call>/ {ANY}))"
@@ -48,11 +48,10 @@ LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 
 MAX_REGEX = MAX_GBNF = 64 * 1024
 MAX_RULES = 1_000
-"""Most rules of a GBNF grammar. The converter's time is quadratic in both limits: 0.2 s for these rules, 3 s
-for 4,000."""
+"""Most rules of a GBNF grammar. The time grows with their square: 0.2 s for this many, 3 s for 4,000."""
 
 MAX_ALTERNATIVES = 1_000
-"""Most alternatives for the values of a tool's parameters. References that share their targets multiply."""
+"""Most alternatives for the values of a tool's parameters. Schemas with shared references multiply them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class AnswerFormat:
     """Separate grammars that the rules refer to (`@name`), by name."""
 
     def same_as(self, other: AnswerFormat) -> bool:
-        """Whether both formats allow the same answers, as far as comparing the two fields can tell."""
+        """Whether both formats allow the same answers, as far as comparing two of their fields shows."""
         return replace(self, param="") == replace(other, param="")
 
 
@@ -88,7 +87,7 @@ def json_format(
 def json_expression(
     schema: object, param: str, *, white_space: str = WHITE_SPACE, flexible: bool = True
 ) -> str:
-    """The same as a Lark expression."""
+    """`json_format` as a Lark expression."""
     if isinstance(schema, str):
         schema = json_value(schema, param)
     if isinstance(schema, bool):
@@ -121,7 +120,7 @@ def grammar_format(text: str, param: str) -> AnswerFormat:
         raise PromptError(f"{param} is longer than GBNF may be: {most}", param)
     try:
         return AnswerFormat(gbnf_to_lark(text), param)
-    except Exception as error:  # the converter raises plain exceptions, and its parser any others
+    except Exception as error:  # the converter and its parser raise exceptions of any type
         raise PromptError(f"{param} is no GBNF or Lark grammar: {error}", param) from None
 
 
@@ -161,9 +160,10 @@ def tool_format(
     beside: AnswerFormat | None = None,
     param: str = "tools",
 ) -> ToolFormat:
-    """The format of tool calls (OpenAI's tools): only calls if `forced`, otherwise text and calls, or
-    `beside`. The parameters of a `strict` tool follow its schema; those of others as far as it can be
-    enforced, if calls are forced. Raises PromptError naming a keyword that cannot be enforced."""
+    """The format of tool calls (OpenAI's tools): only calls if `forced`, otherwise calls and text, or calls
+    or `beside`. The parameters of a `strict` tool follow its schema. If calls are forced, those of other
+    tools follow their schemas as far as these can be enforced. Raises PromptError naming a keyword that
+    cannot be enforced."""
     rules: list[str] = []
     names: list[str] = []
     length = 0
@@ -259,7 +259,7 @@ class _Parameters:
         except PromptError:
             if self._strict:
                 raise
-            texts, others = [ANY], []  # accept any text: the request does not ask for more
+            texts, others = [ANY], []  # any text is allowed, since the request does not require the schema
         if others and self._misread:
             texts, others = [ANY], []
         alternatives, rules = [], []
@@ -365,7 +365,7 @@ class _Parameters:
 
 
 def _may_be_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """Whether a schema allows a string. Each part is read once: references may share their targets."""
+    """Whether a schema allows a string. Each part is read once, since references may share their targets."""
     unread, seen = [schema], set()
     while unread:
         part = unread.pop()
@@ -416,7 +416,7 @@ def _json(
 
 
 def check_length(length: int, param: str) -> None:
-    """Raises PromptError for too long a grammar before it is built and parsed."""
+    """Raises PromptError for a grammar that is too long, before it is built and parsed."""
     if length > LONGEST_GRAMMAR:
         message = f"{param} has more than {LONGEST_GRAMMAR:,} characters as a grammar"
         raise PromptError(message, param)

@@ -63,7 +63,7 @@ class TextGeneration:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the text ended. None until all text has been read; `cancelled` also if it never will be."""
+        """Why the text ended; None until all text has been read. `cancelled` if the rest will not be read."""
         if self.stopped:
             return "stop"
         if self._exhausted or self.generation.finish_reason == "cancelled":
@@ -101,7 +101,7 @@ class TextGeneration:
     @property
     def reasoning_tokens(self) -> int | None:
         """Tokens inside a think block, without its closing tag; None if there is no block."""
-        watch = self.generation.thinking  # which may know of tokens that are not a part of the text
+        watch = self.generation.thinking  # it may have counted tokens that are not part of the text
         return None if watch is None else min(watch.tokens, self.completion_tokens)
 
     def new_logprobs(self) -> list[TokenLogprobs]:

@@ -15,11 +15,13 @@ _SHOW = ("user", "tool")
 """Roles whose content may have pictures."""
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a text part -> the key of its text; also types that OpenAI's APIs return, as in vLLM."""
+"""Type of a text part -> the key of its text. Types that OpenAI's APIs return are accepted, too, as in
+vLLM."""
 
 
 def check_messages(messages: object, pictures: list[GivenPicture] | None = None) -> list[dict[str, Any]]:
-    """Return the messages as new dicts: roles known, contents text, tool-call arguments objects.
+    """Return the messages as new dicts, in which roles are known, contents are text, and tool-call arguments
+    are objects.
 
     `developer` becomes `system`, `reasoning` becomes `reasoning_content`, and JSON strings in `arguments` are
     parsed. All system messages are joined into one at the beginning, with a blank line between them, because
@@ -56,7 +58,7 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
 def separate_reasoning(text: str) -> tuple[str, str] | None:
     """Split an assistant's text into (reasoning, answer); None if it has no `</think>`.
 
-    Like Qwen's template: text between the last `<think>` and the first `</think>` is reasoning, text after
+    As in Qwen's template, text between the last `<think>` and the first `</think>` is reasoning, text after
     the last `</think>` is the answer, and blank lines around the tags belong to neither.
     """
     pieces = text.strip().split("</think>")
@@ -68,7 +70,7 @@ def separate_reasoning(text: str) -> tuple[str, str] | None:
 def begun_reply(message: Mapping[str, Any]) -> tuple[str, str]:
     """The reasoning and the answer of a checked assistant message that is to be continued.
 
-    Without an answer the message ends inside its reasoning, which may also be in the content, after
+    Without an answer the message ends inside its reasoning. The reasoning may also be in the content, after
     `<think>`.
     """
     text = plain_text(message["content"])

@@ -35,16 +35,17 @@ MAX_BYTES = 32 * 1024**2
 """Most bytes of a picture's file."""
 
 MAX_PIXELS = 2**25
-"""Most pixels of a picture before it is decoded: 100 MB of memory."""
+"""Most pixels of a picture's file, which decoded take 100 MB of memory."""
 
 MAX_RATIO = 200
 """Largest ratio of a picture's sides, as in transformers (smart_resize)."""
 
 MAX_SCANS = 100
-"""Most scans of a JPEG; a progressive one has ten. A scan of a dozen bytes costs a pass over all pixels."""
+"""Most scans of a JPEG; a progressive one usually has ten. Each costs a pass over all pixels, even one of a
+dozen bytes."""
 
 LOW_PIXELS = 512 * 512
-"""Most pixels of a picture of `detail` low."""
+"""Most pixels of a picture with `detail` low."""
 
 MOST_BOUND = 2**31 - 1
 """Largest value of `min_pixels` and `max_pixels`."""
@@ -53,12 +54,13 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 DETAILS = ("auto", "high", "low")
 
 HEAD = 64 * 1024
-"""Characters of base64 in which a picture's size is looked for before the whole file is decoded for it."""
+"""Characters of base64 in which a picture's size is searched. If it is not there, the whole file is
+decoded."""
 
 _BLANKS = b" \t\r\n"
 
 _decoding = BoundedSemaphore(2)
-"""Limits how many decoded pictures are in memory; further ones wait."""
+"""Limits how many decoded pictures are in memory at once; others wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +86,8 @@ class PixelBounds:
         return PixelBounds(self.min_pixels or others.min_pixels, self.max_pixels or others.max_pixels)
 
     def size(self, width: int, height: int, side: int) -> tuple[int, int]:
-        """A picture's size within the bounds. A changed size is whole tokens, `side` pixels along either
-        side; otherwise the vision tower rounds it."""
+        """A picture's size within the bounds. If it is changed, both sides are whole tokens of `side` pixels;
+        otherwise the vision tower rounds it."""
         whole = [max(side, round(n / side) * side) for n in (width, height)]
         pixels, area = whole[0] * whole[1], width * height
         if self.max_pixels is not None and pixels > self.max_pixels:
@@ -131,8 +133,8 @@ class GivenPicture:
         return cls(given["url"], f"{where}.url", known_detail(given.get("detail"), where), bounds)
 
     def pixels(self, side: int, asked: PixelBounds = NO_BOUNDS) -> npt.NDArray[np.uint8]:
-        """The decoded pixels, shape [height, width, 3]. Animations give their first frame, EXIF rotation is
-        applied, transparency becomes white. The picture is resized to its own bounds, else to `asked`. A
+        """The decoded pixels, shape [height, width, 3]: of an animation the first frame, with EXIF rotation
+        applied and transparency made white. The picture is resized to its own bounds, else to `asked`. A
         token is `side` pixels high and wide. Slow: not for an event loop. Raises PromptError."""
         bounds, data = self._bounds(asked), self._data()
         with _decoding, self._opened(data) as image:
@@ -143,8 +145,8 @@ class GivenPicture:
             return np.array(turned, np.uint8)
 
     def size(self, side: int, asked: PixelBounds = NO_BOUNDS) -> tuple[int, int]:
-        """The width and height that `pixels` gives, or, if EXIF turns the picture, the height and width. The
-        head of the file suffices for most: `pixels` looks at the rest. Raises PromptError."""
+        """The width and height of the result of `pixels`, swapped if EXIF rotates the picture by 90 degrees.
+        For most pictures only the beginning of the file is decoded from base64. Raises PromptError."""
         bounds = self._bounds(asked)
         if self.data is None and len(self.url) > 2 * HEAD:
             with suppress(PromptError), self._opened(self._data(HEAD)) as image:
@@ -153,7 +155,7 @@ class GivenPicture:
             return bounds.size(*image.size, side)
 
     def digest(self, asked: PixelBounds) -> bytes:
-        """A hash of all that `pixels` depends on for one `side`."""
+        """A hash of everything but `side` that the result of `pixels` depends on."""
         bounds = self._bounds(asked)
         made = sha256(b"%d %d " % (bounds.min_pixels or 0, bounds.max_pixels or 0))
         made.update(self.data if self.data is not None else self.url.encode("utf-8", "surrogatepass"))
@@ -169,7 +171,7 @@ class GivenPicture:
         return PixelBounds(least, most)
 
     def _data(self, most: int | None = None) -> bytes:
-        """The file, or what its first `most` characters of base64 hold of it."""
+        """The file, or the part of it in its first `most` characters of base64."""
         if self.data is not None:
             return self.data
         if self.is_address:
@@ -189,7 +191,7 @@ class GivenPicture:
 
     @contextmanager
     def _opened(self, data: bytes) -> Iterator[Image.Image]:
-        """The picture, not yet decoded. What Pillow raises meanwhile becomes a PromptError."""
+        """The picture, not yet decoded. An exception of Pillow in the context becomes a PromptError."""
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as image:
                 width, height = image.size
@@ -226,8 +228,8 @@ def known_detail(given: Any, where: str) -> str:
 def recalled(
     given: list[GivenPicture], engine: Engine, salt: str, asked: PixelBounds = NO_BOUNDS
 ) -> list[Picture]:
-    """The given pictures up to the first that no request with this `salt` has encoded, or that is not cached
-    any more. Raises PromptError."""
+    """The first of the given pictures, as long as requests with this `salt` have encoded them and they are
+    still cached. Raises PromptError."""
     known: list[Picture] = []
     encoder = engine.encoder
     for picture in given:
@@ -249,13 +251,13 @@ def shown(
     """A conversation's ids without picture placeholders, and the encoded pictures, each with the index of the
     token after it.
 
-    Pictures that requests with this `salt` have encoded are reused; `known` has the first ones, as `recalled`
-    found them. `interrupt`, called before each picture, stops the work by raising; `asked` is the request's
-    bounds for every picture. Raises PromptError, PromptTooLong and GenerationError.
+    Pictures that requests with this `salt` have encoded are reused; `known` has the first ones, which
+    `recalled` returned. `interrupt` is called before each picture and may raise to stop the work. `asked`:
+    the request's bounds for every picture. Raises PromptError, PromptTooLong and GenerationError.
     """
     if not given:
         return ids, []
-    if len(given) - len(known) > 1:  # else the one is measured before it is encoded
+    if len(given) - len(known) > 1:  # a single new one is measured before it is encoded
         _check_room(ids, given, engine, interrupt, asked, known)
     length = len(ids)
     pictures: list[tuple[int, Picture]] = []
@@ -302,8 +304,8 @@ def _check_room(
     asked: PixelBounds,
     known: Sequence[Picture],
 ) -> None:
-    """Raises PromptTooLong if the context does not hold the ids and all pictures, and PromptError. Nothing is
-    decoded, and of the `known` ones nothing is read."""
+    """Raises PromptTooLong if the ids and all pictures do not fit into the context, and PromptError. No
+    picture is decoded, and the files of the `known` ones are not read."""
     length = len(ids)
     for before, (_, picture, encoder) in enumerate(_placed(ids, given, engine, interrupt, asked)):
         if before < len(known):
@@ -321,7 +323,8 @@ def _placed(
     interrupt: Callable[[], None],
     asked: PixelBounds,
 ) -> Iterator[tuple[int, GivenPicture, PictureEncoder]]:
-    """The index of each picture's placeholder in `ids`, the picture, and what encodes it."""
+    """For each picture: the index of its placeholder in `ids`, the picture, and the function that encodes
+    it."""
     encoder = engine.encoder
     assert encoder is not None, "parts with pictures are refused where nothing reads them"
     places = [index for index, token in enumerate(ids) if token == engine.vocab.picture_id]

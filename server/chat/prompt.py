@@ -23,8 +23,8 @@ class ReplyOptions(TypedDict, total=False):
     enable_thinking: bool
     add_generation_prompt: bool
     continue_final_message: bool
-    """Whether the last message, an assistant's, is the beginning of the reply: the prompt ends with it,
-    unclosed."""
+    """Whether the last message, an assistant's, is the beginning of the reply. The prompt then ends with it,
+    without an end of the turn."""
 
 
 class Options(ReplyOptions, total=False):
@@ -33,7 +33,7 @@ class Options(ReplyOptions, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     """OpenAI's objects."""
     template_kwargs: Mapping[str, Any] | None
-    """The request's chat_template_kwargs; the `enable_thinking` of these options overrides theirs."""
+    """The request's chat_template_kwargs. `enable_thinking` of these options takes precedence."""
     pictures: list[GivenPicture] | None
     """Receives the messages' pictures, in order; None for a model without vision."""
 
@@ -44,7 +44,7 @@ def check_conversation(
     *,
     continue_final_message: bool,
 ) -> None:
-    """Raise PromptError for what is wrong with any model and any template."""
+    """Raise PromptError for everything that is wrong whatever the model and the template."""
     try:
         checked = check_messages(messages, [])
         check_tools(tools)
@@ -57,8 +57,9 @@ def check_conversation(
 class Prompter:
     """Renders and tokenizes conversations, safe against injected control tokens.
 
-    Content without the text of an added token gets the ids of rendering and tokenizing in one piece. Such
-    text in content (`<|im_end|>`, `<think>`, ...) becomes plain tokens. `provenance` explains how.
+    If the content has no text of an added token (`<|im_end|>`, `<think>`, ...), its ids are those of
+    rendering and tokenizing in one piece. Otherwise that text becomes plain tokens; `provenance` explains
+    how.
     """
 
     def __init__(self, vocab: Vocab, template_source: str) -> None:
@@ -101,8 +102,8 @@ class Prompter:
     ) -> bool:
         """Whether the reply begins inside the think block. Raises PromptError.
 
-        A continued reply begins there if its last message has reasoning and no answer yet, and not if it has
-        an answer, whether or not thinking is enabled.
+        A continued reply begins there exactly if its last message has reasoning and no answer yet, whether or
+        not thinking is enabled.
         """
         if not self.can_think:
             return False
@@ -161,26 +162,26 @@ class Prompter:
         try:
             text = self.render([{"role": "user", "content": "Hi"}], enable_thinking=True)
         except PromptError:
-            return True  # the template needs more variables than these; it does know think blocks
+            return True  # the template needs other variables, too; but it knows think blocks
         return not text.rstrip().endswith("</think>")
 
     def _separate_reasoning(self, message: dict[str, Any], sentinel: str) -> None:
-        """Moves an assistant's inline think block out of the content: the template cannot find it once it is
-        marked."""
+        """Moves an assistant's inline think block out of the content, since the template cannot find it once
+        the content is marked."""
         if message["role"] != "assistant" or "reasoning_content" in message:
             return
         if "reasoning_content" not in self._template.source:
-            return  # this template would drop moved reasoning
+            return  # this template would drop the reasoning
         parts = separate_reasoning(plain_text(message["content"]))
         if parts is not None:
             reasoning, answer = parts
-            # The template trims before it takes the block out, not after: a sentinel stops the trim.
+            # the template trims before it removes the block, not after; a sentinel prevents the trim
             indented = answer[:1].isspace()
             message.update(reasoning_content=reasoning, content=sentinel + answer if indented else answer)
 
 
 def _final(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The last of the checked messages, which must be continuable. Raises PromptError."""
+    """The last of the checked messages. Raises PromptError if it cannot be continued."""
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         wrong = "calls tools" if last["role"] == "assistant" else f"is of the role {last['role']}"

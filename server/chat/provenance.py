@@ -1,21 +1,22 @@
 """Separates the caller's text from the template's, so that content cannot inject control tokens.
 
-A tokenizer sees one string and cannot tell the template's `<|im_end|>` from a user's. Before rendering, a
-sentinel (a character that occurs nowhere in the request) is inserted after every character of the caller that
-could begin an added token (for Qwen: every `<`). Templates copy, trim and join strings, so the sentinels stay
-next to their characters in the rendered text. There they are removed, and the text is cut right after each
-caller's character that begins an added token's text. No tokenizer joins text across two pieces, so those
-tokens become plain text, and only those: other text stays in one piece and keeps its ids.
+A tokenizer sees one string and cannot tell the template's `<|im_end|>` from a user's. Therefore:
 
-Marking first characters rather than whole occurrences also covers seams: `<|im_` at the end of one string and
-`end|>` at the start of the next, or in the template's own text (`<parameter=` + key + `>`), are found after
-they are joined. A template that writes the `<` itself and lets the caller complete a token after it is not
-covered; Qwen's does not.
+- Before rendering, a sentinel (a character that occurs nowhere in the request) is inserted after every
+  character of the caller that could begin an added token (for Qwen: every `<`). Templates copy, trim and join
+  strings, so in the rendered text the sentinels still follow their characters.
+- After rendering, the sentinels are removed, and the text is cut after each caller's character that begins an
+  added token's text. The pieces are tokenized one by one, so such a token becomes plain text. Other text
+  stays in one piece and keeps its ids.
 
-The marks change how a template sees literals in content: `content.startswith('<tool_response>')` is false for
-marked text. In Qwen's template a user message wrapped in these tags then counts as a question, which is the
-safe side. The think tags in an assistant's history, which templates also look for, are taken apart before
-marking (`messages.separate_reasoning`).
+Marking only first characters also covers joined strings, such as `<|im_` at the end of one and `end|>` at the
+start of the next, or the template's own text (`<parameter=` + key + `>`). A template that writes the `<`
+itself and lets the caller complete the token is not covered; Qwen's does not do that.
+
+The sentinels change what a template finds in content: `content.startswith('<tool_response>')` is false for
+marked text. In Qwen's template a user message wrapped in these tags then counts as a question, which is safe.
+Templates also look for think tags in an assistant's history, so these are separated before marking
+(`messages.separate_reasoning`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from .errors import PromptError
 
-# Unicode noncharacters first (no text means anything by them), then the private use areas.
+# Unicode noncharacters first, which have no meaning in text, then the private use areas.
 _CANDIDATES = (
     range(0xFDD0, 0xFDF0),
     range(0xE000, 0xF900),
@@ -36,14 +37,12 @@ _CANDIDATES = (
 )
 
 WINDOW = 2**18
-"""Characters searched at a time, with the GIL held: some milliseconds."""
+"""Characters that are searched at a time, with the GIL held, in a few milliseconds."""
 
 
 class AddedTokens:
-    """The texts of a vocabulary's added tokens, if they can be told apart from plain text.
-
-    A single character cannot be cut, and white space is not a control token: such tokens stay as the
-    tokenizer treats them.
+    """The texts of a vocabulary's added tokens, except tokens of a single character, which cannot be cut, and
+    of white space, which control nothing. The tokenizer treats those as usual.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -94,7 +93,7 @@ class AddedTokens:
         for text in self.texts:
             rest = "".join(optional.get(character) or re.escape(character) for character in text[1:])
             rests.setdefault(text[0], []).append(rest)
-        # by first character: most places fail at the next one, before any token is compared
+        # grouped by first character: most places fail at the next one, before any token is compared
         return re.compile("|".join(f"{re.escape(c)}{mark}(?={'|'.join(r)})" for c, r in rests.items()))
 
 

@@ -49,8 +49,8 @@ class ToolCall:
 class Arguments:
     """A piece of a call's arguments. Joined, the pieces are a JSON object, complete with the `last` one.
 
-    If the reply ends inside a call, no piece is the last: the object stays cut off, so that it cannot pass
-    for complete.
+    If the reply ends inside a call, no piece is the last, and the object stays incomplete, so that nobody
+    takes it for a complete one.
     """
 
     index: int
@@ -64,10 +64,10 @@ Part = Reasoning | Content | ToolCall | Arguments
 
 
 class Reply:
-    """A generation in parts: `async for part in reply`, once. Raises what the generation raises. If the
-    prompt's progress is wanted, an empty Content reports it.
+    """A generation in parts: `async for part in reply`, once. Raises what the generation raises.
 
-    With `one_call` the reply ends after its first tool call. Without `reasoning`, reasoning is left out.
+    If the prompt's progress is wanted, an empty Content reports it. With `one_call` the reply ends after its
+    first tool call. Without `reasoning`, reasoning is left out.
     """
 
     def __init__(
@@ -115,16 +115,17 @@ class Reply:
 
 
 class ReplyParser:
-    """Takes text in pieces of any size; the joined parts do not depend on the cuts.
+    """Takes text in pieces of any size. The joined parts do not depend on how the text was cut.
 
-    With `thinking` the prompt opened a think block: the reply begins inside it, and it ends with `</think>`
-    or, if there are tools, with a `<tool_call>`. White space around the reasoning, and before the answer,
-    belongs to the tags. A reply that ends before the tag is all reasoning. `inline_reasoning` leaves the
-    think block in the content as the model wrote it, with its opening tag restored.
+    With `thinking` the prompt opened a think block. The reply begins inside it, and the block ends with
+    `</think>` or, if there are tools, with a `<tool_call>`. White space around the reasoning, and before the
+    answer, belongs to the tags. If the reply ends before such a tag, all of it is reasoning.
+    `inline_reasoning` leaves the think block in the content as the model wrote it, with its opening tag
+    added.
 
-    `tools` are OpenAI's tool objects; without any, the parser does not look for tool calls. A call of an
-    offered tool begins with its first parameter, and its arguments are streamed. A call of any other name
-    comes as a whole. White space around a call is dropped; a failed call is content, unchanged.
+    `tools` are OpenAI's tool objects. Without any, the parser does not look for tool calls. The arguments of
+    an offered tool are streamed from its first parameter on; a call with another name is returned as a whole.
+    White space around a call is dropped. Text that turns out not to be a call is content, unchanged.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads text that arrives in pieces, once, from front to back."""
+"""Reads text that arrives in pieces, once, from beginning to end."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Parser = Generator[None, None, Result]
 
 
 class Scanner:
-    """Text that has arrived and is unread.
+    """Text that has arrived and is not read yet.
 
-    A parser's driver calls `add`, or sets `ended`, and resumes it. Only text that may begin a tag is read
-    twice, so the time is linear in the text, however it is cut.
+    The driver of a parser calls `add` or sets `ended`, and resumes the parser. Only text that may begin a tag
+    is read twice, so the time is linear in the length of the text, however it is cut.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self.ended = False
-        """Whether the text is complete: parsers then run to their end."""
+        """Whether the text is complete. Then parsers run to their end."""
         self._tapes: list[list[str]] = []
 
     def add(self, text: str) -> None:
@@ -69,9 +69,8 @@ class Scanner:
             yield
 
     def name(self) -> Parser[str]:
-        """Reads the rest of an opening tag, such as `add>`, on one line; "" if it is not one.
-
-        Text read before that is decided stays read.
+        """Reads the rest of an opening tag, such as `add>`, on one line. Returns "" if there is none; the
+        text up to the place that shows this is read then.
         """
         pieces = []
         while True:
@@ -119,7 +118,7 @@ class Scanner:
 
 
 class Trimmed:
-    """Passes text on, but holds white space at its end until the next text is known."""
+    """Passes text on, but holds back white space at its end until the next text arrives."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit

@@ -29,7 +29,7 @@ FREE_FORMATS = {
     *("path", "file-path", "directory-path", "json-string", "base64", "base64url"),
     *("ipv4network", "ipv6network", "ipv4interface", "ipv6interface", "ipvanyaddress"),
 }
-"""Keywords of OpenAPI and pydantic that JSON Schema does not define, and therefore gives no effect."""
+"""Formats of OpenAPI and pydantic that JSON Schema does not define, so they have no effect."""
 
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 TEXTS = {
@@ -63,7 +63,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "then": (),
     "else": (),
 }
-"""Keywords without effect at these values, or without the keyword that they belong to."""
+"""Keywords that have no effect with these values, or without the keyword that they belong to."""
 
 _OWNERS = {"minContains": ("contains",), "maxContains": ("contains",), "then": ("if",), "else": ("if",)}
 
@@ -72,14 +72,14 @@ JSON_SCHEMA = re.compile(r"%json\s*(?=\{)")
 """Introduces a schema in llguidance's Lark."""
 
 INT64_MAX = 2**63 - 1
-"""The largest integer `maximum` that llguidance knows: many programs write it for no limit."""
+"""The largest integer `maximum` that llguidance supports. Many programs write it for "no limit"."""
 
 MAX_MULTIPLE = (2**32 - 10) // 10 + 1
-"""Largest `multipleOf` in units of its last digit: llguidance computes remainder times ten plus a digit in 32
-bits."""
+"""Largest `multipleOf` in units of its last digit, since llguidance computes remainder times ten plus a digit
+in 32 bits."""
 
 MAX_COMMON_MULTIPLE = 2**16 - 1
-"""Largest of several `multipleOf` of one value: llguidance multiplies two of them (numeric.rs,
+"""Largest `multipleOf` if a value has several, since llguidance multiplies two of them (numeric.rs,
 `Decimal::lcm`)."""
 
 _Place = tuple[Any, str] | None
@@ -95,10 +95,11 @@ def json_value(text: str, param: str) -> Any:
 
 
 def understood(schema: Any) -> Any:
-    """An equivalent schema that llguidance understands. An invalid one stays as it is, for llguidance to
-    report.
+    """An equivalent schema that llguidance understands. An invalid one is returned unchanged, and llguidance
+    reports the error.
 
-    Parts of it may be the same object, so written out it may be longer than it was (`written_length`).
+    Parts of the result may be the same object, so its JSON may be longer than that of `schema`
+    (`written_length`).
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -130,7 +131,7 @@ def _asks_for_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _depending(schema: dict[str, Any]) -> dict[str, Any]:
-    """Rewrites dependencies between properties: either the property is absent, or the rest fits."""
+    """Rewrites dependencies between properties: either the property is absent, or its dependencies hold."""
     asked: list[Any] = []
     rest = dict(schema)
     if not isinstance(rest.get("allOf", []), list):
@@ -165,7 +166,7 @@ def _named(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def closed(schema: Any) -> Any:
-    """The schema with no additional properties in its objects, unless it allows them explicitly."""
+    """The schema without additional properties in its objects, unless it allows them explicitly."""
     if not isinstance(schema, Mapping):
         return schema
     found = {key: _closed_part(key, one) for key, one in schema.items()}
@@ -280,7 +281,7 @@ def _check_multiples(multiples: list[tuple[_Place, int | float]], where: str, *,
 
 
 def _is_read_right(number: float) -> bool:
-    """Whether llguidance reads a number exactly: it has only floats, and serde_json converts a fraction in
+    """Whether llguidance reads a number exactly. It uses floats only, and serde_json converts a fraction in
     two steps (`f64_from_parts`), each of which may round."""
     if isinstance(number, int):
         return abs(number) <= INT64_MAX and float(number) == number

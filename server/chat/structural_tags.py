@@ -1,12 +1,12 @@
 """Structural tags: free text in which certain strings begin a part with a required format.
 
 The formats are xgrammar's (its docs/structural_tag), which vLLM and SGLang accept, except those of single
-tokens. They become a grammar in llguidance's dialect of Lark. A format that it can enforce only in part is
-refused.
+tokens. They become a grammar in llguidance's dialect of Lark. A format that such a grammar can enforce only
+in part is refused.
 
-Free text runs up to its first mark: a trigger, or the end of the enclosing tag. A mark of plain characters
-ends a lazy terminal, which stops at its first completion. A mark with a special token (`<tool_call>`) needs
-none: free text contains neither such tokens nor their names.
+Free text ends at its first mark: a trigger, or the end of the enclosing tag. For a mark of plain characters,
+the text and the mark are one lazy terminal, which ends at its first match. A mark with a special token
+(`<tool_call>`) needs no lazy terminal, because free text contains neither such tokens nor their names.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Mark(NamedTuple):
     text: str
     """The mark's text."""
     until: str
-    """The mark's text, completed to the end of a special token that it breaks off in."""
+    """The mark's text; if it ends inside a special token, extended to the token's end."""
     then: str
     """The expression after it, in Lark."""
 
@@ -102,7 +102,7 @@ class _Builder:
         self._lark = LarkRules(param)
         self._parts: list[tuple[str, str]] = []
         self._terminals: dict[int, str | None] = {}
-        """Formats as terminals, by the formats' identity."""
+        """`id` of a format -> its terminal."""
 
     def answer(self, format_: object, where: str) -> AnswerFormat:
         """The whole answer."""
@@ -139,7 +139,8 @@ class _Builder:
     def _closed(
         self, regular: str, ends: Sequence[str], where: str, *, last: bool, lazy: bool = False
     ) -> str:
-        """A regular expression and one of the `ends`, as one terminal up to the first special token."""
+        """A regular expression and one of the `ends`, as one terminal that ends before the first special
+        token."""
         if not ends:
             if not last:
                 raise PromptError(f"{where}: it must be followed by a const_string, to end somewhere", where)
@@ -182,8 +183,8 @@ class _Builder:
         return self._lark.rule(json_expression(given.get("json_schema"), f"{where}.json_schema"))
 
     def _sequence(self, given: Mapping[str, Any], where: str, ends: Sequence[str], *, last: bool) -> str:
-        """A sequence. Adjacent regular elements form one terminal, which ends at the first occurrence of a
-        text."""
+        """A sequence. Adjacent regular elements form one terminal, which ends at the first occurrence of the
+        text after them."""
         elements = self._elements(given, where)
         parts: list[str] = []
         row: list[str] = []
@@ -214,7 +215,7 @@ class _Builder:
         return " ".join(filter(None, parts)) or '""'
 
     def _tag(self, given: Mapping[str, Any], where: str, begun: int = 0) -> str:
-        """A tag after the first `begun` characters of its begin."""
+        """A tag without the first `begun` characters of its `begin`."""
         begin = self._text(given, "begin", where)[begun:]
         end = given.get("end")
         ends = [end] if isinstance(end, str) else _list(end, f"{where}.end")
@@ -329,7 +330,7 @@ class _Builder:
         return " ".join(filter(None, [self._lark.terminal(text), token[0], self._literal(behind)]))
 
     def _whole_token(self, text: str, length: int) -> str:
-        """The first `length` characters, extended to the end of a special token that they break off in."""
+        """The first `length` characters; if they end inside a special token, extended to the token's end."""
         for token in self._special.finditer(text):
             if token.start() < length < token.end():
                 return text[: token.end()]
@@ -338,8 +339,8 @@ class _Builder:
     # --- what is regular -----------------------------------------------------------------------------------
 
     def _regular(self, format_: object, where: str) -> str | None:
-        """A format as part of a terminal, if it is regular and more than texts, which are unambiguous as
-        rules."""
+        """A format as part of a terminal. None if it is not regular, or if it consists of fixed texts, which
+        are unambiguous as rules."""
         expression = self._as_terminal(format_, where)
         return None if expression is None or not self._has_regex(format_) else expression
 
@@ -407,7 +408,7 @@ class _Builder:
     # --- what is given -------------------------------------------------------------------------------------
 
     def _known(self, format_: object, where: str, default: str = "") -> tuple[str, Mapping[str, Any]]:
-        """A format's type, and the format, whose keys are all known."""
+        """A format's type, and the format with its keys checked."""
         if not isinstance(format_, Mapping):
             raise PromptError(f'{where} must be a format, an object with a "type"', where)
         self._lark.count(where, where)

@@ -48,9 +48,9 @@ class ChatTemplate:
     def render(
         self, variables: dict[str, Any], extra: dict[str, Any], check: Callable[[int], None] = lambda _: None
     ) -> str:
-        """Renders with our `variables` and the request's `extra` ones. Raises PromptError, or TakesLong.
+        """Renders with `variables` and the request's `extra` ones. Raises PromptError, or TakesLong.
 
-        `check`, called with 0 between the parts, stops the work by raising.
+        `check` is called with 0 between the parts of the result, and may raise to stop the work.
         """
         taken = sorted(self._reserved & extra.keys())
         if taken:
@@ -70,7 +70,7 @@ class ChatTemplate:
     def _parts(self, variables: dict[str, Any]) -> Iterator[str]:
         context = self._template.new_context(variables)
         try:
-            # not `generate`, whose error handling creates frames that refer to each other and to all messages
+            # not `generate`: its error handling creates frames that refer to each other and to all messages
             yield from self._template.root_render_func(context)
         except TakesLong:
             raise

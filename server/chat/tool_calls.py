@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-Values are bare text: their types come from the tool's JSON schema.
+Values are bare text. Their types come from the tool's JSON schema.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ToolSchemas:
 class CallReader:
     """Reads a call, after its `<tool_call>`, and writes its arguments as JSON at the same time.
 
-    A parameter's value may itself contain `</parameter>`: it ends where the next parameter or the function's
-    end follows. If a parameter is given twice, the first value counts.
+    A parameter's value may contain `</parameter>`. It ends only at a `</parameter>` that the next parameter
+    or the function's end follows. If a parameter is given twice, the first value counts.
     """
 
     def __init__(self, scanner: Scanner, schemas: ToolSchemas) -> None:
@@ -203,7 +203,7 @@ def _typed(text: str, types: set[str]) -> Any:
     if not types or types == {"string"}:
         return text
     word = text.strip()
-    # Python's spellings too: the template writes a history's scalars that way.
+    # Python's spellings too, since the template writes the scalars of earlier calls that way
     word = {"True": "true", "False": "false", "None": "null"}.get(word, word)
     try:
         value = json.loads(word, parse_constant=_no_json, parse_float=_finite)
@@ -212,8 +212,8 @@ def _typed(text: str, types: set[str]) -> Any:
     if isinstance(value, float) and value.is_integer() and types.isdisjoint({"number"}):
         value = int(value)
     if isinstance(value, str):
-        return text  # quotes and all: only bare text is how a string is written
-    # null for a parameter that needs, say, a number can only mean none; for a string it is a word.
+        return text  # with its quotes, since strings are written as bare text
+    # for a number's parameter null can only mean none; for a string's parameter it is a word
     fits = not types.isdisjoint(_names(value)) or (value is None and "string" not in types)
     return value if fits else text
 
@@ -238,8 +238,7 @@ def _no_json(text: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Converts a number; 1e999 becomes the largest float, because every reader has a limit and JSON has
-    none."""
+    """Converts a number. 1e999 becomes the largest float: JSON has no limit, but every reader has one."""
     most = sys.float_info.max
     return min(max(float(text), -most), most)
 
