@@ -63,8 +63,8 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
         app.add_middleware(
             KnownSites, host=settings.host, hosts=hosts, origins=origins, open_paths=OPEN_PATHS
         )
-    if origins or keys:  # outside the key check: a browser's preflight request carries no key
+    if origins or keys:  # before the key check, since a browser's preflight request has no key
         app.add_middleware(AllowedSites, origins=origins)
-    # added last, so outermost: it sees refusals too
+    # added last, so it is the outermost and sees refusals, too
     app.add_middleware(Watch, service=service, tracer=tracer)
     return app

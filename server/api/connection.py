@@ -1,16 +1,17 @@
 """One client's connection: uvicorn's, with limits on size, slowness and number.
 
-uvicorn has no settings for these, an ASGI layer sees a request only once its head is complete, and a proxy in
-front is optional. Each limit has a test in tests/server/api/test_connection.py that fails on uvicorn's own
+uvicorn has no settings for these limits, an ASGI layer sees a request only once its head is complete, and a
+proxy is optional. Each limit has a test in tests/server/api/test_connection.py that fails on uvicorn's own
 protocol:
 
 - httptools counts neither headers nor the framing of chunks (h11 does, and costs more for each event):
   `test_what_surrounds_a_body_has_a_limit`, `test_a_trailer_is_no_header`.
-- uvicorn only times out idle connections: `test_headers_that_do_not_come`, `test_a_body_that_does_not_come`.
-- `limit_concurrency` also refuses probes, and never closes an idle one: `test_connections_have_a_limit`.
-- An offer to upgrade drops the body: `test_an_offer_to_upgrade_is_passed_over`.
-- Input that is not HTTP, or names no valid host, gets plain text or reaches the app, and complete requests
-  before it get no answer: `test_what_is_no_http`, `test_one_host`,
+- uvicorn times out idle connections only: `test_headers_that_do_not_come`, `test_a_body_that_does_not_come`.
+- `limit_concurrency` also refuses probes, and never closes an idle connection:
+  `test_connections_have_a_limit`.
+- After an offer to upgrade the body is dropped: `test_an_offer_to_upgrade_is_passed_over`.
+- Input that is not HTTP, or names no valid host, is answered in plain text or reaches the app, and complete
+  requests before it are not answered: `test_what_is_no_http`, `test_one_host`,
   `test_what_is_refused_behind_a_request_leaves_it_its_answer`.
 """
 
@@ -46,10 +47,10 @@ SLICE = 16 * 1024
 MAX_HEADERS = 256
 
 HOST = re.compile(rb"[^\s,/?#@\\]*")
-"""A host name or address with its port, by its characters; `KnownSites` decides which are allowed."""
+"""Characters of a host name or address and its port; `KnownSites` decides which hosts are allowed."""
 
 LINGER_S = 2.0
-"""Seconds for which input from a refused client is read and dropped. If the socket closed at once, the
+"""Seconds in which input from a refused client is read and dropped. If the socket were closed at once, the
 client's system could discard the refusal before the client reads it."""
 
 FOR_PROBES = 16
@@ -57,11 +58,12 @@ FOR_PROBES = 16
 one."""
 
 RESERVED_DESCRIPTORS = 32
-"""File descriptors kept for the model's file, the log, and what libraries open."""
+"""File descriptors reserved for the model's file, the log and libraries."""
 
 
 class BoundedConfig(uvicorn.Config):
-    """uvicorn's settings, and ours. Takes no more connections than there are file descriptors for."""
+    """uvicorn's settings and those of this module. There are at most as many connections as file
+    descriptors."""
 
     def __init__(self, app: Any, settings: Settings, **options: Any) -> None:
         super().__init__(app, http=BoundedProtocol, ws="none", **options)
@@ -69,7 +71,7 @@ class BoundedConfig(uvicorn.Config):
         self.max_header_bytes = settings.max_header_kib * 1024
         self.max_connections = max(1, min(settings.max_connections, free_descriptors() - FOR_PROBES))
         self.idle: dict[BoundedProtocol, None] = {}
-        """Idle connections, the one idle for longest first."""
+        """Idle connections; the first has been idle for longest."""
         self.unread: dict[BoundedProtocol, None] = {}
         """Connections whose current request has an incomplete body, in the order of their heads."""
 
@@ -84,10 +86,10 @@ def free_descriptors() -> int:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Reads a request in three phases: "idle" until its first byte comes, then "head", then "body".
+    """Reads a request in three phases: "idle" until its first byte arrives, then "head", then "body".
 
-    Everything but the body (headers, the framing of chunks, trailers) may take `max_header_bytes`, and in a
-    chunked body as many bytes again as the body has.
+    Everything but the body (headers, the framing of chunks, trailers) may take `max_header_bytes` and, if the
+    body is chunked, as many more bytes as the body has.
     """
 
     config: BoundedConfig
@@ -95,9 +97,9 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- connections -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accepts the connection. Above the limit it replaces one that waits for its client, or serves only
-        health checks."""
-        self._phase = "head"  # a new connection's first request has the time of any head
+        """Accepts the connection. Above the limit, it replaces a connection that waits for its client; if
+        there is none, it serves health checks only."""
+        self._phase = "head"  # a new connection's first request has as much time as any head
         self._timed: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._received = self._body = 0
@@ -120,7 +122,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(503, "too many connections", code="too_many_connections"))
 
     def _replace(self) -> bool:
-        """Closes the connection that has been idle for longest, else one whose request is incomplete. Returns
+        """Closes the connection that has been idle for longest, or one whose request is incomplete. Returns
         whether there was one."""
         oldest = next(chain(self.config.idle, self.config.unread), None)
         if oldest is None:
@@ -150,7 +152,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.busy and self._phase == "body" and self._active is self.cycle
 
     def drop_unread(self) -> None:
-        """Refuses the incomplete request as if its head had come during draining."""
+        """Refuses the incomplete request, as if its head had arrived while the server drains."""
         if self.unread and not self.cycle.response_started:
             self.refuse(ApiError(503, "the server is shutting down", code="draining"))
 
@@ -170,7 +172,8 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- what is received ----------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parses in slices. Data after a pipelined request stays unparsed, so that reading goes on."""
+        """Parses in slices. Data after a pipelined request is not parsed, so that the server keeps
+        reading."""
         for start in range(0, len(data), SLICE):
             if self._refused or self.transport.is_closing() or self.parser is None:
                 return
@@ -201,7 +204,7 @@ class BoundedProtocol(HttpToolsProtocol):
                     data = data[offer.args[0] :]
                     self._read_without_offer()
         except HttpParserError as error:
-            if isinstance(error.__context__, MemoryError):  # raised in a callback: not the client's fault
+            if isinstance(error.__context__, MemoryError):  # raised in a callback, not the client's fault
                 logger.error("a request was not read: out of memory")
                 self.refuse(from_exception(error.__context__))
                 return
@@ -251,7 +254,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase == "body":
-            return  # a trailer: the head has been checked already
+            return  # a trailer; the head was checked before
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse_head(f"a request may have {MAX_HEADERS} headers")
@@ -263,7 +266,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return  # the head is read again, without the offer
         self._phase = "body"
         if self.parser.get_http_version() == "1.0":
-            self.expect_100_continue = False  # RFC 9110, section 10.1.1: its clients know no interim answers
+            self.expect_100_continue = False  # HTTP/1.0 has no interim answers (RFC 9110, section 10.1.1)
         super().on_headers_complete()
         if not self.pipeline:
             self._active = self.cycle
@@ -283,7 +286,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self.pipeline and not self.transport.is_closing():
-            self._active = self.pipeline[-1][0]  # is answered now
+            self._active = self.pipeline[-1][0]  # it is answered now
         super().on_response_complete()
         if not self.transport.is_closing():
             self._rank()
@@ -296,7 +299,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # --- time ----------------------------------------------------------------------------------------------
 
     def _time(self) -> None:
-        """Starts the timer of the current phase, counted from the phase's beginning."""
+        """Starts the timer of the current phase, from the phase's beginning on."""
         if self._phase == self._timed or self._refused or self.transport.is_closing():
             return
         self._stop_timer()
@@ -324,9 +327,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self.refuse(ApiError(400, msg, code="invalid_http"))
 
     def refuse(self, error: ApiError) -> None:
-        """Answers with `error` and closes, after the complete requests before it have their answers.
+        """Answers with `error` and closes the connection, after the complete requests before it are answered.
 
-        A request whose answer began before its body was complete gets no second answer.
+        If the answer of a request began before its body was complete, there is no second answer.
         """
         if self._refused or self.transport.is_closing():
             return
@@ -342,7 +345,7 @@ class BoundedProtocol(HttpToolsProtocol):
             if self.cycle.response_started:
                 self.transport.close()
                 return
-            self.cycle.disconnected = True  # it waits for the rest of its body
+            self.cycle.disconnected = True  # its app waits for the rest of the body
             self.cycle.message_event.set()
         elif self._phase == "body":  # the request was answered before its end
             self._hang_up()

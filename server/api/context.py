@@ -20,7 +20,7 @@ GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Created by `Watch`. The ASGI scope carries it to the route; from there on it is an argument."""
+    """Created by `Watch`. The ASGI scope has it until the route; from there on it is an argument."""
 
     def __init__(self, http: Request, service: Service) -> None:
         given = http.headers.get("x-request-id", "")
@@ -31,7 +31,7 @@ class RequestContext:
         """The API key that the request carries, whether or not the server requires one."""
         self.body = service.bodies.begin()
         self.needs_model = False
-        """Whether this request loads the model, or would."""
+        """Whether this request needs the loaded model."""
         self.record = RequestRecord()
         http.scope.setdefault("state", {})["context"] = self
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 async def error_response(http: Request, error: Exception) -> JSONResponse:
-    """Starlette's exception handler for everything."""
+    """Starlette's exception handler for all exceptions."""
     answer = from_exception(error)
     if isinstance(error, HTTPException) and error.status_code == 404:
         answer = unknown_path(http)

@@ -1,7 +1,7 @@
-"""Every failure as OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`.
+"""Every failure as an error object. It is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 
-Under /v1/messages it is Anthropic's: `{"type": "error", "error": {"type", "message"}}`; under /api Ollama's:
-`{"error": message}`.
+Under /v1/messages it is Anthropic's: `{"type": "error", "error": {"type", "message"}}`. Under /api it is
+Ollama's: `{"error": message}`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def from_exception(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case ClientLeft():  # nginx's status for it; seen in the log and the metrics only
+        case ClientLeft():  # nginx's status for it, which only the log and the metrics show
             return ApiError(499, "the client left before the answer was complete")
         case RequestValidationError():
             return from_validation(error)

@@ -1,4 +1,4 @@
-"""Limits on what all requests' bodies may use together: memory, threads, and the time of large ones."""
+"""Limits on what all requests' bodies use together: memory, threads, and the time for large ones."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _SMALL_WORK = ThreadPoolExecutor(4, "small-work")
 _LARGE_WORK = ThreadPoolExecutor(1, "large-work")
 PICTURE_WORK = ThreadPoolExecutor(4, "picture-work")
 """Threads for pictures. Without a GPU an encoding takes seconds, and text must not wait for it. Each thread
-holds one picture, of up to 100 MB, then what the tower reads of it: 50 MB at most by default."""
-# not asyncio's own threads: closing the loop would wait for those
+holds one picture of up to 100 MB, and then the tower's input, by default at most 50 MB."""
+# not asyncio's own threads, since closing the loop would wait for those
 
 
 _COUNTING = threading.Lock()
@@ -99,10 +99,10 @@ class Body:
         self._alone = True
 
     def rest_collector(self) -> None:
-        """Pauses garbage collection until the body is released. A collection would stop all threads to look
-        at the body's many objects, none of which is garbage.
+        """Pauses garbage collection until the body is released. A collection would stop all threads to
+        examine the body's many objects, none of which is garbage.
 
-        With several bodies, the last one released resumes collection.
+        With several such bodies, collection resumes when the last one is released.
         """
         global _resting
         with _COUNTING:
@@ -111,7 +111,7 @@ class Body:
             gc.disable()
 
     def release(self) -> None:
-        """Stops counting the body, which has become something smaller. May be called again."""
+        """Stops counting the body, whose objects are no longer needed. Idempotent."""
         global _resting
         if self._resting:
             with _COUNTING:
@@ -127,14 +127,15 @@ class Body:
 
 
 async def in_thread(work: Callable[[], Result], size: int, pool: ThreadPoolExecutor | None = None) -> Result:
-    """Runs `work()` for a body of `size` bytes on a thread: of `pool`, or of the pool for this size."""
+    """Runs `work()` for a body of `size` bytes on a thread of `pool` or, without one, of the pool for this
+    size."""
     pool = pool or (_LARGE_WORK if size >= LARGE else _SMALL_WORK)
     return await asyncio.get_running_loop().run_in_executor(pool, copy_context().run, _freeing, work)
 
 
 def _freeing(work: Callable[[], Result]) -> Result:
-    """Runs `work()`. An error keeps no reference to the objects made from a body, which the event loop would
-    otherwise free all at once."""
+    """Runs `work()`. An exception gets no reference to the objects made from a body; otherwise the event loop
+    would free all of them at once."""
     try:
         return work()
     except BaseException as error:
@@ -151,10 +152,8 @@ async def interruptible(
     bodies: Bodies,
     pool: ThreadPoolExecutor | None = None,
 ) -> Result:
-    """Runs `work(interrupt)` like `in_thread`. `interrupt` raises Abandoned once the caller is cancelled.
-
-    It raises ApiError 503 once the bodies are closed.
-    """
+    """Runs `work(interrupt)` like `in_thread`. `interrupt` raises Abandoned once the caller is cancelled, and
+    ApiError 503 once the bodies are closed."""
     given_up = threading.Event()
 
     def interrupt() -> None:

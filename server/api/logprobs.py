@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine import TokenLogprobs, Vocab
 
 LOWEST = -9999.0
-"""JSON has no infinity; vLLM uses this number."""
+"""vLLM's number for minus infinity, which JSON does not have."""
 
 
 class TokenNames:
     """Names and bytes of tokens, as clients see them."""
 
     def __init__(self, vocab: Vocab, *, as_ids: bool = False) -> None:
-        """With `as_ids` a token's name is "token_id:7", vLLM's option."""
+        """With `as_ids`, vLLM's option, a token's name is "token_id:7"."""
         self._vocab, self._as_ids = vocab, as_ids
 
     def bytes(self, token: int) -> bytes:
@@ -42,17 +42,17 @@ class TokenNames:
         return {"id": token, **found} if with_id else found
 
     def scored(self, at: TokenLogprobs, *, n_top: int, with_id: bool = False) -> dict[str, Any]:
-        """The same, with the `n_top` likeliest tokens at its position."""
+        """`entry` with the `n_top` likeliest tokens at its position."""
         top = [self.entry(*other, with_id=with_id) for other in at.top[:n_top]]
         return {**self.entry(at.token, at.logprob, with_id=with_id), "top_logprobs": top}
 
 
 class ChatLogprobs:
-    """One choice's: `{"content": [...]}`, an entry for each token of the reply, its reasoning and tags
-    included.
+    """Log-probabilities of one choice: `{"content": [...]}`, with an entry for each token of the reply, its
+    reasoning and tags included.
 
-    The token that ends the reply is left out, so the joined `bytes` are the text. llama-server's `n_probs`
-    gives the same with the tokens' ids.
+    The token that ends the reply is left out, so the joined `bytes` are the text. With llama-server's
+    `n_probs` the entries also have the tokens' ids.
     """
 
     def __init__(self, request: GenerationRequest, vocab: Vocab, generation: TextGeneration) -> None:
@@ -70,7 +70,7 @@ class ChatLogprobs:
         return self.new()
 
     def prompt(self) -> dict[str, Any] | None:
-        """None: this format has no place for an echoed prompt's."""
+        """None, since this format has no field for those of an echoed prompt."""
         return None
 
     def new(self, *, last: bool = False) -> dict[str, Any] | None:
@@ -83,9 +83,9 @@ class ChatLogprobs:
 
 
 class ResponseLogprobs:
-    """One response's texts; tokens of its reasoning and its calls are left out.
+    """Log-probabilities of one response's texts, without the tokens of its reasoning and its calls.
 
-    The caller passes all parts of the reply in order. A token that spans two texts counts for the first.
+    The caller passes all parts of the reply in order. A token that spans two texts belongs to the first.
     """
 
     def __init__(self, n_top: int | None, vocab: Vocab, generation: TextGeneration) -> None:
@@ -127,7 +127,8 @@ class ResponseLogprobs:
 
 
 def prompt_logprobs(request: GenerationRequest, vocab: Vocab, generation: TextGeneration) -> dict[str, Any]:
-    """vLLM's field of that name: null for the first token, then an object by token id. Empty if not asked."""
+    """vLLM's field of that name: null for the first token, then an object by token id. Empty if the request
+    does not ask for it."""
     logprobs = generation.generation.logprobs
     if request.prompt_logprobs is None or logprobs is None:
         return {}

@@ -1,4 +1,4 @@
-"""Surrounds every request: API key, count of requests in flight, request id, log line, metrics."""
+"""What every request passes: API key, count of requests in flight, request id, log line, metrics."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Watch:
             else:
                 await self._watched(context, send)
         finally:
-            del scope["state"]["context"]  # a cycle with the scope, left to the collector otherwise
+            del scope["state"]["context"]  # breaks a cycle that only the garbage collector would free
 
     async def _watched(self, context: RequestContext, send: Send) -> None:
         scope, receive = context.http.scope, context.http.receive
@@ -84,14 +84,15 @@ class Watch:
             if begun:
                 status, complete = 500, True
                 raise
-            # answered here, because Starlette would raise again: uvicorn then closes the connection, which
-            # may already carry the client's next request
+            # answered here, because Starlette would raise again, and uvicorn then closes the connection, on
+            # which the client's next request may have arrived
             logger.exception("request %s failed", context.id)
             answer = await error_response(context.http, error)
             await answer(scope, receive, watched)
         finally:
             self._service.in_flight -= 1
-            if context.needs_model and not 400 <= status < CLIENT_LEFT:  # a wrong request keeps nothing awake
+            # a wrong request does not keep the model loaded
+            if context.needs_model and not 400 <= status < CLIENT_LEFT:
                 self._service.last_work = time.monotonic()
             seconds = time.perf_counter() - started
             shown = status if complete else CLIENT_LEFT
@@ -99,7 +100,7 @@ class Watch:
             logger.info("%s", context.record.line(what, seconds, context.id))
             if self._tracer is not None:
                 self._tracer.trace(context, shown, seconds)
-            # unknown paths share a label: a scanner must not grow the metrics without bound
+            # unknown paths share a label, so that a scanner cannot grow the metrics without limit
             route = scope.get("route")
             endpoint = getattr(route, "path", "other")
             self._service.metrics.requests.labels(endpoint, str(shown)).inc()
@@ -107,8 +108,8 @@ class Watch:
 
 
 class RequireKey:
-    """Answers 401 unless a request carries one of the keys, as `Authorization: Bearer <key>` or `X-Api-Key`.
-    `unlocked` paths and the chat page's files need none."""
+    """Answers 401 unless a request has one of the keys, as `Authorization: Bearer <key>` or `X-Api-Key`. The
+    `unlocked` paths and the chat page's files need no key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], unlocked: Collection[str]) -> None:
         self._app = app

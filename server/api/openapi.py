@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies from the models that validate them, errors as `errors` writes them."""
+"""The OpenAPI description: bodies are the models that validate them, errors are those of `errors`."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ _models: list[type[BaseModel]] = [ErrorAnswer, AnthropicErrorAnswer, OllamaError
 
 
 def documented(*schemas: type[BaseModel], error: type[BaseModel] = ErrorAnswer) -> dict[str, Any]:
-    """OpenAPI for an endpoint that reads its body, one of `schemas`, itself; `error` is the format of
-    refusals."""
+    """OpenAPI for an endpoint that reads its body, one of `schemas`, without FastAPI. `error` is the format
+    of its errors."""
     _models.extend(schema for schema in schemas if schema not in _models)
     shapes = [{"$ref": REFERENCE.format(model=schema.__name__)} for schema in schemas]
     body = {"application/json": {"schema": shapes[0] if len(shapes) == 1 else {"anyOf": shapes}}}
@@ -105,7 +105,7 @@ def describe(app: FastAPI, *, key: bool, unlocked: frozenset[str]) -> None:
             components.setdefault("schemas", {}).update(schemas["$defs"])
             for path, operations in made["paths"].items():
                 for operation in operations.values():
-                    operation["responses"].pop("422", None)  # FastAPI's own; ours are 400
+                    operation["responses"].pop("422", None)  # FastAPI's; this server answers 400
                     if key and path not in unlocked:
                         operation["security"] = [{"key": []}]
             for unused in ("HTTPValidationError", "ValidationError"):

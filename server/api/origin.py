@@ -1,7 +1,7 @@
 """Keeps web pages away from a server without a key, since a page of any site can send requests to localhost.
 
-A cross-site request has an Origin other than this server. DNS rebinding points a site's name at this machine,
-so its requests have a Host of that name (Ollama and Jupyter check it too).
+A cross-site request has another Origin than this server. With DNS rebinding a site's name resolves to this
+machine, and its requests have that name as Host (Ollama and Jupyter check it, too).
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class AllowedSites(CORSMiddleware):
 
     def __init__(self, app: ASGIApp, origins: Collection[str]) -> None:
         super().__init__(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        self.allow_private_network = True  # newer Starlettes refuse it otherwise; older ones ignore this
+        # newer versions of Starlette refuse private networks otherwise; older ones ignore this
+        self.allow_private_network = True
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """Starlette's CORS middleware, except that a refusal is an error object that says what to do."""
@@ -91,7 +92,7 @@ class AllowedSites(CORSMiddleware):
     async def simple_response(
         self, scope: Scope, receive: Receive, send: Send, request_headers: Headers
     ) -> None:
-        """Starlette's, if any origin is configured."""
+        """Starlette's response, if any origin is configured."""
         if self.allow_origins:
             await super().simple_response(scope, receive, send, request_headers)
         else:

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[1] / "page"
 PREFIX = "/page"
 
 HEADERS = {
-    # no external and no inline code: a model's answer cannot load, run or send anything
+    # no external and no inline code, so that a model's answer cannot load, run or send anything
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
     "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

@@ -1,7 +1,7 @@
 """Fetches pictures by URL from the configured hosts, at public addresses only.
 
-Each name is resolved once. The resolved address is checked and then used for the connection, so that a second
-lookup cannot return another. Every redirect is checked the same way.
+Each name is resolved once. The address is checked and then used for the connection, so that a second lookup
+cannot return another address. Every redirect is checked in the same way.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "qw
 
 _NAT64 = IPv6Network("64:ff9b::/96")
 _UNICAST = IPv6Network("2000::/3")
-"""All public IPv6 addresses (IANA). The ipaddress module knows what it excludes by name, and in older Pythons
-less of it: not site-local addresses, local NAT64, IPv4-compatible and translated ones."""
+"""All public IPv6 addresses (IANA). The ipaddress module has a list of those that are not public. In older
+versions of Python it lacks site-local addresses, local NAT64, and IPv4-compatible and translated ones."""
 _PROTOCOLS = IPv4Network("192.0.0.0/24")
-"""IETF protocol assignments. A cloud's metadata service is at 192.0.0.192, global to older Pythons."""
+"""IETF protocol assignments. A cloud's metadata service is at 192.0.0.192, which older versions of Python
+call global."""
 
 
 class NotPublic(Exception):
@@ -71,15 +72,15 @@ def trust() -> ssl.SSLContext:
 
 
 async def lookup(host: str, port: int, family: int) -> list[tuple[int, int, str]]:
-    """What a name resolves to: address families, protocols, addresses. Raises OSError."""
+    """The addresses of a name, as (family, protocol, address). Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, family=family)
     return [(kind, protocol, str(place[0])) for kind, _, protocol, _, place in found]
 
 
 async def fetch(context: RequestContext, pictures: list[GivenPicture]) -> None:
-    """Replaces each picture that is given by URL with its bytes, in place; the bytes count like the request's
-    body. With `image_urls` off, all are refused. Raises PromptError and ApiError 429."""
+    """Replaces each picture that is given by URL with its bytes, in place. The bytes count as part of the
+    request's body. With `image_urls` off all are refused. Raises PromptError and ApiError 429."""
     settings = context.service.settings
     wanted = [n for n, picture in enumerate(pictures) if picture.is_address]
     if settings.image_urls == "off" or not wanted:
@@ -161,7 +162,7 @@ def _check(picture: GivenPicture, url: URL, hosts: list[str]) -> None:
     try:
         public = is_public(host)
     except ValueError:  # a name, resolved on connection
-        public = not host.replace(".", "").isdigit()  # 127.1 counts as an address: the resolver is not called
+        public = not host.replace(".", "").isdigit()  # 127.1 is an address, for which no resolver is called
     if not public:
         raise NotPublic(host)
 

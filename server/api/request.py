@@ -32,22 +32,21 @@ Result = TypeVar("Result")
 
 LARGE_JSON = 128 * 1024
 LONG_TEXT = 4 * 1024
-"""A body of this many bytes is decoded, or its text tokenized, off the event loop. For a smaller one, the
-hand-over to a thread costs as much as the work."""
+"""A body of this many bytes is decoded, or its text tokenized, on a thread. For a smaller one, passing it to
+a thread costs as much as the work."""
 
 MAX_VALUES = 2**19
-"""Most JSON values of a body, counted by its brackets and commas. All are created with the GIL held."""
+"""Most JSON values of a body, counted by brackets and commas. All of them are created with the GIL held."""
 
 MAX_KEYS = 2**17
-"""Most keys of a body's objects. Hashing a key and creating its string takes five times the work of a
-value."""
+"""Most keys of a body's objects. Creating and hashing a key takes five times as long as creating a value."""
 
 KEY = re.compile(rb"(?<!\\)(?:\\\\)*\"[ \t\r\n]*:")
 """The end of a key. A quote inside a string has an odd number of backslashes before it."""
 
 MAX_DIGITS = 2**20
-"""Most digits, in strings too, of a body's numbers of 19 or more digits. Numbers over 64 bits are slow to
-parse."""
+"""Most digits in all of a body's numbers of 19 or more digits, those in strings included. Numbers of more
+than 64 bits are slow to parse."""
 
 LONG_NUMBER = re.compile(rb"[0-9]{19,}")
 
@@ -58,9 +57,9 @@ SLICE = 2**17
 async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]], type[Schema]]) -> Schema:
     """Reads the body into the schema that `choose` names for it.
 
-    A request is refused unread while the service has no model; one that sleeps is woken later (`awake`). A
-    large body waits here until those before it have become prompts (`prepared`). Raises ApiError 400, 413,
-    415, 429 and 503.
+    While the service has no model, the request is refused before it is read; a sleeping model is loaded later
+    (`awake`). A large body waits here until earlier ones have become prompts (`prepared`). Raises ApiError
+    400, 413, 415, 429 and 503.
     """
     if (status := context.service.status) not in ("ready", "sleeping"):
         raise unavailable(status)
@@ -85,7 +84,7 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
 async def awake(context: RequestContext, check: Callable[[], object] = lambda: None) -> None:
     """Waits until the model that this request needs is loaded.
 
-    While it sleeps, `check` runs first, on a thread; if that raises, the model stays unloaded. Raises
+    If the model sleeps, `check` runs first, on a thread. If it raises, the model is not loaded. Raises
     ApiError 503, ClientLeft, and what `check` raises.
     """
     if sleeping := context.service.status == "sleeping":
@@ -118,9 +117,10 @@ def decode(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def count_marks(body: bytes | bytearray) -> int:
-    """Counts a JSON text's opening brackets, commas and colons, in strings too; values and keys are no more.
+    """Counts a JSON text's opening brackets, commas and colons, those in strings included: an upper bound for
+    its values and keys.
 
-    A picture's base64 has none, and this is faster than counting each of the four.
+    A picture's base64 has none of them. This is faster than counting each of the four characters.
     """
     parts = (body[at : at + SLICE] for at in range(0, len(body), SLICE))
     return sum(len(part) - len(part.translate(None, b"[{,:")) for part in parts)
@@ -129,7 +129,7 @@ def count_marks(body: bytes | bytearray) -> int:
 def count_keys(body: bytes | bytearray) -> int:
     """Counts the keys in a JSON text, except those that span two slices.
 
-    A string that begins with a colon counts as one.
+    A string that begins with a colon counts as a key.
     """
     return sum(len(KEY.findall(body, at, at + SLICE)) for at in range(0, len(body), SLICE))
 
@@ -144,9 +144,9 @@ def count_digits(body: bytes | bytearray) -> int:
 
 
 def all_finite(value: Any) -> bool:
-    """Whether all numbers in a JSON value are finite: infinity cannot be written back as JSON.
+    """Whether all numbers in a JSON value are finite, since infinity cannot be written as JSON.
 
-    The decoder reads 1e400 as infinity, whatever `allow_inf_nan` says.
+    The decoder reads 1e400 as infinity, whatever `allow_inf_nan` is.
     """
     unread: list[list[Any]] = [[value]]
     while unread:
@@ -174,8 +174,8 @@ async def prepared(context: RequestContext, work: Callable[[Callable[[], None]],
     `work` may begin twice: if a template takes too long on the event loop, `work` begins again on a thread.
     From then on that template is rendered on threads only.
 
-    `interrupt` raises once the client has left, and this raises ClientLeft. What `work` leaves of the body is
-    no longer counted.
+    `interrupt` raises once the client has left, and then this raises ClientLeft. Afterwards the body is no
+    longer counted.
     """
     if context.body.size < LONG_TEXT:
         try:
@@ -193,9 +193,9 @@ async def prepared(context: RequestContext, work: Callable[[Callable[[], None]],
 async def seen(
     context: RequestContext, work: Callable[[Callable[[], None]], Result], pictures: list[GivenPicture]
 ) -> Result:
-    """Runs `work(interrupt)`, which decodes and encodes the `pictures` of a prepared body, on threads of
-    their own. Pictures given by URL are fetched first, in place. The pictures' bytes are counted until the
-    work is done. `interrupt` and exceptions are as in `prepared`, and PromptError."""
+    """Runs `work(interrupt)`, which decodes and encodes the `pictures` of a prepared body, on the threads for
+    pictures. Pictures given by URL are fetched first, in place. The pictures' bytes are counted until the
+    work is done. `interrupt` and exceptions are those of `prepared`, and PromptError."""
     size = sum(len(picture.url) for picture in pictures)
     context.body.hold(size)
     try:

@@ -69,7 +69,7 @@ answers = APIRouter(route_class=AnswerRoute)
 others = APIRouter()
 
 ROUTERS = (answers, others)
-"""Searched in this order: the most used endpoints come first."""
+"""They are searched in this order; the most used endpoints come first."""
 
 
 LIMITS = ("max_tokens", "max_completion_tokens", "n_predict")
@@ -92,7 +92,7 @@ def _post(
     choose: Callable[[dict[str, Any]], type[BaseModel]] | None = None,
     error: type[BaseModel] = ErrorAnswer,
 ) -> None:
-    """Registers `answer` at each of `paths`. `choose` names which of `bodies` a request's body is.
+    """Registers `answer` at each of `paths`. `choose` returns the one of `bodies` that fits a request's body.
 
     The OpenAPI description shows the first path only.
     """
@@ -107,7 +107,7 @@ def _post(
                 task.uncancel()
                 raise stopped() from None
             raise
-        except EngineDead:  # raised to a request that waits for its grammar
+        except EngineDead:  # for a request that waits for its grammar
             if context.service.is_cut:
                 raise stopped() from None
             raise
@@ -145,7 +145,7 @@ def completed(body: dict[str, Any]) -> type[CompletionRequest]:
 
 
 def invoked(body: dict[str, Any]) -> type[CompletionRequest | ChatRequest]:
-    """Whether a body is a completion or a chat; sets the default temperature. Raises ApiError 400."""
+    """The schema of a body, a completion's or a chat's; sets the default temperature. Raises ApiError 400."""
     prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
     if prompted == conversed:
         param = "messages" if prompted else "prompt"
@@ -213,7 +213,7 @@ async def metrics(http: Request) -> Response:
 
 @others.get("/version")
 async def version(http: Request) -> dict[str, str]:
-    """The server's version, as vLLM tells it."""
+    """The server's version, in vLLM's format."""
     return {"version": http.app.version}
 
 
@@ -225,7 +225,7 @@ async def props(http: Request) -> dict[str, Any]:
 
 
 def llama_props(service: Service) -> dict[str, Any]:
-    """The same, without whether the model sleeps."""
+    """`props` without whether the model sleeps."""
     backend = service.backend
     engine = backend.engine
     bos = engine.vocab.bos_id
@@ -255,13 +255,13 @@ async def about_slots(http: Request, fail_on_no_slot: str = "") -> list[dict[str
 
 @others.get("/api/tags", responses=errors(401, 403, 503, answer=OllamaErrorAnswer))
 async def tags(http: Request) -> dict[str, Any]:
-    """The models that there are, as Ollama lists them: one."""
+    """The server's one model, in Ollama's format."""
     return service_of(http).tell(model_tags)
 
 
 @others.get("/api/ps", responses=errors(401, 403, 503, answer=OllamaErrorAnswer))
 async def running(http: Request) -> dict[str, Any]:
-    """The models that are loaded, as Ollama lists them."""
+    """The loaded model, in Ollama's format."""
     return running_models(service_of(http))
 
 
@@ -294,8 +294,8 @@ async def model(http: Request, model: str) -> dict[str, Any]:
 
 @others.get("/lora-adapters", responses=errors(401, 403))
 async def lora_adapters(http: Request) -> list[dict[str, Any]]:
-    """The adapters by the number that `lora` uses, as llama-server lists them; a request applies none unless
-    it asks for one."""
+    """The adapters and their numbers for `lora`, in llama-server's format. A request applies only those that
+    it asks for."""
     adapters = service_of(http).settings.adapters.items()
     return [
         {"id": number, "path": str(path), "scale": 0.0, "name": name}
@@ -316,7 +316,7 @@ def adapter_card(service: Service, name: str) -> dict[str, Any]:
 
 
 def model_card(service: Service) -> dict[str, Any]:
-    """The model as OpenAI lists it, with its context as vLLM calls it and `meta` as llama-server does."""
+    """The model as OpenAI lists it, with vLLM's name for its context and llama-server's `meta`."""
     engine = service.backend.engine
     metadata = engine.metadata
     return {

@@ -48,8 +48,8 @@ class Backend:
 class Service:
     """Holds the backend while it is loaded, and counts the requests in flight.
 
-    `load` creates the backend, warmed up, on a thread of its own: meanwhile the server answers 503 and obeys
-    SIGTERM. While the model sleeps, the results of the functions in `known` are served from a copy.
+    `load` creates the backend and warms it up on a thread of its own. Meanwhile the server answers 503 and
+    reacts to SIGTERM. While the model sleeps, the results of the functions in `known` come from a copy.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Service:
             key.key.encode().decode("latin-1"): (number, key)
             for number, key in enumerate(settings.api_keys())
         }
-        """The valid keys, in the form of a header's value, with their numbers."""
+        """The valid keys, as values of a header, with their numbers."""
         self.metrics = metrics
         self.started = int(time.time())
         self.in_flight = 0
@@ -79,7 +79,7 @@ class Service:
         self._backend: Backend | None = None
         self._drain_deadline: float | None = None
         self.last_work = time.monotonic()
-        """When the model was loaded, or a request that needed it ended."""
+        """When the model was loaded, or the last request that needed it ended."""
         self._known = known
         self._asleep: Mapping[Callable[[Service], Facts], Facts] | None = None
         """The copied results of `known` while the model sleeps; else None."""
@@ -92,7 +92,7 @@ class Service:
         """How often the model was loaded."""
         self._closed = False
         self._close_lock = threading.Lock()
-        """Held to close, or to store a loaded backend, so that exactly one thread frees it."""
+        """Held while closing and while storing a loaded backend, so that exactly one thread frees it."""
 
     def start(self) -> None:
         """Starts loading the model."""
@@ -117,7 +117,7 @@ class Service:
                 self.loads += 1
                 self.last_work = time.monotonic()
                 return None
-        backend.engine.close()  # nothing else refers to it
+        backend.engine.close()  # nobody else has it
         return None
 
     # --- sleep ---------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ class Service:
         gc.collect()
 
     async def wake(self) -> None:
-        """Loads a sleeping model again; concurrent calls share one load. Raises ApiError 503 if loading
-        fails, in which case the next request tries again, or if the server drains."""
+        """Loads a sleeping model again; concurrent calls share one load. Raises ApiError 503 if the server
+        drains or if loading fails; the next request then tries again."""
         if self._asleep is None:
             return
         if self._waking is None:
@@ -193,8 +193,8 @@ class Service:
         return max(0.0, seconds + self.last_work - time.monotonic())
 
     def tell(self, about: Callable[[Service], Facts]) -> Facts:
-        """`about(self)`, for a function of `known`; its copied result while the model sleeps. Raises ApiError
-        503."""
+        """`about(self)`, or its copied result while the model sleeps. `about` is a function of `known`.
+        Raises ApiError 503."""
         asleep = self._asleep
         return about(self) if asleep is None or self.status != "sleeping" else asleep[about]
 
@@ -202,7 +202,7 @@ class Service:
 
     @property
     def status(self) -> Status:
-        """ "draining" takes precedence: a server that was told to stop stops."""
+        """ "draining" takes precedence over all others."""
         if self._drain_deadline is not None:
             return "draining"
         if self._asleep is not None:
@@ -221,7 +221,7 @@ class Service:
 
     @property
     def loaded(self) -> Backend | None:
-        """The backend whatever the status, for metrics; None while the model sleeps."""
+        """The backend in every status, for metrics; None while the model sleeps."""
         return self._backend if self._asleep is None else None
 
     def drain(self) -> None:
@@ -243,7 +243,7 @@ class Service:
         return max(0.0, time.monotonic() - self._drain_deadline) if self._drain_deadline is not None else 0.0
 
     def cut_short(self) -> bool:
-        """Cuts short all running requests with an error. Returns whether this is the first call."""
+        """Ends all running requests with an error. Returns whether this is the first call."""
         if self.is_cut:
             return False
         self.is_cut = self.bodies.closed = True
@@ -254,8 +254,8 @@ class Service:
         return True
 
     def close(self) -> None:
-        """Stops the engine and blocks until its thread has ended. An engine that is still loading stops after
-        that."""
+        """Stops the engine and blocks until its thread has ended. An engine that is still loading stops once
+        it is loaded."""
         with self._close_lock:
             self._closed = True
             if self._backend is not None:

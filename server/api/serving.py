@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class ServedRequest:
-    """One request's running answers: `n` for each prompt, prompt by prompt.
+    """One request's running answers: `n` for each prompt, in the order of the prompts.
 
-    The constructor submits; it raises what `Engine.submit` raises, with nothing left running. All choices of
-    a prompt share it. All answers share `stops` and the limits of `thinking`; `constrain` gives each its
-    constraint.
+    The constructor submits them. If `Engine.submit` raises, it ends those already running and raises the
+    same. All answers to a prompt share it, and all answers share `stops` and the limits of `thinking`.
+    `constrain` returns each answer's constraint.
     """
 
     def __init__(
@@ -116,12 +116,13 @@ class ServedRequest:
             self.close()
 
     async def written(self, work: Callable[[], bytes]) -> bytes:
-        """Runs `work()`, which encodes a whole answer; on a thread if it has log-probabilities, which are
-        dozens of objects a token."""
+        """Runs `work()`, which encodes a whole answer. With log-probabilities, dozens of objects a token, it
+        runs on a thread."""
         return await in_thread(work, 0) if self._scored else work()
 
     def close(self, error: ApiError | None = None) -> None:
-        """Cancels what still runs and reports to the metrics. Call once, however the request ends."""
+        """Cancels the answers that still run, and reports to the metrics. Call this once, however the request
+        ends."""
         service = self._context.service
         service.open.difference_update(self.generations)
         self._context.record.error = error or self._context.record.error
@@ -130,7 +131,7 @@ class ServedRequest:
             service.metrics.observe(generation)
 
     def check(self, finish_reason: str | None) -> str:
-        """An answer's finish reason in OpenAI's terms. Raises ApiError 503 if the server cut it short."""
+        """An answer's finish reason in OpenAI's words. Raises ApiError 503 if the server ended it early."""
         if finish_reason in ("stop", "length", "tool_calls"):
             return finish_reason
         raise stopped()
@@ -139,8 +140,8 @@ class ServedRequest:
         """Token usage of the whole request; a prompt with several answers counts once.
 
         `completion_tokens_details` is present if an answer thinks. `speculation`, an extension, counts
-        drafted and accepted tokens, if any. `cache_miss`, on request, says why a prompt was computed beyond
-        `cached_tokens`.
+        drafted and accepted tokens, if there are any. `cache_miss`, on request, says why the prompt's other
+        tokens did not come from the cache.
         """
         answers = self._answers
         usage: dict[str, Any] = {
@@ -166,8 +167,8 @@ class ServedRequest:
         return usage
 
     def of_chunk(self) -> dict[str, Any]:
-        """Fields of every chunk that the request asks for: usage (null before the last chunk, or usage so
-        far) and llama-server's timings so far."""
+        """The fields of every chunk that the request asks for: usage (so far, or null before the last chunk),
+        and llama-server's timings so far."""
         fields = self.extras() if self.request.timings_per_token else {}
         if self.include_usage:
             fields["usage"] = self.usage() if self.request.continuous_usage else None
@@ -219,7 +220,7 @@ def timings_of(generation: TextGeneration) -> dict[str, Any]:
     """llama-server's `timings`, with the time waited."""
     timings, drafts = generation.generation.timings, generation.generation.drafts
     prompt_n = generation.prompt_tokens - generation.cached_tokens
-    # prefill gives the first token
+    # the first token comes from prefill
     predicted_n = max(0, generation.completion_tokens - 1)
     figures = {
         "cache_n": generation.cached_tokens,
@@ -241,8 +242,8 @@ def timings_of(generation: TextGeneration) -> dict[str, Any]:
 async def compiled(
     context: RequestContext, request: GenerationRequest, wanted: WantedGrammar | None
 ) -> Callable[[], Constraint] | None:
-    """A function that creates each answer's constraint. What is slow to build for its sampler is built
-    before. Raises ApiError 400 naming the field, QueueFull if too many grammars wait, and ClientLeft."""
+    """Returns a function that creates each answer's constraint. Builds what samplers need that is slow to
+    build. Raises ApiError 400 naming the field, QueueFull if too many grammars wait, and ClientLeft."""
     if request.dry_multiplier:
         dries, params = context.service.backend.engine.dries, sampling_of(context.service, request)
         await until_gone(context.http, in_thread(partial(dries.of, params), 0))
@@ -258,14 +259,15 @@ async def compiled(
 
 
 def check_fields(context: RequestContext, request: GenerationRequest) -> None:
-    """What can be refused without the model. Raises ApiError 400 and 404, and PromptError."""
+    """Checks the fields that can be checked without the model. Raises ApiError 400 and 404, and
+    PromptError."""
     adapters_of(context.service.settings, request)
     scheduling_of(context, request)
     wanted_grammar(request.wanted_format(()), thinking=False)
 
 
 def check_count(context: RequestContext, request: GenerationRequest, prompts: int = 1) -> None:
-    """Raises ApiError 400 for more answers than the slots and the queue could ever hold."""
+    """Raises ApiError 400 for more answers than the slots and the queue hold together."""
     settings = context.service.backend.engine.settings
     wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
     if wanted > most:
@@ -277,7 +279,7 @@ def check_count(context: RequestContext, request: GenerationRequest, prompts: in
 
 
 def stop_strings(request: GenerationRequest) -> StopStrings | None:
-    """The stop strings of all answers. Building them takes time in proportion to their length."""
+    """The stop strings of all answers. The time to build them is proportional to their length."""
     if not request.stop:
         return None
     included, least = bool(request.include_stop_str_in_output), request.min_tokens or 0

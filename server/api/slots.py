@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine import Engine
 
 FILE_WORK = ThreadPoolExecutor(1, "slot-files")
-"""One file at a time. A slow disk keeps no step and no other request waiting."""
+"""A thread for files, one at a time, so that no step and no other request waits for a slow disk."""
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -40,7 +40,7 @@ class SlotActionRequest(BaseModel):
 
     filename: str = ""
     cache_salt: str | None = None
-    """The salt of the requests whose prompts are meant."""
+    """The salt of the requests whose prompts are saved, restored or erased."""
 
 
 async def slot_action(context: RequestContext, request: SlotActionRequest) -> Response:
@@ -79,7 +79,7 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
 
 
 def _path(folder: Path, name: str, salt: str) -> Path:
-    """Requests with another salt have other files of that name."""
+    """The path of a file; requests with another salt have another file of the same name."""
     if not FILE_NAME.fullmatch(name):
         message = "filename: must be letters, digits, _, - and ., and no path"
         raise bad_request(message, "filename", "invalid_value")
@@ -87,7 +87,7 @@ def _path(folder: Path, name: str, salt: str) -> Path:
 
 
 def slots(engine: Engine, *, fail_without: bool = False) -> list[dict[str, Any]]:
-    """What each slot does. Raises ApiError 503 if none is idle and the request asks for that."""
+    """What each slot does. With `fail_without`, raises ApiError 503 if no slot is idle."""
     states = slot_states(engine)
     if fail_without and all(state.params for state in states):
         raise ApiError(503, "no slot is idle", code="no_slot", headers={"Retry-After": "1"})

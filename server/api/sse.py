@@ -1,7 +1,7 @@
-"""Server-sent events: `data: {json}` and the end of a stream; several choices as one stream.
+"""Server-sent events: `data: {json}`, the end of a stream, and several choices as one stream.
 
-Chat and text completions end with `data: [DONE]`. Protocols whose objects have a `type` name each event after
-it, and end with an object of their own.
+Chat and text completions end with `data: [DONE]`. In protocols whose objects have a `type`, that is the name
+of each event, and an object of their own ends the stream.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 LINE_BREAKS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
-"""Legal in JSON, but line breaks to clients that split a stream with `str.splitlines`."""
+"""Characters that are legal in JSON, but line breaks for clients that use `str.splitlines`."""
 
 
 class Lazily(Generic[Item]):
-    """A long JSON list whose values are created as they are written. Together they would take much memory,
-    and encoding them at once would block all other threads."""
+    """A long JSON list whose values are created while it is written. All values at once would take much
+    memory, and encoding them would block all other threads."""
 
     def __init__(self, write: Callable[[Item], Any], items: list[Item]) -> None:
         self._write, self.items = write, items
@@ -69,7 +69,7 @@ def ending(*events: Mapping[str, Any]) -> bytes:
 
 
 class EventWriter:
-    """Writes one response as events; the base class does what most formats share, in OpenAI's way."""
+    """Writes one response as events. The base class has what most formats share, in OpenAI's format."""
 
     media_type = "text/event-stream"
     pings = True
@@ -80,11 +80,11 @@ class EventWriter:
         return b""
 
     async def write(self, index: int, part: Any) -> bytes:
-        """The bytes of a part of answer `index`, or of its end for None; may be empty."""
+        """The bytes of a part of answer `index`, or of the answer's end if `part` is None; may be empty."""
         raise NotImplementedError
 
     async def end(self) -> bytes:
-        """Bytes after all answers. Raises ApiError if the server cut them short."""
+        """Bytes after all answers. Raises ApiError if the server ended them early."""
         raise NotImplementedError
 
     def failure(self, error: ApiError) -> bytes:
@@ -97,10 +97,11 @@ class EventWriter:
 
 
 class EventStream(Response):
-    """Streams answers through `writer`. Calls `close` however the stream ends, with the error if there is
+    """Streams answers through `writer`. However the stream ends, it calls `close`, with the error if there is
     one.
 
-    That includes a client that left before the first event, when a generator's own `finally` never runs.
+    It does so even if the client left before the first event, in which case a generator's `finally` never
+    runs.
     """
 
     PING_S = 15.0
@@ -112,7 +113,8 @@ class EventStream(Response):
         close: Callable[[ApiError | None], None],
     ) -> None:
         self.status_code, self.media_type, self.background = 200, writer.media_type, None
-        # nginx would collect events; "no-cache": a cache must ask before it repeats an answer
+        # X-Accel-Buffering: nginx must not buffer events; no-cache: a cache must ask before it repeats an
+        # answer
         headers = {"Cache-Control": "no-cache", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
         self.init_headers(headers)
         self._answers, self._writer, self._close = answers, writer, close
@@ -131,8 +133,8 @@ class EventStream(Response):
         try:
             last = await self._events(send)
         except Exception as error:
-            # the status is sent already, so only an event can report it; without [DONE] the stream does not
-            # pass for complete
+            # the status is sent already, so only an event can report the error; without [DONE] clients see
+            # that the stream is incomplete
             self._error = answer = from_exception(error)
             if answer.status == 500:
                 logger.exception("a stream failed")

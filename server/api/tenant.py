@@ -1,4 +1,4 @@
-"""Tenants: who shares prefixes with whom, and whose share of the server's time a request uses."""
+"""Tenants: which requests share prefixes, and whose share of the server a request uses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine import ServiceTier
 
 NETWORK = 64
-"""Bits of an IPv6 address that identify a client, which owns all addresses of such a network."""
+"""Bits of an IPv6 address that identify a client, since a client has all addresses of such a network."""
 
 
 def key_of(headers: Headers, known: Container[str]) -> str:
-    """The key in `Authorization` or, from Anthropic's clients, in `x-api-key`; if both are present, one that
-    the server knows."""
+    """The key in `Authorization` or, from Anthropic's clients, in `x-api-key`. If both are present, the one
+    that is valid."""
     bearer = headers.get("authorization", "").partition(" ")[2].strip()
     sent = [key for key in (bearer, headers.get("x-api-key", "")) if key]
     return next((key for key in sent if key in known), sent[0] if sent else "")
 
 
 def salt_of(key: str, cache_salt: str | None) -> str:
-    """A salt common to the requests that may share prefixes. It reveals neither the key nor `cache_salt`."""
+    """The salt of all requests that may share prefixes. It reveals neither the key nor `cache_salt`."""
     if not key and not cache_salt:
         return ""
     both = hashlib.sha256()
@@ -44,13 +44,13 @@ def salt_of(key: str, cache_salt: str | None) -> str:
 def sharing_of(context: RequestContext, request: GenerationRequest) -> str:
     """The salt of a request's prefixes and pictures."""
     key = context.key if context.service.settings.prefix_by_key else ""
-    # a random salt finds nothing, and nothing finds what this request leaves in the cache
+    # with a random salt the request shares no prefix, neither of others nor its own
     return salt_of(key, uuid4().hex if request.cache_prompt is False else request.cache_salt)
 
 
 def scheduling_of(context: RequestContext, request: GenerationRequest) -> SchedulingParams:
-    """A request's tenant and its priority in the queue. Raises ApiError 400 for a priority that it may not
-    have."""
+    """A request's tenant and its priority in the queue. Raises ApiError 400 for a priority that is not
+    allowed."""
     service = context.service
     policy = service.settings.scheduling_policy
     number, key = service.keys.get(context.key, (None, None))

@@ -1,7 +1,7 @@
 """/tokenize, /detokenize, /apply-template, .../render, /tokenizer_info: the model's vocabulary.
 
-For clients that count tokens, and routers that match prefixes. /tokenize is llama-server's if the body has
-`content`, vLLM's if it has `prompt` or `messages`.
+They are for clients that count tokens, and for routers that match prefixes. /tokenize is llama-server's if
+the body has `content`, and vLLM's if it has `prompt` or `messages`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS = 2**18
-"""Most tokens that /tokenize returns and /detokenize takes: the longest context that exists."""
+"""Most tokens that /tokenize returns and /detokenize accepts: the longest context of any model."""
 
 
 class TokenizeRequest(BaseModel):
-    """Text to ids, as llama-server has it. `add_special` puts the beginning-of-sequence token first, where
-    the model has one."""
+    """Text to ids, in llama-server's format. `add_special` puts the beginning-of-sequence token first, if the
+    model has one."""
 
     model_config = ConfigDict(strict=True)
 
@@ -48,7 +48,7 @@ class TokenizeRequest(BaseModel):
 
 
 class TokenizePromptRequest(BaseModel):
-    """A text to ids, as vLLM has it."""
+    """Text to ids, in vLLM's format."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -90,7 +90,7 @@ def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
 async def with_prompt(
     context: RequestContext, request: ChatRequest, answer: Callable[[list[int]], Any]
 ) -> Response:
-    """`answer` in JSON to a conversation's prompt ids; a picture's placeholder token is repeated once for
+    """Responds with `answer` of a conversation's prompt ids. A picture is its placeholder token, repeated for
     each of its tokens. Raises ApiError 400."""
     service = context.service
     await awake(context, request.check_messages)
@@ -141,9 +141,10 @@ async def tokenize(
 
 
 async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Response:
-    """The text of `tokens`: llama-server's `content`, without control tokens, and vLLM's `prompt`, with them.
+    """The text of `tokens`, as llama-server's `content`, without control tokens, and vLLM's `prompt`, with
+    them.
 
-    Bytes that are no UTF-8 become U+FFFD. Raises ApiError 400.
+    Bytes that are not UTF-8 become U+FFFD. Raises ApiError 400.
     """
     if len(request.tokens) > MAX_TOKENS:
         raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
@@ -165,8 +166,7 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
 
 
 async def apply_template(context: RequestContext, request: ChatRequest) -> Response:
-    """The text of the prompt that a conversation would be answered with; a picture is the template's
-    placeholder. Raises ApiError 400."""
+    """The text of a conversation's prompt. A picture is the template's placeholder. Raises ApiError 400."""
     service = context.service
     await awake(context, request.check_messages)
     engine = service.backend.engine
@@ -207,7 +207,7 @@ async def render(
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """Special tokens by their texts, and the chat template, as vLLM has them: lm-eval asks."""
+    """Special tokens by their texts, and the chat template, in vLLM's format, which lm-eval reads."""
     backend = service.backend
     vocab, metadata = backend.engine.vocab, backend.engine.metadata
 

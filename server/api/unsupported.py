@@ -41,8 +41,8 @@ _PATTERNS = [(compile_path(path)[0], what) for what, paths in UNSUPPORTED.items(
 
 
 def unsupported_endpoint(path: str) -> str | None:
-    """What other servers offer at a path that this one lacks, and the alternative here; None if they have
-    nothing there either."""
+    """What other servers offer at a path that this server does not have, and the alternative here. None if
+    other servers have nothing there either."""
     what = next((what for pattern, what in _PATTERNS if pattern.match(path)), None)
     if what is None:
         return None

@@ -137,7 +137,7 @@ class Metrics:
             self._tpot.observe(timings.decode_ms / 1000 / (generation.completion_tokens - 1))
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """The text format, with the engine's `stats`; without them before it is loaded."""
+        """The text format. `stats` are the engine's, None before it is loaded."""
         self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry)
 
@@ -148,7 +148,7 @@ class Metrics:
         self._engine.pause()
 
     def resume(self) -> None:
-        """An engine is loaded again."""
+        """Shows gauges again, once an engine is loaded."""
         self._engine.paused = False
 
 
@@ -217,7 +217,8 @@ def _value(stats: EngineStats, field: str) -> float:
 
 
 def _tiers(stats: EngineStats) -> Iterator[Metric]:
-    """Each service tier's queue and cost: its share is the rate of its cost over that of all."""
+    """Each service tier's queue and cost. A tier's share is the rate of its cost divided by that of all
+    tiers."""
     labels = ("service_tier",)
     waiting = GaugeMetricFamily("qwen_waiting_requests", "Requests in the queue", labels=labels)
     cost = CounterMetricFamily(
@@ -230,7 +231,7 @@ def _tiers(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _drafts(stats: EngineStats) -> Iterator[Metric]:
-    """Mean accepted length is accepted tokens divided by verifications."""
+    """Each drafter's counters. The mean accepted length is accepted tokens divided by verifications."""
     labels = ("drafter",)
     steps = CounterMetricFamily("qwen_draft_verifications", "Drafts that were verified", labels=labels)
     drafted = CounterMetricFamily("qwen_drafted_tokens", "Drafted tokens", labels=labels)

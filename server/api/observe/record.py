@@ -1,4 +1,4 @@
-"""What is recorded of one HTTP request at its end: its error, its tokens."""
+"""What is recorded of one HTTP request at its end: its error and its tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 500
 
 
 def shown_path(scope: Scope) -> str:
-    """The path for a log line or a message, still percent-encoded: decoded, it could contain line breaks."""
+    """The path for a log line or a message. It stays percent-encoded, since it may contain line breaks."""
     return quote(scope["path"], safe="/:@!$&'()*+,;=~")
 
 
@@ -46,7 +46,7 @@ class Answers:
     """The generations of a request, the same number for each prompt, with their tokens and times so far."""
 
     id: str
-    """The response's."""
+    """Id of the response."""
     model: str
     generations: list[TextGeneration]
     per_prompt: int
@@ -58,7 +58,7 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts; one with several answers counts once."""
+        """Tokens of all prompts; a prompt with several answers counts once."""
         return sum(generation.prompt_tokens for generation in self.prompts)
 
     @property
