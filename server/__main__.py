@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("server")
 
 CHAT_TEMPLATE = data_folder("chat_templates") / "qwen3_5.jinja"
-"""Used for a GGUF without a template of its own."""
+"""The template for a GGUF that has none."""
 
 KEEP_ALIVE_S = 75
 SWITCH_INTERVAL_S = 0.0005
@@ -35,14 +35,14 @@ SWITCH_INTERVAL_S = 0.0005
 FAILED, BAD_SETTINGS, CUT_SHORT, CANNOT_LISTEN = 1, 2, 3, 4
 """Exit codes besides 0."""
 CUT_S = 1.0
-"""Seconds for cut-short requests to send their error."""
+"""Seconds in which requests that are ended early can send their error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs until SIGTERM, SIGINT or SIGHUP.
 
-    Exits with 0 once drained, 1 if the model fails, 2 for bad settings, 3 if requests had to be cut short and
-    4 where the address is taken.
+    Exits with 0 once drained, 1 if the model fails, 2 for bad settings, 3 if requests had to be ended early
+    and 4 if the address is taken.
     """
     try:
         settings, sources, flags = load_settings(sys.argv[1:] if arguments is None else arguments)
@@ -116,7 +116,7 @@ def load(settings: Settings, **forced: Any) -> Backend:
         engine.close()
         raise
     gc.collect()
-    gc.freeze()  # objects that exist now stay: no collection scans them and delays the engine's thread
+    gc.freeze()  # no collection scans the objects that exist now, which would delay the engine's thread
     return Backend(engine, prompter, defaults)
 
 
@@ -139,7 +139,7 @@ class DrainingServer(uvicorn.Server):
         self._said_ready = self._dropped_unread = False
         self.status = 0
         """The process's exit code."""
-        faulthandler.register(signal.SIGALRM, chain=True)  # log the stack, then end as the signal does
+        faulthandler.register(signal.SIGALRM, chain=True)  # logs the stack, then the signal ends the process
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
             signal.signal(signal.SIGHUP, self.handle_exit)
 
@@ -159,14 +159,14 @@ class DrainingServer(uvicorn.Server):
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: exit, whatever still runs."""
+        """Drains on the first signal. Exits on the second, even if requests are still running."""
         if self._service.status == "draining":
             os._exit(128 + sig)
         logger.info("draining: %d requests in flight (again to stop at once)", self._service.in_flight)
         self._service.drain()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's shutdown, without the watchdog: what the engine saves at its end takes time."""
+        """uvicorn's shutdown. The watchdog is off, since the engine may save for a while at its end."""
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         await super().shutdown(sockets)
@@ -174,8 +174,8 @@ class DrainingServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second to check for shutdown; each call resets the watchdog."""
         if seconds := self._service.settings.watchdog:
-            # a thread in C, which needs no Python lock: a failed allocation inside an extension can leave one
-            # locked for ever, and then /ping and signals no longer work
+            # a thread in C, which needs no Python lock. A failed allocation inside an extension can leave a
+            # lock taken for ever, after which /ping and signals no longer work
             try:
                 faulthandler.dump_traceback_later(seconds, exit=True)
                 signal.setitimer(signal.ITIMER_REAL, 0)

@@ -33,7 +33,7 @@ def data_folder(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where builds and converted models are kept: QWEN_SERVE_CACHE, else `qwen-serve` in the user's cache."""
+    """The folder of builds and converted models: QWEN_SERVE_CACHE, else `qwen-serve` in the user's cache."""
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen-serve"

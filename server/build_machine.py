@@ -28,7 +28,7 @@ def cards() -> str:
 
 
 def processor() -> str:
-    """The processor, as far as -march=native depends on it."""
+    """What -march=native depends on in the processor."""
     if sys.platform == "darwin":
         return output_of("sysctl", "-n", "machdep.cpu.brand_string").strip()
     about = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]

@@ -56,7 +56,7 @@ HISTORY_LINES = 1000
 
 
 class ServerError(Exception):
-    """The server refused or broke off a reply; the message is the server's."""
+    """The server refused a request or broke off a reply; the message is the server's."""
 
 
 @dataclass
@@ -106,8 +106,8 @@ class Conversation:
     def ask(self, content: Content) -> Generator[tuple[str, str], None, None]:
         """Sends a user's message; yields ("reasoning" | "content", text) as the reply arrives.
 
-        The answer joins the conversation even if the reply breaks off; a question without any answer leaves
-        the conversation unchanged. Raises ServerError.
+        The answer becomes part of the conversation even if the reply breaks off. A question without any
+        answer does not. Raises ServerError.
         """
         question = {"role": "user", "content": content}
         body: dict[str, Any] = {
@@ -243,7 +243,7 @@ def reported_status(response: requests.Response) -> str:
 
 
 def show(conversation: Conversation, question: Content, *, terminal: bool) -> bool:
-    """Prints one reply as it arrives; Ctrl-C ends the reply, not the program. Returns whether it was
+    """Prints one reply as it arrives. Ctrl-C ends the reply, not the program. Returns whether the reply was
     complete.
 
     Reasoning and figures are printed only to a `terminal`; other outputs get only the answer.
@@ -274,7 +274,7 @@ def show(conversation: Conversation, question: Content, *, terminal: bool) -> bo
 
 
 def questions(prompt: str) -> Iterator[str]:
-    """The messages that the user types, until the input ends. Ctrl-C discards an unfinished one.
+    """The messages that the user types, until the input ends. Ctrl-C discards an unfinished message.
 
     A message between \"\"\" and \"\"\" may have several lines; a line that ends with \\ continues on the
     next.
@@ -359,7 +359,7 @@ def line_editing() -> Iterator[None]:
 
 
 def converse(conversation: Conversation) -> None:
-    """Runs questions and answers until the input ends."""
+    """Asks and answers until the input ends."""
     print(f"{conversation.model()} at {conversation.url}; /help lists commands")
     with line_editing():
         for line in questions("> "):

@@ -2,12 +2,12 @@
 
     python -m qwen_serve.server.cluster --replicas 2 --gpus 0,1 --model models/Qwen3.5-4B-Q4_K_M.gguf
 
-Each replica is one process on a GPU of its own, behind vllm-router. The router keeps requests with a common
-prefix together as long as the load allows, and retries a request on another replica if it failed before
-streaming. A replica that ends is restarted. On SIGTERM and Ctrl-C the router accepts no more requests and
-waits for running ones; then the replicas end. SIGHUP replaces the replicas one by one and stops at the first
-that does not come back; the others continue. SIGKILL of the launcher sends SIGTERM to the router and all
-replicas (on Linux). Other flags are passed to `python -m qwen_serve.server`.
+Each replica is one process on a GPU of its own, behind vllm-router. The router sends requests with a common
+prefix to the same replica as long as the load allows, and retries a request on another replica if it failed
+before streaming. A replica that ends is restarted. On SIGTERM and Ctrl-C the router accepts no more requests
+and waits for running ones; then the replicas end. SIGHUP replaces the replicas one by one. If a replica does
+not come back, the launcher stops there, and the others continue. If the launcher gets SIGKILL, the router and
+all replicas get SIGTERM (on Linux). Other flags are passed to `python -m qwen_serve.server`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 HEALTH_CHECK_S = 2
 ROUTER_FLAGS = {
     "policy": "cache_aware",
-    # a prefix moves if its replica has 3 requests more than another, and over 3 times as many
+    # a prefix moves if its replica has over 2 requests more than another, and over 3 times as many
     "balance-abs-threshold": 2,
     "balance-rel-threshold": 3.0,
     "health-check-interval-secs": HEALTH_CHECK_S,
     "health-check-timeout-secs": 2,
     "health-failure-threshold": 1,
     "health-success-threshold": 1,
-    # a request to a dead replica moves at its second try, before the next health check
+    # the second try of a request to a dead replica goes elsewhere, even before the next health check
     "cb-failure-threshold": 1,
     "cb-success-threshold": 1,
     "cb-timeout-duration-secs": 2,
@@ -72,8 +72,8 @@ class Child:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Starts in a session of its own, so that Ctrl-C reaches only the launcher, which ends its children
-        in order. Children also end if the launcher dies."""
+        """Starts the child in a session of its own, so that Ctrl-C reaches only the launcher, which ends its
+        children in order. The child also ends if the launcher dies."""
         # the router forwards client-supplied headers, so no proxy is trusted
         environment = {"FORWARDED_ALLOW_IPS": "", **os.environ}
         if self.card is not None:
@@ -100,7 +100,7 @@ class Child:
             return False
 
     def end(self) -> None:
-        """Sends SIGTERM and waits: running requests finish first."""
+        """Sends SIGTERM and waits until the child has finished its requests and ended."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
@@ -150,7 +150,7 @@ class Cluster:
         self._ending.set()
 
     def _wait(self, child: Child) -> None:
-        """Waits until `child` answers, or all is to end."""
+        """Waits until `child` answers or the cluster is to end."""
         while not child.answers():
             if not child.runs:
                 raise ClusterError(f"{child.name} ended before it answered:\n{child.last_words()}")
@@ -172,7 +172,7 @@ class Cluster:
             self._print()
 
     def _replace(self) -> None:
-        """Replaces the replicas one by one, up to the first that does not come back; the others stay."""
+        """Replaces the replicas one by one. Stops if one does not come back; the remaining ones stay."""
         for number, replica in enumerate(self._replicas):
             print(f"replacing {replica.name}", flush=True)
             replica.end()

@@ -31,7 +31,7 @@ MMPROJ_TYPES = ("F16", "BF16", "Q8_0", "F32")
 
 
 class HubError(Exception):
-    """The model cannot be fetched; the message says why, or what there is."""
+    """The model cannot be fetched; the message says why, or lists the models that exist."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def choose(repo: str, quant: str | None, names: Iterable[str]) -> Weights:
 
 
 def named(models: Sequence[Weights], quant: str) -> list[Weights]:
-    """The models named `quant`, or else its Unsloth variant."""
+    """The models named `quant`, or if there are none, those of Unsloth's variant of it."""
     wanted = quant.upper()
     for names in ((wanted,), (f"UD-{wanted}",)):
         if found := [model for model in models if model.quant.upper() in names]:

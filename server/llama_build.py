@@ -27,17 +27,17 @@ class SetupError(Exception):
 
 
 class Build:
-    """One build configuration on this machine; builds with equal `key` give the same result."""
+    """One build configuration on this machine. Builds with the same `key` give the same result."""
 
     def __init__(
         self, *, cuda: bool, cards: str, patched: bool, native: bool, cuda_from_wheels: bool = False
     ) -> None:
         """
         Args:
-            cuda_from_wheels: with the toolkit of `cuda_wheels`, which need not be there yet.
+            cuda_from_wheels: with the toolkit of `cuda_wheels`, which need not be fetched yet.
             cards: CUDA architectures such as "86;89".
             patched: with the patches of `patches/llama.cpp`.
-            native: for this very processor, else for any of its kind.
+            native: for exactly this processor, else for any of its kind.
 
         Raises:
             SetupError: CUDA without nvcc, or from wheels for a card that they do not support.
@@ -125,7 +125,7 @@ class Build:
         if not self.native:
             args.append("-DGGML_NATIVE=OFF")
         if self.cuda:
-            # The stubs replace the driver's libcuda, which a build machine may lack.
+            # the stubs stand for the driver's libcuda, which a build machine may not have
             compiler = Path(str(self._nvcc))
             toolkit = (compiler if self.cuda_from_wheels else compiler.resolve()).parents[1]
             stubs = toolkit / "lib64" / "stubs"
@@ -135,8 +135,8 @@ class Build:
                 f"-DCMAKE_CUDA_ARCHITECTURES={self.cards}",
                 f"-DCMAKE_SHARED_LINKER_FLAGS=-Wl,-rpath-link,{stubs}",
             ]
-            # Otherwise CMake may take headers and libraries from /usr/local/cuda. If nvcc links to ccache, no
-            # toolkit is beside it.
+            # otherwise CMake may take headers and libraries from /usr/local/cuda. If nvcc is a link to
+            # ccache, there is no toolkit in its folder
             if self.cuda_from_wheels or (toolkit / "bin" / "nvcc").exists():
                 args.append(f"-DCUDAToolkit_ROOT={toolkit}")
             if self.cuda_from_wheels:

@@ -128,8 +128,8 @@ def show(models: Sequence[Cached]) -> None:
 
 
 def remove_model(model: Cached, beside: Sequence[Cached]) -> None:
-    """Removes a model's files. Also removes the rest of its folder, unless `beside` has another model there
-    or the folder has weights of other programs."""
+    """Removes a model's files. Also removes the rest of its folder, unless one of `beside` is in it or the
+    folder has weights of other programs."""
     if all(other == model for other in beside) and not _others_weights(model):
         shutil.rmtree(model.home)
         return

@@ -1,9 +1,9 @@
 """Wheels of the patched llama-cpp-python from a release, for machines without a compiler.
 
-A released wheel fits any processor of a kind. Its name is derived from its inputs: the pinned version, the
-patches, CMake's options. `qwen-serve setup` computes the same name and looks it up in the folder or URL in
-QWEN_SERVE_WHEELS, whose SHA256SUMS lists names `KEY.TAG.whl` with their checksums, TAG as in a wheel's file
-name. So a wheel with other patches is never taken. `.ci/wheel` builds them. Needs only the standard library.
+A released wheel fits any processor of a kind. Its name, `KEY.TAG.whl`, is derived from its inputs (the pinned
+version, the patches, CMake's options); TAG is that of a wheel's file name. `qwen-serve setup` computes the
+same name and looks it up in SHA256SUMS of the folder or URL in QWEN_SERVE_WHEELS. So it never takes a wheel
+with other patches. `.ci/wheel` builds the wheels. This module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RELEASES = ""
-"""URL of a release's files without WHEELS_VARIABLE; empty as long as the project has no public address."""
+"""Default URL of a release's files; empty as long as the project has no public address."""
 
 SUMS = "SHA256SUMS"
 ANSWER_S = 8.0
-"""Time limit for the list of wheels, from resolving the name to reading; after it no wheel is taken."""
+"""Seconds for the list of wheels, from resolving the name to reading it; after that no wheel is taken."""
 STALL_S = 15.0
-"""Time limit without any byte of the wheel."""
+"""Most seconds between two reads while a wheel is fetched."""
 LIST_BYTES = 1 << 20
 
 CUDA = "12.8"
@@ -47,7 +47,7 @@ CUDA_RUNTIME = f"cuda-toolkit[cudart,cublas]=={CUDA}.*"
 CUDA_LIBRARIES = "../../nvidia/cuda_runtime/lib;$ORIGIN/../../nvidia/cublas/lib"
 """Their folders relative to llama_cpp/lib: two run path entries, which begin with $ORIGIN/."""
 OLDEST_DRIVER = 525
-"""Oldest driver, that of CUDA 12.0: it and later ones run code that 12.8 compiled for their GPUs."""
+"""Oldest driver, that of CUDA 12.0. It and later ones run code that CUDA 12.8 compiled for their GPUs."""
 BROUGHT = ("libcuda.so.1", "libcudart.so.12", "libcublas.so.12", "libcublasLt.so.12")
 """Libraries from the driver and `CUDA_RUNTIME` that the wheel does not contain."""
 
@@ -75,11 +75,11 @@ KINDS = (
     ),
     Kind("arm64", "arm64", frozenset()),
 )
-"""In order of preference: the first that fits a machine. arm64 is Apple's name, aarch64 Linux's."""
+"""In order of preference: a machine takes the first that fits. arm64 is Apple's name, aarch64 Linux's."""
 
 
 class NoWheel(Exception):
-    """No wheel is used; the message is the end of a sentence."""
+    """No wheel is used; the message says why and completes a sentence."""
 
 
 class Released(Build):
@@ -158,7 +158,7 @@ def fitting(*, cuda: str, archs: str | None, patched: bool, native: bool) -> Rel
     Args:
         cuda: --cuda: auto, 0, 1 or pypi.
         archs: --cuda-archs.
-        patched: releases have only patched wheels.
+        patched: whether the patches are wanted; releases have only patched wheels.
         native: for this machine, else for as many of its kind as possible.
 
     Raises:

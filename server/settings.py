@@ -134,8 +134,8 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only the constructor's arguments: `load_settings` merges the sources, to record each value's
-        source."""
+        """Only the constructor's arguments, since `load_settings` merges the sources and records the source
+        of each value."""
         return (init_settings,)
 
     @field_validator("model")
@@ -227,7 +227,7 @@ SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
 """The groups of `--help` and `--print-settings`, in order."""
 
 DEPLOYED = {"model", "lora", *HttpSettings.model_fields}
-"""Settings of a deployment, which a variant cannot have."""
+"""Settings that depend on the deployment, so a variant cannot have them."""
 
 
 def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
@@ -348,7 +348,7 @@ def describe(settings: Settings, sources: Sources) -> str:
 
 
 def describe_chosen(settings: Settings, sources: Sources) -> str:
-    """One line with the settings that were set and their sources; "" if all are defaults."""
+    """The settings that were set, and their sources, in one line; "" if all are defaults."""
     chosen = []
     for name, source in sources.items():
         if source != "default":

@@ -1,4 +1,4 @@
-"""Where settings come from: flags over environment over a TOML file over a variant over defaults."""
+"""Where settings come from, by precedence: flags, environment, a TOML file, a variant, defaults."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
     """
     flags, unknown = parser().parse_known_args(arguments)
     if unknown:
-        # the word after a mistyped flag is its value
+        # words that are no flags are values of mistyped ones
         words = [word for word in unknown if word.startswith("--")] or unknown
         raise SettingsError("\n".join(map(_unknown_flag, words)))
     for gone, instead in GONE.items():
@@ -157,8 +157,8 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
 
 
 def load_variant(given: str) -> Variant:
-    """The variant of that name or file, after checking all its settings; its paths, relative to its file,
-    become absolute. Raises SettingsError."""
+    """The variant of that name or file, with all settings checked. Paths relative to its file become
+    absolute. Raises SettingsError."""
     try:
         path = find_variant(given)
         variant = read_variant(path)
@@ -174,7 +174,7 @@ def load_variant(given: str) -> Variant:
 
 
 def check_variant_settings(values: Mapping[str, Setting], source: str) -> None:
-    """Raises SettingsError, naming `source`, for settings that a variant can not have."""
+    """Raises SettingsError, naming `source`, for settings that a variant cannot have."""
     for name in values:
         if name in DEPLOYED:
             raise SettingsError(f"{source}: {name} is said where a model is served, not by a variant")
@@ -198,7 +198,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _explain(error: dict[str, Any], sources: Sources) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
-    if not error["loc"]:  # an error about several settings, which it names
+    if not error["loc"]:  # an error about several settings names them itself
         return message
     name = str(error["loc"][0])
     if error["type"] == "missing":
@@ -239,7 +239,7 @@ def did_you_mean(name: str, *, known: str) -> str:
 
 
 OTHER_VARIABLES = (CACHE_VARIABLE, WHEELS_VARIABLE, "QWEN_BENCH_API_KEY")
-"""Variables that are no settings of the server, but that `setup` and qwen-bench read."""
+"""Variables that `setup` and qwen-bench read, not the server."""
 
 
 def unknown_variables() -> list[str]:

@@ -2,9 +2,9 @@
 
     qwen-serve setup        (make setup; python -m qwen_serve.server.setup_llama before anything is installed)
 
-It builds the pinned version with the patches of `patches/`, only the libraries that Python loads. (pip alone
-installs stock llama.cpp, which works but is slower.) If QWEN_SERVE_WHEELS names a release's folder or URL, it
-first looks there for a wheel with the same patches, which needs no compiler.
+It builds the pinned version with the patches of `patches/`, and only the libraries that Python loads. (pip
+alone installs stock llama.cpp, which works but is slower.) If QWEN_SERVE_WHEELS names a release's folder or
+URL, it first looks for a wheel with the same patches there, which needs no compiler.
 
 The wheel is kept in the cache's folder `wheels` (QWEN_SERVE_CACHE, else $XDG_CACHE_HOME/qwen-serve, else
 ~/.cache/qwen-serve), so another environment is set up in seconds. Machines may share that folder, over a
@@ -50,7 +50,7 @@ DEFAULT_CARD = "86"
 """The A10G's architecture, used if CUDA is requested and no GPU is present."""
 
 WHEEL_WITHOUT = ("lib/**", "lib64/**", "include/**", "bin/**")
-"""Duplicates and headers that llama.cpp's install rules put beside the package."""
+"""Duplicates and headers that llama.cpp's install rules add to the wheel."""
 
 PROGRESS = re.compile(r"\s*\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
 """Progress of ninja and make: `[12/78] ...`, `[ 12%] ...`."""
@@ -115,7 +115,7 @@ def _set_up(options: argparse.Namespace) -> int:
         print(advice, end="")
         return 0
     build, missing = _own_build(options)
-    # Without a compiler here, only a released wheel can use the GPU.
+    # without a compiler here, only a released wheel can use the GPU
     there = build is not None and not (ready is not None and ready.cuda and not build.cuda)
     there = there and build is not None and (installed == build.key or bool(_kept(build)))
     if ready is not None and not taken and not there:
@@ -191,7 +191,7 @@ def card_with_nvcc() -> bool:
 
 
 def card_without_nvcc() -> str:
-    """A framed warning if the GPU is unused for lack of a compiler; else ""."""
+    """A framed warning if the GPU is not used because there is no compiler; else ""."""
     if not (found := cards()) or card_with_nvcc():
         return ""
     from_wheels = (

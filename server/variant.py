@@ -1,4 +1,4 @@
-"""A variant: how a model is made and served, under one name. Weights by quant level or recipe, and settings.
+"""A variant: a quant level or recipe, and settings, under one name.
 
     about = "half the KV cache"
     quant = "Q4_K_M"           # a level of quant_recipes/, or F16, BF16, F32
@@ -32,8 +32,8 @@ Setting = bool | int | float | str
 
 
 class VariantError(Exception):
-    """The variant does not exist or is invalid; the message names the file, the key and what would be
-    right."""
+    """The variant does not exist or is invalid. The message names the file and the key, and says what would
+    be right."""
 
 
 class Variant(BaseModel):
@@ -66,7 +66,7 @@ class Variant(BaseModel):
         return self.quant if self.quant is not None else Path(str(self.recipe)).stem
 
     def with_settings(self, common: Mapping[str, Setting]) -> Self:
-        """The variant with `common` settings added, which its own override."""
+        """The variant with `common` settings added. Its own take precedence."""
         return self.model_copy(update={"settings": {**common, **self.settings}})
 
 
@@ -106,7 +106,7 @@ def read_variant(path: Path) -> Variant:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    """A validation problem: the key and what would be right."""
+    """A validation error as text: the key, and what would be right."""
     key = ".".join(str(part) for part in error["loc"][:2])
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":

@@ -2,7 +2,7 @@
 once.
 
 A checkpoint is a folder, a hub id such as Qwen/Qwen3.5-4B, or `nano`, the tiny packaged model. The converter
-runs in a separate process that ends with this one, so its memory is free again before anything is served.
+runs in a separate process, so its memory is free before the model is served. It ends with this process.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class WeightsError(Exception):
 
 
 def resolve(model: str, quant: str | None, variant: Variant | None = None, *, vision: bool = True) -> Path:
-    """The GGUF, or a folder with one, for `model`. Fetches a GGUF from the hub, with its vision tower if
-    `vision`, or converts a checkpoint to `quant`, else to `variant`'s weights, unless that was done before. A
-    GGUF is served as it is, whatever the variant's weights are.
+    """The GGUF, or a folder with one, for `model`.
+
+    A GGUF on the hub is fetched, with its vision tower if `vision`. A checkpoint is converted to `quant`,
+    else to the weights of `variant`. Neither happens twice. A GGUF is served as it is, whatever the variant's
+    weights.
 
     Raises:
         WeightsError: no model of that name, a quant for a GGUF, or a failed fetch or conversion.
@@ -138,7 +140,7 @@ def _convert(flags: list[str]) -> int | None:
 
 
 def _converter(flags: list[str]) -> None:
-    """Runs in the child: `qwen-convert` without its tables; progress goes to stderr."""
+    """Runs in the child process: `qwen-convert` without its tables, with its progress on stderr."""
     end_with_parent()
     with Path(os.devnull).open("w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Most characters of all stop strings. Matching takes about 350 bytes a character for as long as the answer
+"""Most characters of all stop strings. Matching needs about 350 bytes a character as long as the answer
 runs."""
 
 LONGEST_NAME = 256
@@ -29,7 +29,7 @@ LONGEST_NAME = 256
 
 
 def _stop_list(value: Any) -> list[str]:
-    """`stop` as a list. Parsed by hand, since a union type reports one error for each of its branches."""
+    """`stop` as a list. It is not a union type, because that reports one error for each of its branches."""
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise ValueError("must be a string or a list of strings")
@@ -77,7 +77,7 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
     n_predict: int | None = Field(None, ge=-1)
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    # log-probabilities, beside the `logprobs` of each endpoint
+    # log-probabilities, in addition to the `logprobs` of each endpoint
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     n_probs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_tokens_as_token_ids: bool | None = None
@@ -133,7 +133,7 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to generate for a choice; None: what the context has room for."""
+        """Most tokens to generate for a choice; None: as many as fit into the context."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         if self.max_tokens is not None:

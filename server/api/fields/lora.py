@@ -1,4 +1,4 @@
-"""A request's LoRA adapters: one named in `model`, as in vLLM, or several by number in `lora`, as in
+"""A request's LoRA adapters: one by name in `model`, as in vLLM, or several by number in `lora`, as in
 llama-server."""
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 MAX_TOKEN_RULES = 16_384
-"""Most tokens that a field names. Each answer loops over them when it begins, which takes some
+"""Most tokens that a field names. Each answer loops over them when it begins, which takes a few
 milliseconds."""
 
 MAX_WORDS = 1024
@@ -28,8 +28,7 @@ MAX_WORD_CHARACTERS = 16_384
 """Most characters of `bad_words`. All clients wait while these are tokenized: up to 10 ms."""
 
 MAX_BREAKERS = 32
-"""Most sequence breakers for DRY. The first request that names one searches every token of the vocabulary for
-it."""
+"""Most sequence breakers for DRY. For each new one, every token of the vocabulary is searched."""
 
 Mode = Literal["text", "instruct", "thinking"]
 """ "text" continues a text. A chat's reply begins with the answer ("instruct") or with reasoning
@@ -140,8 +139,8 @@ SAMPLER_NAMES = {
     "typicalp": "typ_p",
     "adaptivep": "",
 }
-"""llama-server's names, with underscores and hyphens ignored. Adaptive-p is included because clients list it:
-it needs an `adaptive_target`, and otherwise is the final draw, which happens in any case."""
+"""llama-server's names without underscores and hyphens. Adaptive-p is accepted because clients list it.
+Without an `adaptive_target` it is only the final draw, which happens in any case."""
 
 
 def _samplers(value: Any) -> tuple[str, ...] | None:
@@ -233,8 +232,8 @@ class SamplingFields(BaseModel):
         """Sampling parameters of the first answer; see `of_choice` for the others. `defaults` fill what the
         request omits.
 
-        The card's penalty varies drawn tokens, so a greedy answer has it only on request. A seed of -1 counts
-        as none. Raises ApiError 400.
+        The card's penalty is meant for drawn tokens, so a greedy answer has it only on request. A seed of -1
+        is no seed. Raises ApiError 400.
         """
         repetition = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         fields: dict[str, Any] = {
@@ -303,8 +302,8 @@ def of_choice(params: SamplingParams, choice: int) -> SamplingParams:
 
 
 def spellings(text: str, vocab: Vocab) -> list[tuple[int, ...]]:
-    """A word's token sequences: as it is and, as in vLLM, without leading spaces, and behind one space if
-    that changes only the first token."""
+    """A word's token sequences: of the word as it is and, as in vLLM, of the word without leading spaces, and
+    after one space if that changes only the first token."""
     as_it_is = tuple(vocab.tokenize(text, special=True))
     bare = tuple(vocab.tokenize(text.lstrip(), special=True))
     spaced = tuple(vocab.tokenize(" " + text.lstrip(), special=True)) if bare else ()

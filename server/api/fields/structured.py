@@ -79,7 +79,7 @@ FORMATS: dict[str, Callable[[Any, str], AnswerFormat]] = {
     "regex": regex_format,
     "ebnf": grammar_format,
 }
-"""Fields that are a complete format: llama-server's, vLLM's, SGLang's."""
+"""Fields that describe a complete format: llama-server's, vLLM's, SGLang's."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {"json_schema": ({}, ""), "grammar": ("",)}
 """Values of these fields that have no effect, besides null."""

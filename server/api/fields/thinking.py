@@ -24,7 +24,7 @@ EFFORTS: dict[str, int | None] = {
     "xhigh": 32768,
     "max": None,
 }
-"""Budgets in tokens. "max" sets none."""
+"""Effort -> budget in tokens; None: no budget."""
 
 BUDGETS = (
     *("thinking_budget", "thinking_token_budget", "reasoning_budget"),
@@ -133,7 +133,7 @@ class ThinkingFields(BaseModel):
     def thinks(self, default: bool) -> bool:
         """Whether the request asks for thinking; if its fields disagree, the most specific one decides.
 
-        A budget of 0 asks for none. Any other asks for thinking unless another field decides.
+        A budget of 0 asks for no thinking. Any other budget asks for it, unless another field decides.
         """
         if self.budget() == 0:
             return False
@@ -175,8 +175,8 @@ class ThinkingFields(BaseModel):
     def thinking_limits(self, settings: Settings, vocab: Vocab, token_limit: int | None) -> ThinkingLimits:
         """The limits of a thinking reply.
 
-        The request's budget comes first, then its effort's, then the server's. It is cut if `token_limit`
-        would leave less than a quarter for the answer.
+        The request's budget takes precedence, then its effort's, then the server's. The budget is reduced if
+        `token_limit` would leave less than a quarter for the answer.
         """
         budget = self.budget()
         if budget is None and (effort := self._effort()) is not None:

@@ -1,4 +1,4 @@
-"""Known fields that this server does not support: refused, never ignored."""
+"""Known fields that this server does not support. It refuses them and never ignores them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class Refusing(BaseModel):
-    """A body whose known fields are acted on or refused; unknown ones are ignored."""
+    """A body whose known fields have an effect or are refused; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}

@@ -67,7 +67,7 @@ MAX_TOOLS = 1024
 
 
 def described_as(kind: Any) -> BeforeValidator:
-    """Gives OpenAPI the schema of a field that is checked later."""
+    """Sets the schema of a field in OpenAPI, if the field is checked later."""
     return BeforeValidator(lambda value: value, json_schema_input_type=kind)
 
 
@@ -132,7 +132,7 @@ class ToolInput(BaseModel):
 
 
 class ChatRequest(ThinkingFields, GenerationRequest):
-    """A conversation. The insides of messages and tools are checked where they are rendered."""
+    """A conversation. The contents of messages and tools are checked when they are rendered."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: values
@@ -183,7 +183,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     @property
     def continues(self) -> bool:
-        """Whether the reply continues the last message: on request, or because it is an assistant's text."""
+        """Whether the reply continues the last message, on request or because that is an assistant's text."""
         if self.continue_final_message is not None or self.add_generation_prompt is not None:
             return bool(self.continue_final_message)
         last = self.messages[-1] if self.messages else {}
@@ -208,7 +208,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     @property
     def whole(self) -> bool:
-        """As for other requests, except that a tool call ends an answer that may have only one."""
+        """As for other requests; but a tool call ends an answer that may have only one call."""
         return super().whole and self.parallel_tool_calls is not False
 
     def wanted_format(self, special: Sequence[str]) -> AnswerFormat | ToolFormat | None:
@@ -260,7 +260,8 @@ async def begin(
     bare: list[int] = []
     """The prompt's ids, if it has pictures."""
     known: list[Picture] = []
-    """The first of the pictures, as far as they are cached. If all are, they need no thread of their own."""
+    """The first of the pictures, as far as they are cached. If all of them are cached, no thread is
+    needed."""
     salt = sharing_of(context, request)
 
     def see(interrupt: Callable[[], None]) -> Prompt:
@@ -384,8 +385,8 @@ async def message_of(reply: Reply) -> dict[str, Any]:
 class ChatWriter(ChunkWriter):
     """The response as events.
 
-    The role comes with a choice's first token and not before, so that clients that time the first chunk
-    measure TTFT. Prompt progress, if requested, comes earlier.
+    The role is sent with a choice's first token and not before, so that clients that time the first chunk
+    measure TTFT. Prompt progress, if requested, is sent earlier.
     """
 
     def __init__(self, served: ServedRequest, replies: Sequence[Reply]) -> None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class ChunkWriter(EventWriter):
-    """One chunk an event. The end of the last choice and, on request, usage come together with `[DONE]`."""
+    """Each chunk is an event. The end of the last choice, usage on request, and `[DONE]` are sent
+    together."""
 
     def __init__(self, served: ServedRequest, kind: str) -> None:
         self._served, self._kind = served, kind

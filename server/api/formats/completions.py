@@ -172,8 +172,8 @@ async def begin(
 class CompletionLogprobs:
     """The log-probabilities of one choice of a text completion: parallel lists, an entry for each token.
 
-    If the text is echoed, the prompt's tokens come first, the first of them null. The token that ended the
-    text, if one did, is the last: a client that asks for one token gets one (lm-eval drops it again).
+    If the text is echoed, the prompt's tokens come first, and the first of them is null. If a token ended the
+    text, it is the last, so that a client that asks for one token gets one (lm-eval drops it again).
     """
 
     def __init__(
@@ -197,11 +197,12 @@ class CompletionLogprobs:
         return self._written([*self._of_prompt(), *self._of_answer(last=True)]) if self.asked else None
 
     def prompt(self) -> dict[str, Any] | None:
-        """Those of the echoed prompt, which has been read."""
+        """Log-probabilities of the echoed prompt, which has been read."""
         return self._written(self._of_prompt())
 
     def new(self, *, last: bool) -> dict[str, Any] | None:
-        """Those of the tokens since the last call; None if there are none. `last`: no more will come."""
+        """Log-probabilities of the tokens since the last call; None if there are none. `last`: the choice is
+        complete."""
         return self._written(self._of_answer(last=last)) if self.asked else None
 
     def _of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
@@ -236,7 +237,8 @@ class CompletionLogprobs:
         }
 
     def _top(self, at: TokenLogprobs | None) -> dict[str, float] | None:
-        """The likeliest tokens and the token itself, by name; if several have one name, the likeliest."""
+        """The likeliest tokens and the token itself, by name. If several have the same name, the
+        likeliest."""
         if at is None:
             return None
         top: dict[str, float] = {}

@@ -32,8 +32,8 @@ MAX_FIELDS = 1024
 
 
 class LlamaCompletionRequest(CompletionRequest):
-    """Text in, text out: no template, no thinking; samplers in llama.cpp's order. The text ends where the
-    model ends it, or the context."""
+    """Text in, text out: no template, no thinking, and samplers in llama.cpp's order. Without a limit the
+    text ends where the model ends it, or with the context."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **{
@@ -105,7 +105,7 @@ class LlamaAnswer:
         """Tokens already sent."""
         generation.tokens = [] if request.return_tokens or request.stream else None
         self._read = generation.generation.progress is None
-        """Whether no more prompt progress is to be reported."""
+        """Whether the prompt's progress is reported to its end."""
 
     def partial(self, text: str) -> list[dict[str, Any]]:
         """The objects for more text; the prompt's progress if `text` is empty."""
@@ -179,7 +179,7 @@ class LlamaAnswer:
 
 
 class LlamaCompletionWriter(EventWriter):
-    """The answers as events. Each answer's last event says `"stop": true`; no end mark follows."""
+    """The answers as events. Each answer's last event has `"stop": true`; the stream has no end mark."""
 
     def __init__(self, served: ServedRequest, answers: list[LlamaAnswer]) -> None:
         self._served, self._answers = served, answers

@@ -1,4 +1,4 @@
-"""Translates other wire formats to a chat request, so that the same code answers all of them."""
+"""Translates other API formats to a chat request, so that the same code answers all of them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "timings_per_token": (False,),
     "return_progress": (False,),
 }
-"""Fields of a chat request that other formats refuse, because they have another form of them, or none. Field
--> the values that ask for nothing special, besides null."""
+"""Fields of a chat request that other formats refuse, because they have another form of them or none. Field
+-> its values without effect, besides null."""
 
 SHARED = (ChatRequest.model_fields.keys() | UNSUPPORTED.keys()) - FOREIGN.keys() - {"stream_options"}
 """Fields with the same meaning in a chat request and in other formats, whose clients send them too. Most are
@@ -54,7 +54,7 @@ LONGEST_NOTE = 512
 
 
 class Sharing(Refusing):
-    """A body in another format. Beside its own fields, those of a chat request keep their meaning."""
+    """A body in another format. Besides its own fields, it may have those of a chat request."""
 
     _shared: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -133,7 +133,8 @@ def spoken(parts: list[str | GivenPicture]) -> str | list[Any]:
 
 def names_of(tools: Iterable[Any]) -> str:
     """Names of the tools that are not functions, for a note: `web_search, apply_patch (custom)`. Empty if
-    there are none. Printable ASCII, cut at LONGEST_NOTE, since clients choose the names."""
+    there are none. The text is printable ASCII of at most LONGEST_NOTE characters, since clients choose the
+    names."""
     named: dict[str, None] = {}
     for tool in tools:
         kind = str(tool.get("type")) if isinstance(tool, dict) else ""

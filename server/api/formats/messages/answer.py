@@ -133,7 +133,7 @@ class Message:
             block["signature"] = self._served.id
             yield self._delta({"type": "signature_delta", "signature": self._served.id})
         elif block["type"] == "tool_use":
-            # the limit may cut off the last call: keep what is there, as Anthropic's clients read it
+            # the limit may cut off the last call; Anthropic's clients read the incomplete arguments
             block["input"] = from_json(self._json, allow_partial="trailing-strings")
             self._json = ""
         yield {"type": "content_block_stop", "index": len(self.content) - 1}
@@ -173,7 +173,7 @@ TIERS = {"priority": "priority", "default": "standard", "flex": "batch"}
 
 
 def usage(served: ServedRequest, reply: Reply) -> dict[str, Any]:
-    """Token usage so far. As in Anthropic's API, `input_tokens` leaves out cached tokens."""
+    """Token usage so far. As in Anthropic's API, `input_tokens` excludes cached tokens."""
     generation = reply.generation
     return {
         "input_tokens": generation.prompt_tokens - generation.cached_tokens,

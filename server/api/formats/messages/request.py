@@ -102,10 +102,10 @@ class OutputConfig(BaseModel):
 
 
 class CountTokensRequest(Sharing):
-    """A conversation, as /v1/messages/count_tokens and /v1/messages take it.
+    """A conversation, as /v1/messages/count_tokens and /v1/messages accept it.
 
-    Unknown fields are ignored, as are those that say nothing of the answer: `metadata`, `cache_control` (the
-    prefix cache needs no marks), `context_management`.
+    Unknown fields are ignored, and so are those without effect on the answer: `metadata`, `cache_control`
+    (the prefix cache needs no marks), `context_management`.
     """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
@@ -223,10 +223,11 @@ class MessagesRequest(CountTokensRequest):
 
 
 def steady(text: str) -> str:
-    """A system text with Claude Code's changing parts replaced by constants.
+    """A system text in which those parts of Claude Code's that change are replaced by constants.
 
-    Its first block ends in `cch=`, a nonce, and its version in a hash of the conversation, so no prompt would
-    share a prefix with the one before (llama.cpp masks the nonce too: ggml-org/llama.cpp#21793).
+    Its first block ends in `cch=`, a nonce, and its version in a hash of the conversation. With these, no
+    prompt would share a prefix with the one before (llama.cpp masks the nonce, too:
+    ggml-org/llama.cpp#21793).
     """
     if not text.startswith(BILLING):
         return text
@@ -235,11 +236,12 @@ def steady(text: str) -> str:
 
 
 def reminded(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with each late system message turned into a reminder in the user's or tool's turn before
+    """The messages, in which each later system message becomes a reminder in the user's or tool's turn before
     it.
 
-    Claude Code adds one now and then. At the beginning, where Qwen's template puts system messages, each
-    would change the prompt from its first token; as a turn of its own it would look like a new question.
+    Claude Code sometimes adds such a message. At the beginning, where Qwen's template puts system messages,
+    it would change the prompt from its first token on; as a turn of its own it would look like a new
+    question.
     """
     made: list[dict[str, Any]] = []
     reminders: dict[int, list[str]] = {}

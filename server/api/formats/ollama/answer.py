@@ -45,7 +45,7 @@ def as_message(text: str = "", thinking: str = "", calls: list[Shape] | None = N
 
 
 def as_response(text: str = "", thinking: str = "", calls: list[Shape] | None = None) -> Shape:
-    """The same in /api/generate's form, which has no tools."""
+    """`as_message` in /api/generate's form, which has no tools."""
     return {"response": text, **({"thinking": thinking} if thinking else {})}
 
 

@@ -33,12 +33,12 @@ class ShowRequest(BaseModel):
 
 
 def model_tags(service: Service) -> dict[str, Any]:
-    """The models that there are: one."""
+    """The list of models, which has one."""
     return {"models": [{**_entry(service), "modified_at": _started(service)}]}
 
 
 def running_models(service: Service) -> dict[str, Any]:
-    """The loaded models: the same one, unless it sleeps."""
+    """The list of loaded models: the one model, unless it sleeps."""
     if service.status == "sleeping":
         return {"models": []}
     engine, left = service.backend.engine, service.idle_left
@@ -110,7 +110,7 @@ def _details(service: Service) -> dict[str, Any]:
 
 
 def _typed(metadata: dict[str, str]) -> dict[str, str | int]:
-    """The file's metadata with numbers as numbers, without long texts."""
+    """The file's metadata without long texts; numbers are converted."""
     return {
         key: int(text) if text.isdecimal() else text
         for key, text in metadata.items()

@@ -35,8 +35,8 @@ OF_THE_SERVER = (
     *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"),
     *("numa", "low_vram", "f16_kv", "use_mmap", "use_mlock"),
 )
-"""Accepted and ignored: the server's settings decide how the model is loaded, and the beginning of a context
-is never dropped."""
+"""Options that are accepted and ignored: the server's settings decide how the model is loaded, and the
+beginning of a context is never dropped."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {"tfs_z": (1,), "penalize_newline": (True,), "vocab_only": (False,)}
 """Options that are refused, except with these values."""
@@ -50,8 +50,8 @@ NAMES = {
 """Field of this server -> its name in this protocol."""
 
 MAGIC = {"/9j/": "jpeg", "R0lG": "gif", "UklG": "webp"}
-"""How base64 of each picture type begins. Anything else passes for PNG, and the decoder reports what is
-wrong."""
+"""The beginning of base64 for each picture type. Anything else is treated as PNG, and the decoder reports
+errors."""
 
 
 class OllamaRequest(Refusing):

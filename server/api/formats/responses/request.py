@@ -68,10 +68,10 @@ class TextConfig(BaseModel):
 
 
 class ResponsesRequest(Sharing):
-    """A conversation to answer. The server stores nothing, even if `store` asks for it, as in vLLM: each
-    request brings the whole conversation.
+    """A conversation to answer. As in vLLM the server stores nothing, even if `store` asks for it, so each
+    request has the whole conversation.
 
-    Unknown fields are ignored, as are those without effect on the answer: `metadata`, `user`,
+    Unknown fields are ignored, and so are those without effect on the answer: `metadata`, `user`,
     `prompt_cache_key`.
     """
 
@@ -221,8 +221,8 @@ class ResponsesRequest(Sharing):
 
 
 def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
-    """An item as a message. For an assistant's item, also the keys with which an earlier message cannot be
-    merged with it."""
+    """An item as a message. Also, for an assistant's item, the keys that an earlier message must not have, to
+    be merged with it."""
     kind = item.get("type", "message")
     match kind:
         case "message":
