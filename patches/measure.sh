@@ -77,6 +77,8 @@ declare -A off=(
     [step-padding]=LLAMA_STEP_PAD=0
     [shared-expert]=GGML_CUDA_SHARED_APART=1
     [repacked-weights]=LLAMA_REPACK_OFF=1
+    [moe-router]=GGML_CUDA_ROUTER_APART=1
+    [mmvq-experts]=GGML_CUDA_MMVQ_EXPERTS_MAX=0
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
@@ -138,7 +140,7 @@ bench() { # bench LABEL SWITCHES OPTION...: JSON lines
 operators() {
     local eager operator failed=0
     for eager in 1 ""; do
-        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES MUL_MAT_REPACKED RMS_NORM_MUL_ADD RMS_NORM_MUL_ROPE GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
+        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES MUL_MAT_REPACKED MOE_ROUTER MOE_EXPERTS RMS_NORM_MUL_ADD RMS_NORM_MUL_ROPE GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
             "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)" MUL_MAT_SHARED \
             "MUL_MAT -p type_a=(q8_0|q4_0|q[456]_K),type_b=f32.*n=1," "MUL_MAT_VEC_FUSION -p type=(q8_0|q4_0|q[456]_K)" \
             "MUL_MAT_ID -p type_a=(f16|bf16)," "MUL_MAT_ID -p n_mats=64," "MUL_MAT -p type_a=f32,type_b=f32"; do
