@@ -1,9 +1,10 @@
 """LoRA adapters: converts a PEFT checkpoint to a GGUF that llama.cpp applies to the model.
 
 A product W x becomes W x + scale * B (A x). If the conversion reorders a tensor of the model, the rows of B
-or the columns of A are reordered the same way. llama.cpp multiplies by alpha / rank, with one alpha for the
-whole file, so a module's different factor (rsLoRA, `alpha_pattern`) is multiplied into its B. Names and keys
-in the GGUF are llama.cpp's (src/llama-adapter.cpp; convert_lora_to_gguf.py), those of the checkpoint PEFT's.
+or the columns of A are reordered in the same way. llama.cpp multiplies by alpha / rank, with one alpha for
+the whole file. If a module has another factor (rsLoRA, `alpha_pattern`), its B is multiplied by it. Names and
+keys in the GGUF are llama.cpp's (src/llama-adapter.cpp; convert_lora_to_gguf.py), those in the checkpoint are
+PEFT's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?:embedding_)?(?P<part>[AB])(?:\.default)?(?:\.weight)?"
 )
 PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
-"""Prefix before `layers.` in a module's name, of the model with vision or the text model alone."""
+"""Prefix before `layers.` in a module's name, in models with vision and without."""
 
 PLAIN = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the model's weights unchanged."""
@@ -166,13 +167,13 @@ def _check(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _rules(base: ModelConfig) -> dict[str, tuple[str, Rule]]:
-    """Modules that llama.cpp can adapt, by their names in the text model -> the tensor's name in the GGUF,
-    and its rule."""
+    """Name in the text model of each module that llama.cpp can adapt -> the tensor's name in the GGUF, and
+    its rule."""
     found = {}
     for source, target, rule in expected_tensors(base, "", range(base.n_layers), has_mtp=False):
         if rule.compute is None and len(rule.shape(base)) == 2 and not rule.per_expert:
             found[source.removesuffix(".weight")] = target, rule
-    if base.tied_embeddings:  # one tensor in the GGUF: an adapter of the head would also change the embedding
+    if base.tied_embeddings:  # one tensor in the GGUF, so an adapter of the head would change both
         del found[EMBEDDING.source.removesuffix(".weight")]
     return found
 

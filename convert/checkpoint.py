@@ -1,5 +1,4 @@
-"""A checkpoint folder of the official layout: its parsed JSON files, and its tensors, which are not read
-yet."""
+"""A checkpoint folder in the official layout: its JSON files, and its tensors, which are read later."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-SMALL_SHARD = 64_000_000  # bytes that are read in no time
+SMALL_SHARD = 64_000_000  # bytes; a shard up to this size is hashed quickly
 INDEX = "model.safetensors.index.json"
 TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "config.json",
@@ -28,12 +27,14 @@ TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "README.md",
 )
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files that describe picture preprocessing; the second takes precedence, where newer checkpoints nest it."""
+"""Files that describe the preprocessing of pictures. The second takes precedence; newer checkpoints have it
+there, one level deeper."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: configuration parsed, every shard's header checked, no weight read."""
+    """An opened checkpoint. Its configuration is parsed and every shard's header is checked; no weight is
+    read."""
 
     folder: Path
     config: ModelConfig
@@ -57,7 +58,8 @@ class Checkpoint:
         return self.config.experts.used if self.config.experts is not None else None
 
     def fingerprint(self) -> str:
-        """A digest that changes with every input file: by content, but by size and time for large shards."""
+        """A digest that changes with every input file: with its content or, for large shards, size and
+        time."""
         texts = {
             name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
         }
@@ -65,7 +67,7 @@ class Checkpoint:
 
 
 def shard_stamps(tensors: Mapping[str, StoredTensor]) -> list[tuple[str, int, str | int]]:
-    """Name, size, and content or time, of every file that holds any of the tensors."""
+    """Name, size, and content or time of every file that has any of the tensors."""
     shards = sorted({tensor.path for tensor in tensors.values()})
     return [(path.name, path.stat().st_size, content_or_time(path)) for path in shards]
 

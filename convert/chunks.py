@@ -47,8 +47,8 @@ def read_chunks(model: Model, text: Path, size: int = CHUNK_SIZE) -> NDArray[np.
 def decode_chunks(
     context: EvalContext, chunks: NDArray[np.int32], *, start: int = 0, output: bool = False
 ) -> None:
-    """Decodes chunk `i` as sequence `i`, positions from `start`; with `output`, keeps the logits of every
-    token."""
+    """Decodes chunk `i` as sequence `i`, with positions from `start` on. With `output`, keeps the logits of
+    all tokens."""
     batch = Batch(context)
     for sequence, tokens in enumerate(chunks.tolist()):
         for position, token in enumerate(tokens, start):
@@ -61,8 +61,8 @@ def decode_drafts(
 ) -> None:
     """Runs the MTP context over chunks that the trunk has just decoded, from their second token on.
 
-    Input is token x[p] with the trunk's hidden row of x[p-1]; the logits draft x[p+1]. A chunk's first token
-    has no such row (llama.cpp's server uses zeros there) and is left out.
+    The input is token x[p] with the trunk's hidden row of x[p-1]. The logits are for x[p+1]. A chunk's first
+    token has no such row (llama.cpp's server uses zeros for it), so it is left out.
 
     Args:
         hidden: [chunks * size, n_embd], the trunk context's `hidden()`.

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> None:
-    # before any download: a mistyped flag should not cost one
+    # checked before any download
     search = select_target(arguments)
     quants = [name for name in arguments.quant or [DEFAULT_QUANT] if name != AUTO]
     float_types: tuple[FloatType, ...] = ()
@@ -200,7 +200,8 @@ def select_target(arguments: argparse.Namespace) -> Target | None:
     """The target of `--quant auto`; None without it.
 
     Raises:
-        ConvertError: targets without it, none with it, or some that cannot be combined; or no scipy.
+        ConvertError: there are targets without it, none with it, or some that cannot be combined; or scipy is
+            missing.
     """
     target = Target(
         n_bytes=arguments.target_size,

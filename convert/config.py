@@ -30,8 +30,8 @@ CONV_KERNELS = (3, 4, 5, 9, 15)
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of every block, `used` of `count` for a token, and the shared one; widths in
-    elements."""
+    """The routed experts of each block, of which a token uses `used` of `count`, and the shared expert.
+    Widths are in elements."""
 
     count: int
     used: int
@@ -41,7 +41,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and hyperparameters of the text model; counts are heads, layers or elements as the names say."""
+    """Shapes and hyperparameters of the text model. Counts are in heads, layers or elements, as the names
+    say."""
 
     vocab_size: int
     hidden_size: int
@@ -89,7 +90,7 @@ class ModelConfig:
         """Reads a parsed `config.json`, with `text_config` inside (the official layout) or flat.
 
         Raises: CheckpointError: another architecture, a quantized checkpoint, a field that is missing or
-            wrong, or one that changes the model and is not known.
+            wrong, or an unknown field that may change the model.
         """
         named = config.get("architectures") or ["(none)"]
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
@@ -193,7 +194,7 @@ def checked_integer(name: str, value: Any) -> int:
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
-    """Whether it is a number above 0, in float32 too, which llama.cpp uses."""
+    """Whether it is a number above 0, also as a float32, which llama.cpp uses."""
     return isinstance(value, int | float) and not isinstance(value, bool) and TINY < value < HUGE
 
 
@@ -225,8 +226,8 @@ def _check_linear(key_dim: int, value_dim: int, conv_kernel: int) -> None:
 
 
 def _check_rotary(rope: Mapping[str, Any], head_dim: int) -> None:
-    """Raises: CheckpointError: llama.cpp would rotate other elements than transformers, or without a
-    position."""
+    """Raises: CheckpointError: llama.cpp would rotate other elements than transformers, or rotate some by a
+    position that text does not have."""
     factor = rope.get("partial_rotary_factor", DEFAULT_ROTARY)
     if not is_positive(factor) or factor > 1 or (n_rot := int(head_dim * factor)) < 2 or n_rot % 2:
         raise CheckpointError(
@@ -303,7 +304,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_theta", "partial_rotary_factor"):  # older configs have them one level up
         if key not in rope and key in text:
             rope[key] = text[key]
-    if "attn_factor" in rope:  # llama.cpp's converter treats it as the same
+    if "attn_factor" in rope:  # llama.cpp's converter treats it as `attention_factor`
         rope.setdefault("attention_factor", rope.pop("attn_factor"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "yarn"):

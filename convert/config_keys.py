@@ -1,7 +1,7 @@
 """The keys of a `config.json` that the conversion reads, that must have one value, and that have no effect.
 
-Any other key that enables something is refused, since a model that computes differently from its authors'
-intent is worse than none. Sources: transformers' configurations of qwen3_5 and qwen3_5_moe, and llama.cpp's
+Any other key that enables something is refused, since a model that computes something else than intended is
+worse than none. Sources: transformers' configurations of qwen3_5 and qwen3_5_moe, and llama.cpp's
 src/models/qwen35.cpp and qwen35moe.cpp.
 """
 
@@ -58,7 +58,7 @@ FIXED: dict[str, Any] = {
     "norm_topk_prob": True,
     "output_gate_type": "swish",
 }
-"""What llama.cpp computes, whatever the file says."""
+"""Keys whose value llama.cpp does not read: it always computes this."""
 
 HARMLESS = frozenset(
     [
@@ -104,7 +104,8 @@ ROPE_READ = frozenset(
     ]
 )
 ROPE_HARMLESS = frozenset(["mrope_interleaved"])
-"""Without effect: text has one position a token, and the order of sections matters only for pictures."""
+"""Keys without effect on text, which has one position a token; the order of sections matters for pictures
+only."""
 
 YARN_FIXED: dict[str, Any] = {
     "beta_fast": 32,

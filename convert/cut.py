@@ -10,8 +10,8 @@ from qwen_serve.convert.prune_vocab import label as vocab_label
 
 @dataclass(frozen=True)
 class Cut:
-    """Parts that a base leaves out: trunk layers, and regular tokens after the first so many (None: keep
-    all)."""
+    """Parts that a base leaves out: some trunk layers, and the regular tokens after the first ones (None:
+    keep all)."""
 
     layers: tuple[int, ...] = ()
     tokens: int | None = None

@@ -1,10 +1,10 @@
-"""Distillation onto the grid: trains a quantized file towards the whole model's distributions.
+"""Distillation onto the grid: trains a quantized file towards the distributions of the unquantized model.
 
-Trained are the F16 numbers of the blocks that `GRIDS` describes (`d`, which all scales of a block are
-multiples of, and `dmin`, which its minima are multiples of), the output head's too, and the norms. Codes and
-everything else stay. The loss is the mean KL divergence from the whole model over a text. In every step the
-values are those that the file can hold; gradients pass straight through the rounding to F16 (Bengio et al.
-2013, arXiv 1308.3432).
+It trains the F16 numbers of the blocks that `GRIDS` describes, the output head's included, and the norms.
+These numbers are `d`, of which all scales of a block are multiples, and `dmin`, of which its minima are
+multiples. Codes and everything else stay. The loss is the mean KL divergence from the unquantized model over
+a text. In every step the values are those that the file can hold. Gradients pass through the rounding to F16
+as if there were none (Bengio et al. 2013, arXiv 1308.3432).
 
 torch and transformers are optional, so this module is imported only where it is used.
 """
@@ -55,20 +55,21 @@ BATCH: Final = 4
 """Chunks of 512 tokens in a step."""
 
 HELD_BACK: Final = 16
-"""One chunk of so many is not trained on, but says whether training helped."""
+"""Of this many chunks one is not trained on; it shows whether training helped."""
 
 RATE: Final = 4e-3
-"""Adam's rate for a type's F16 numbers, relative to them and divided by its number of levels."""
+"""Adam's learning rate for a type's F16 numbers, relative to their size and divided by the type's number of
+levels."""
 
 NORM_RATE: Final = 5e-4
 WARM_UP: Final = 10
-"""Steps over which the rates rise; then they fall as a cosine."""
+"""Steps in which the learning rates rise; after them they fall as a cosine."""
 
 LOGITS: Final = 1 << 27
 """Most logits of either model at a time; there are a few copies in float32."""
 
 ON_GPU: Final = torch.bfloat16
-"""The weights' type there; what is trained is float32."""
+"""Type of the weights on a GPU; trained numbers are float32."""
 
 PIECE: Final = 1 << 26
 """Weights that are dequantized together."""
@@ -78,8 +79,8 @@ def distill(base: Path, quantized: Path, *, text: Path, steps: int, runtime: Run
     """Trains `quantized`, which was made from `base`, in place.
 
     Args:
-        text: read in chunks of 512 tokens.
-        steps: of `BATCH` chunks.
+        text: the text, which is read in chunks of 512 tokens.
+        steps: number of steps, of `BATCH` chunks each.
         runtime: with layers on a GPU, torch trains there in BF16, else on the CPU in float32.
 
     Raises:
@@ -140,7 +141,7 @@ def _settings(header: Header) -> dict[str, Any]:
 
 
 def _train(student: _Student, chunks: Tensor, steps: int) -> None:
-    """Runs Adam over chunks in random order, but for those held back."""
+    """Runs Adam over the chunks in random order, except those held back."""
     held_back, chunks = chunks[::HELD_BACK], chunks[[i for i in range(len(chunks)) if i % HELD_BACK]]
     batch, random = min(BATCH, len(chunks)), torch.Generator().manual_seed(0)
     adam = torch.optim.Adam(student.groups(), betas=(0.9, 0.98))
@@ -181,7 +182,7 @@ class _Student:
             torch.set_default_dtype(before)
         self._model.requires_grad_(False)
         self._model.activation_checkpointing_enable()
-        self._model.train()  # without it, each layer would keep all for the gradients; there is no dropout
+        self._model.train()  # otherwise each layer keeps everything for the gradients; no dropout
         self._parts: list[_Part] = []
         tensors = read_header(quantized).tensors
         with header.path.open("rb") as whole, quantized.open("rb") as file:
@@ -199,7 +200,7 @@ class _Student:
                     register_parametrization(self._model.get_submodule(module), weight, part, unsafe=True)
 
     def groups(self) -> list[dict[str, Any]]:
-        """What Adam trains, and its rates."""
+        """The parameters that Adam trains, and their learning rates."""
         return [{"params": [value], "lr": part.rate} for part in self._parts for value in part.parameters()]
 
     def divergence(self, chunks: Tensor, *, train: bool = False) -> float:
@@ -218,7 +219,7 @@ class _Student:
         return total
 
     def save(self) -> None:
-        """Writes what was trained to the file."""
+        """Writes the trained numbers to the file."""
         with self._path.open("r+b") as file, torch.no_grad():
             for part in self._parts:
                 file.seek(part.tensor.offset)
@@ -243,11 +244,11 @@ class _Part(nn.Module):
         return self._turn(self.values()).to(whole.dtype) if self.active else whole
 
     def values(self) -> Tensor:
-        """As the file has them, in torch's order of dimensions."""
+        """The values that the file has, in torch's order of dimensions."""
         raise NotImplementedError
 
     def data(self) -> bytes:
-        """As the file holds them."""
+        """The bytes that the file has."""
         raise NotImplementedError
 
 
@@ -266,7 +267,7 @@ class _Norm(_Part):
 
 
 class _Fixed(_Part):
-    """Of a type that `GRIDS` does not describe: quantized, and not trained."""
+    """A quantized tensor of a type that `GRIDS` does not describe; it is not trained."""
 
     def __init__(self, tensor: TensorInfo, values: Tensor, data: bytes, turn: Turn) -> None:
         super().__init__(tensor, turn)
@@ -280,7 +281,7 @@ class _Fixed(_Part):
 
 
 class _Grid(_Part):
-    """A matrix of blocks, whose F16 numbers are trained as factors on those that were there."""
+    """A matrix of blocks. Its F16 numbers are trained as factors on their first values."""
 
     def __init__(self, tensor: TensorInfo, blocks: Blocks, turn: Turn, dtype: Any) -> None:
         super().__init__(tensor, turn)
@@ -293,7 +294,7 @@ class _Grid(_Part):
     def values(self) -> Tensor:
         rows = max(1, PIECE // len(self._blocks.levels))
         pieces = [slice(first, first + rows) for first in range(0, self._d.shape[1], rows)]
-        # dequantized again for the gradients, rather than kept
+        # dequantized again for the gradients, so that nothing is kept
         return torch.cat([checkpoint(self._piece, piece, use_reentrant=False) for piece in pieces])
 
     def data(self) -> bytes:
@@ -312,7 +313,7 @@ class _Grid(_Part):
 
 
 def _half(values: Tensor) -> Tensor:
-    """Rounded to F16; gradients pass as if they were not."""
+    """The values rounded to F16; gradients pass as if they were not rounded."""
     return values + (values.half().float() - values).detach()
 
 
@@ -339,7 +340,7 @@ def _turn(rule: Rule, config: ModelConfig, shape: Any) -> Turn:
 
 
 def _part(file: BinaryIO, tensor: TensorInfo, turn: Turn, device: Any, dtype: Any) -> _Part | None:
-    """What takes a tensor's place; None for one that is as in the whole model."""
+    """The part that replaces a tensor; None for a tensor that is unchanged from the unquantized model."""
     kind = Type(tensor.type)
     if kind in GRIDS:
         was = unpack(kind, _data(file, tensor).reshape(tensor.shape[1], -1))

@@ -1,10 +1,10 @@
 """Block drafters (DFlash): converts their checkpoint to a GGUF of llama.cpp's architecture `dflash`.
 
-A drafter is a few Qwen3-style layers that read outputs of some of the target's layers, which `fc` fuses into
-one row a token. The vocabulary is the target's, and so are embedding and head unless the drafter has its own.
-Its own head may have rows for only some of the tokens, which `d2t` lists. Names and keys are llama.cpp's
-(src/models/dflash.cpp; conversion/qwen.py, DFlashModel, and DSparkModel for `d2t`). Two layouts are read: the
-authors' (z-lab) and that of vLLM's speculators library.
+A drafter has a few Qwen3-style layers. They read the outputs of some of the target's layers, which `fc` fuses
+into one row a token. The vocabulary is the target's. Embedding and head are the target's, too, unless the
+drafter has its own. A drafter's head may have rows for only some of the tokens, which `d2t` lists. Names and
+keys are llama.cpp's (src/models/dflash.cpp; conversion/qwen.py, DFlashModel, and DSparkModel for `d2t`). Two
+layouts are supported: the authors' (z-lab) and that of vLLM's speculators library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OTHER_KINDS = ("candidate_selector", "conv", "markov", "confidence")
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A drafter's shapes; counts are heads, layers, tokens or elements as the names say."""
+    """A drafter's shapes. Counts are in heads, layers, tokens or elements, as the names say."""
 
     hidden_size: int
     intermediate_size: int
@@ -55,7 +55,7 @@ class DraftConfig:
     head_dim: int
     vocab_size: int
     draft_vocab_size: int
-    """Tokens that it drafts: rows of its head. Fewer than `vocab_size` if it has a `d2t`."""
+    """Tokens that it can draft: the rows of its head. They are fewer than `vocab_size` if it has a `d2t`."""
     max_positions: int
     rms_norm_eps: float
     rope: Mapping[str, Any]
@@ -143,9 +143,9 @@ class DraftConfig:
 def _unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Converts a configuration of the speculators library to the authors' form.
 
-    There the layers' shapes are in `transformer_layer_config`, and `aux_hidden_state_layer_ids` counts the
-    target's hidden states, the first of which is the embedding: one more than the layer that each is from.
-    Sliding layers are causal unless `sliding_window_non_causal` (speculators/models/dflash).
+    There the shapes of layers are in `transformer_layer_config`. `aux_hidden_state_layer_ids` counts the
+    target's hidden states, the first of which is the embedding, so an id is the layer's number plus one.
+    Sliding layers are causal unless `sliding_window_non_causal` is set (speculators/models/dflash).
 
     Raises: CheckpointError: an unsupported kind of drafter, or layers of which only some are causal.
     """
@@ -197,7 +197,7 @@ class Table:
 
 @dataclass(frozen=True)
 class DraftCheckpoint:
-    """An opened drafter and its target's checkpoint; no weight read."""
+    """An opened drafter and its target's checkpoint; no weight is read."""
 
     folder: Path
     config: DraftConfig
@@ -245,7 +245,7 @@ class DraftCheckpoint:
         expected = dict(expected_tensors(self.config))
         given = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
         offsets = given.pop("d2t", None)
-        given.pop("t2d", None)  # the mask of the target's tokens, which d2t gives as well
+        given.pop("t2d", None)  # the mask of the target's tokens, which follows from d2t
         if other := sorted(name for name in given if any(part in name for part in OTHER_KINDS)):
             raise CheckpointError(
                 f"{self.folder}: tensor {other[0]}: a DFlash2 or DSpark drafter; this converter knows DFlash"
@@ -299,7 +299,7 @@ class DraftCheckpoint:
 
 
 LENT = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
-"""Tensors that a drafter may lack: it then uses the target's."""
+"""Tensors that a drafter need not have; it then uses the target's."""
 
 
 def expected_tensors(c: DraftConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
@@ -361,8 +361,7 @@ def write_draft(path: Path, draft: DraftCheckpoint, source: Source, outtype: Flo
 def add_draft_hyperparameters(
     writer: gguf.GGUFWriter, config: DraftConfig, outtype: FloatType, *, mrope: bool
 ) -> None:
-    """Adds `dflash.*`. With `mrope` the target's positions have several axes; the drafter rotates by the
-    first."""
+    """Adds `dflash.*`. With `mrope` the target's positions have several axes; the drafter uses the first."""
     writer.add_block_count(config.n_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)

@@ -3,7 +3,7 @@
     checkpoint + target -> <name>-F16.gguf
     F16                 -> <name>-<QUANT>.gguf, <name>-<QUANT>.json
 
-Quantized without an importance matrix, which gained nothing at four bits (docs/speculation.md).
+There is no importance matrix, since it gained nothing at four bits (docs/speculation.md).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DraftPipeline:
     def __init__(self, source: Source, draft: DraftCheckpoint, options: Options) -> None:
         """
         Raises:
-            ConvertError: an option that is not for drafters, a recipe that prunes, or a tensor with no rule.
+            ConvertError: an option does not apply to drafters, a recipe prunes, or a tensor has no rule.
         """
         self._source, self._draft, self._options = source, draft, options
         self._parameters = Parameters.of(draft)

@@ -45,7 +45,7 @@ def print_plan(source: Source, model: Checkpoint | WholeModel, options: Options)
 def _planned(
     source: Source, model: Checkpoint | WholeModel, options: Options, name: str, recipe: Recipe | None
 ) -> tuple[int, float]:
-    """Bytes of the file, and bits a weight; the metadata's size is taken from the whole model."""
+    """Bytes of the file, and bits a weight. The size of the metadata is that of the unquantized model's."""
     with ExitStack() as stack:
         path = source.path
         if isinstance(model, Checkpoint):
@@ -76,7 +76,7 @@ def _write(
     recipe: Recipe | None,
     float_type: FloatType,
 ) -> None:
-    """Writes the whole model's file without the weights."""
+    """Writes the unquantized model's file without the weights."""
     layers = kept_layers(model.config, recipe.layers if recipe else ())
     count = (recipe.keep_vocab if recipe else None) or options.keep_vocab
     tokens = kept_tokens(Vocab.load(model.folder, model.config), count) if count else None

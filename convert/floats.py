@@ -1,4 +1,4 @@
-"""Conversions between F32, F16 and BF16, and to Q8_0. numpy has no bfloat16: its arrays hold the bits as
+"""Conversions between F32, F16 and BF16, and to Q8_0. numpy has no bfloat16, so arrays hold its bits as
 uint16."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# bf16 bit patterns without sign: F16 is subnormal below the first, and overflows from the second on
+# bit patterns of BF16 without the sign: below the first a value is subnormal in F16, from the second on it
+# overflows
 _F16_MIN_NORMAL = np.uint16((127 - 14) << 7)
 _F16_OVERFLOW = np.uint16((127 + 16) << 7)
 _BIAS_SHIFT = np.uint16((127 - 15) << 10 & 0xFFFF)
@@ -91,14 +92,13 @@ def _check_range(values: Array, infinite: npt.NDArray[np.bool_], largest: str) -
 
 
 def _bf16_to_f16(bits: Array) -> Array:
-    """Rebiases the exponent in 16-bit integers: exact, without widening every weight to 32 bits and back.
+    """Changes the exponent's bias in 16-bit integers. This is exact, and faster than by way of 32 bits.
 
-    Both types have 16 bits and F16 the longer mantissa, so a normal F16 needs no rounding. The rest
-    (subnormals, zero, infinities, NaN) is a fraction of a percent of any weight matrix and is converted by
-    numpy.
+    F16 has the longer mantissa, so a value that is normal in F16 needs no rounding. The others (subnormals,
+    zero, infinities, NaN) are a fraction of a percent of any weight matrix, and numpy converts them.
     """
     magnitude = bits & np.uint16(0x7FFF)
-    # one comparison for both ends: values below the range wrap around to above it
+    # one comparison for both ends, since values below the range wrap around to above it
     odd = np.flatnonzero((magnitude - _F16_MIN_NORMAL) >= (_F16_OVERFLOW - _F16_MIN_NORMAL))
     magnitude <<= np.uint16(3)
     magnitude -= _BIAS_SHIFT

@@ -1,8 +1,8 @@
-"""Writes a checkpoint as one GGUF file, in chunks, so that memory never holds the whole model.
+"""Writes a checkpoint as one GGUF file, in chunks, so that the whole model is never in memory.
 
-gguf's writer lays out header, key-value pairs and tensor table. Every tensor's size follows from its shape,
-and so its place in the file is known. A few threads read, convert and write the data at once, each with
-positioned reads and writes.
+gguf's writer writes the header, key-value pairs and tensor table. Every tensor's size follows from its shape,
+so its place in the file is known. A few threads read, convert and write the data in parallel, with positioned
+reads and writes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan
 
-CHUNK_ELEMENTS = 1 << 18  # half a megabyte: fits the cache, and is not mapped anew each time
+CHUNK_ELEMENTS = 1 << 18  # half a megabyte, which fits the cache and is not mapped again each time
 DEFAULT_THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -76,7 +76,7 @@ def write_header(
     kept_layers: tuple[int, ...],
     outtype: FloatType,
 ) -> None:
-    """Writes the same file with a hole in place of the weights. Raises CheckpointError."""
+    """Writes the file of `write_gguf` with a hole in place of the weights. Raises CheckpointError."""
     start = _write_head(_metadata(checkpoint, source, plan, kept_layers, outtype), path, plan)
     os.truncate(path, start + sum(_padded(tensor.nbytes) for tensor in plan.tensors))
 
@@ -168,7 +168,7 @@ def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
     position = data_start
     for tensor in plan.tensors:
         n = tensor.n_elements
-        # reordering and computing need the whole tensor; the large ones, embedding and FFN, seldom do either
+        # reordering and computing need the whole tensor, but are rare for the largest, embedding and FFN
         whole = tensor.reorder or tensor.compute or isinstance(tensor.stored, Dequantized)
         step = n if whole else CHUNK_ELEMENTS
         for start in range(0, n, step):
@@ -207,7 +207,7 @@ def _run(job: _Job, config: ModelConfig, fd: int) -> int:
 
 
 def not_finite(what: str) -> CheckpointError:
-    """The error for a weight that is an infinity or NaN; `what`: which tensor has which."""
+    """The error for a weight that is an infinity or NaN. `what` names the tensor and the value."""
     return CheckpointError(
         f"{what}, and every weight must be finite: the file is damaged, or the training that wrote it "
         "diverged; download it again, or take an earlier checkpoint"

@@ -1,10 +1,11 @@
-"""Importance matrices: the mean square of each matmul input's columns, which a quantizer uses to weigh
+"""Importance matrices: the mean square of each column of a matmul's inputs, by which a quantizer weights
 errors.
 
-The file format is llama.cpp's GGUF imatrix (`tools/imatrix/imatrix.cpp`, `common/imatrix-loader.cpp`): for
-each weight the tensors `<name>.in_sum2` [matrices, width] and `<name>.counts` [matrices, 1]. Routed experts
-are the matrices of one weight, each with the count of the rows that the router sent to it. This converter
-also collects entries that llama-imatrix cannot: the MTP block's and the output head's.
+The file format is llama.cpp's GGUF imatrix (`tools/imatrix/imatrix.cpp`, `common/imatrix-loader.cpp`). For
+each weight it has the tensors `<name>.in_sum2` [matrices, width] and `<name>.counts` [matrices, 1]. Routed
+experts are the matrices of one weight, each with the number of rows that the router sent to it. This
+converter also collects entries that llama-imatrix cannot collect: those of the MTP block and of the output
+head.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "
 
 CHUNKS_PER_BATCH = 4
 FEW_ROWS = 32
-"""Below this many rows an entry is unreliable: a mean square over n rows has a relative error of about sqrt(2
-/ n), a quarter at 32."""
+"""An entry of fewer rows is unreliable: a mean square over n rows has a relative error of about sqrt(2 / n),
+which is a quarter at 32."""
 
 
 SAVE_INTERVAL_S = 20.0
@@ -103,7 +104,7 @@ class Imatrix:
 
     @classmethod
     def load(cls, path: Path) -> Imatrix:
-        """Reads llama.cpp's GGUF imatrix file, ours or llama-imatrix's.
+        """Reads llama.cpp's GGUF imatrix file, written here or by llama-imatrix.
 
         Raises:
             ImatrixError: not such a file, a key missing, or sums without counts.
@@ -130,7 +131,7 @@ class Imatrix:
 
 
 def check_fits(path: Path, pruned: Sequence[tuple[int, ...]] = (), *, model: Path | None = None) -> None:
-    """Checks that a file is an importance matrix, and of `model` if that exists.
+    """Checks that a file is an importance matrix, and that of `model` if it exists.
 
     `pruned`: layers that recipes leave out.
 
@@ -190,7 +191,7 @@ def expert_coverage(imatrix: Imatrix) -> Coverage | None:
 
 
 class _Collector:
-    """Sums of squares over all rows that the selected weights' matmuls read."""
+    """Sums of squares over all rows that the matmuls of the selected weights read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, NDArray[np.float64]] = {}
@@ -252,7 +253,8 @@ class _Collector:
 
 
 def _routed_squares(rows: Floats, routing: Routing) -> tuple[Floats, NDArray[np.int64]]:
-    """[experts, width]: squares of `rows`, summed over those that each expert read; [experts]: how many."""
+    """[experts, width]: the squares of `rows`, summed over the rows that each expert read; [experts]: how
+    many rows."""
     tokens, used = routing.ids.shape
     row = np.arange(tokens)[:, None] * routing.slots + np.arange(used) % routing.slots
     # expert-by-row matrix: one product is faster than a loop over experts
@@ -267,9 +269,9 @@ def collect_imatrix(
 ) -> None:
     """Runs `text` through the model in chunks of 512 tokens and writes the imatrix file `out`.
 
-    Trunk and MTP block are observed through llama.cpp's eval callback, each in its own context; the MTP block
-    reads the trunk's hidden rows. Those rows are also the output head's input, so no logits are computed for
-    it. The head's entry has the name that quantization looks up, `token_embd.weight` if the two are tied.
+    Trunk and MTP block are observed through llama.cpp's eval callback, each in its own context. The MTP block
+    reads the trunk's hidden rows. These are also the input of the output head, so no logits are computed. The
+    head's entry has the name that quantization looks up, `token_embd.weight` if the head is tied.
 
     With `resume` an interrupted run continues. Sums are saved exactly, so the file is the same.
 

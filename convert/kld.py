@@ -1,8 +1,8 @@
 """Compares a model's next-token distributions with its reference's, token by token over a text.
 
-A candidate may have fewer tokens than its reference (`--keep-vocab`). Then the text is tokenized with the
-candidate's tokens, which both models read, and the distributions are compared over the shared tokens. The
-reference's is normalized over those, and its probability for all others is reported beside the divergence.
+A candidate may have fewer tokens than its reference (`--keep-vocab`). Then both models read the text in the
+candidate's tokens, and the distributions are compared over the shared tokens. The reference's is normalized
+over these. Its probability of all other tokens is reported, too.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Divergence:
 class Scores:
     """Two models' results on a text; every array is [chunks, scored positions].
 
-    `divergence` is KL(reference || candidate) in nats over the shared tokens, `same_top` whether both rank
-    the same token first, `dropped` the reference's probability for tokens that the candidate lacks.
-    `reference_loss` and `loss` are -log p in nats of the next token, NaN at a chunk's end.
+    `divergence`: KL(reference || candidate) in nats over the shared tokens. `same_top`: whether both rank the
+    same token first. `dropped`: the reference's probability of tokens that the candidate does not have.
+    `reference_loss` and `loss`: -log p in nats of the next token, NaN at a chunk's end.
     """
 
     divergence: NDArray[np.float64]
@@ -179,8 +179,8 @@ def compare(
 
 
 def parts(n_chunks: int, size: int, skip: int, n_seq: int, n_step: int) -> Iterator[tuple[slice, slice]]:
-    """(chunks, positions): chunks side by side, each from left to right; a part is skipped entirely or not at
-    all."""
+    """(chunks, positions): several chunks at a time, each from its beginning to its end. A part is scored
+    entirely or not at all."""
     bounds = sorted({*range(0, skip, n_step), *range(skip, size, n_step), size})
     for first in range(0, n_chunks, n_seq):
         for start, stop in pairwise(bounds):
@@ -220,7 +220,7 @@ class Part:
         if columns is not None:
             p, q_top = p[:, columns], columns[q_top]
             dropped = np.maximum(1 - weights[:, columns].sum(axis=1, dtype=np.float64) / p_sum, 0.0)
-            p -= p.max(axis=1, keepdims=True)  # shift to 0 again, in case little is left
+            p -= p.max(axis=1, keepdims=True)  # the highest is 0 again, even if little is left
             weights = np.exp(p)
             p_sum = weights.sum(axis=1, dtype=np.float64)
         cross = np.einsum("ij,ij->i", weights, p - q, dtype=np.float64) / p_sum

@@ -45,8 +45,7 @@ def add_general(
     counts = plan.parameter_counts
     metadata = gguf.Metadata.load(model_path=folder, total_params=counts.total)
     if source.repo_id is not None:
-        # the heuristics would take the commits, after which the hub's cache names folders, for the model's
-        # name
+        # the hub's cache names folders after commits, which the heuristics would take for the model's name
         name, organization, basename, finetune, version, label = gguf.Metadata.get_model_id_components(
             source.repo_id, counts.total
         )
@@ -77,7 +76,8 @@ def add_attention(writer: gguf.GGUFWriter, config: ModelConfig | DraftConfig) ->
 
 
 def add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
-    """Adds rotary frequencies and their scaling, also for both; `rope` is from `rope_parameters`."""
+    """Adds rotary frequencies and their scaling, for a model or its drafter. `rope` is from
+    `rope_parameters`."""
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     if (kind := rope["rope_type"]) != "default":
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
@@ -94,7 +94,7 @@ def add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any]) -> None:
             if rope.get(key) is not None:
                 add(rope[key])
         if abs((ratio := attention_factor_ratio(rope)) - 1) > RATIO_OF_ONE:
-            # this one it reads, and multiplies by the factor that it infers (llama-context.cpp)
+            # llama.cpp reads this one, and multiplies it by the factor that it infers (llama-context.cpp)
             writer.add_rope_scaling_attn_factors(ratio)
 
 

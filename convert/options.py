@@ -23,7 +23,7 @@ METHODS: Final[tuple[Method, ...]] = ("nearest", "compensated")
 
 @dataclass(frozen=True)
 class Options:
-    """What to make of a checkpoint. `recipes` maps the name in an output's file name to its recipe."""
+    """What is made from a checkpoint. `recipes`: the name in an output's file name -> its recipe."""
 
     out: Path
     name: str
@@ -52,7 +52,7 @@ class Options:
 
     @property
     def rewrites(self) -> bool:
-        """Whether llama.cpp's blocks are changed afterwards, by the calibration text."""
+        """Whether llama.cpp's blocks are changed afterwards, with the calibration text."""
         return self.compensates or self.distill > 0
 
     @property

@@ -12,8 +12,8 @@ and for a searched recipe, which is then quantized and reported like any other:
     F16               -> <name>.search.txt
     F16 + imatrix + search text -> <name>.search.json, all measurements; <name>-auto-<TARGET>.toml
 
-Quants share the outputs without a quant's name. A recipe that prunes layers has its own base and imatrix,
-named after the pruned layers; so have outputs with --keep-vocab. Their texts are written by the whole model.
+All quants share the outputs without a quant's name. A recipe that prunes layers, or --keep-vocab, has a base
+and an imatrix of its own, named after what is pruned. The whole model writes the texts.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB;
 
 
 class Pipeline:
-    """Plans everything first, so that impossible requests fail before anything is written, then runs."""
+    """Plans everything before it runs, so that impossible requests fail before anything is written."""
 
     def __init__(self, source: Source, model: Checkpoint | WholeModel, options: Options) -> None:
         """
         Raises:
-            ConvertError: the checkpoint, a recipe's layers or the calibration file cannot be used, or not
-                for a GGUF.
+            ConvertError: the checkpoint, a recipe's layers or the calibration file cannot be used, or an
+                option does not apply to a GGUF.
         """
         self._source, self._model, self._options = source, model, options
         self._models: list[Path] = []  # requested models that exist so far
@@ -168,7 +168,7 @@ class Pipeline:
         return Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
 
     def _measured_from(self, cut: Cut) -> str:
-        """Everything that the measurements of a search depend on, which leaves out the target."""
+        """Everything that the measurements of a search depend on; the target is not among it."""
         parts = {
             "search": SEARCH_VERSION,
             "base": self._base(self._options.outtype, cut).fingerprint,
@@ -210,13 +210,13 @@ class Pipeline:
 
     @cached_property
     def _given(self) -> Output:
-        """A given GGUF as the base. One that was written here keeps its recorded fingerprint."""
+        """A given GGUF as the base. If it was written here, it keeps its recorded fingerprint."""
         path = self._source.path
         return Output(path, self._record.made_from(path) or self._model_fingerprint)
 
     @cached_property
     def _reference(self) -> Output:
-        """The whole model in the base type: it writes the texts and is what files are measured against."""
+        """The whole model in the base type. It writes the texts, and files are measured against it."""
         return self._base(self._options.outtype, WHOLE)
 
     def _stem(self, cut: Cut) -> str:
@@ -304,7 +304,7 @@ class Pipeline:
         self._make_report(output, name, recipe, imatrix)
 
     def _make_searched(self, target: Target) -> None:
-        """Searches a recipe, makes its file and report, and writes the recipe with what they say."""
+        """Searches a recipe, makes its file and report, and writes the recipe with their results."""
         options, cut = self._options, self._cut(None)
         base = self._make_base(options.outtype, cut)
         check_reach(base.path, target, self._model.used_experts)  # before the slow stages
@@ -356,7 +356,7 @@ class Pipeline:
     def _make_report(
         self, quantized: Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
     ) -> None:
-        """Size, types, sha256; for all but the whole model the KL divergence from it, in the base type."""
+        """Size, types and sha256, and the KL divergence from the whole model in the base type."""
         cut = self._cut(recipe)
         measured = (recipe is not None or cut != WHOLE) and self._options.measure
         text = self._make_text("evaluation") if measured else None

@@ -80,8 +80,8 @@ class Dequantized(StoredTensor):
 
 
 def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[str, StoredTensor]:
-    """The tensors with weights in place of their quantized parts, by a checked `quantization_config`;
-    unchanged without one.
+    """The tensors, with weights in place of their quantized parts. `method` is a checked
+    `quantization_config`; without one the tensors are unchanged.
 
     Raises:
         CheckpointError: a part is missing, or parts do not fit together.

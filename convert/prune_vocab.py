@@ -1,8 +1,9 @@
 """Reduces the vocabulary to the first regular tokens, all special ones, and the tokens that both depend on.
 
-The embedding and the output head have a row a token, and every step reads the head. Byte-level BPE can spell
-any text without its rarer tokens: without a merge's result, its pieces remain, down to single bytes. Text
-whose tokens are all kept is tokenized identically, since all intermediate results of its merges are kept too.
+The embedding and the output head have a row for each token, and every step reads the head. Byte-level BPE can
+spell any text without its rarer tokens: without the result of a merge its parts remain, down to single bytes.
+A text whose tokens are all kept is tokenized identically, since all intermediate results of its merges are
+kept, too.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def kept_tokens(vocab: Vocab, regular: int) -> NDArray[np.int64]:
         changed = False
         for merge in reversed(
             vocab.merges
-        ):  # results before parts: one round is enough for most vocabularies
+        ):  # results come before parts, so one round is enough for most vocabularies
             left, right = merge.split(" ")
             if id_of.get(left + right) in kept:
                 missing = {id_of[part] for part in (left, right) if part in id_of} - kept

@@ -1,7 +1,7 @@
 """Quantization by llama.cpp, in a process of its own.
 
-`llama_model_quantize` runs for minutes and cannot be interrupted from Python. A child process can be, and its
-crash becomes an error message.
+`llama_model_quantize` runs for minutes and cannot be interrupted from Python. A child process can be
+interrupted, and its crash becomes an error message.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """Changes of llama.cpp's blocks by the calibration text: compensation, then steps of distillation."""
+    """Changes of llama.cpp's blocks with the calibration text: compensation, then steps of distillation."""
 
     text: Path
     compensate: bool = True
@@ -166,7 +166,8 @@ def _work(job: Job, parent: Connection) -> None:
 
 
 def _provenance(job: Job, imatrix: Imatrix | None) -> dict[str, str | int]:
-    """The metadata by which llama-quantize records an imatrix (`tools/quantize/quantize.cpp`), and ours."""
+    """The metadata in which llama-quantize records an imatrix (`tools/quantize/quantize.cpp`), and this
+    converter's."""
     found: dict[str, str | int] = {}
     if job.imatrix and imatrix:
         found |= {

@@ -89,17 +89,17 @@ class Layers(_Table):
 
 
 class Vocabulary(_Table):
-    """Number of regular tokens to keep, the first ones; None for all. `--keep-vocab` for one recipe."""
+    """How many of the first regular tokens to keep; None for all. This is `--keep-vocab` for one recipe."""
 
     keep: Annotated[int, Field(ge=1)] | None = None
 
 
 class Evidence(_Table):
-    """The measurements behind a searched recipe; they have no effect. Divergences are KL(whole || quantized)
-    in nats.
+    """The measurements of a searched recipe. They have no effect. Divergences are KL(whole || quantized) in
+    nats.
 
-    `predicted` and `measured` are means over the search's text, `prediction_error` is their difference,
-    `left_out_error` the additive model's error on a probe that it was not fitted to, both as shares.
+    `predicted` and `measured` are means over the search's text. `prediction_error` is their difference, and
+    `left_out_error` the additive model's error on a probe that it was not fitted to; both are shares.
     `evaluation_*` is measured with the finished file, on text that the search did not use.
     """
 
@@ -181,7 +181,7 @@ class Recipe(_Table):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of everything that affects the output, without the prose."""
+        """Digest of everything that affects the output; descriptions and reasons are not included."""
         what: tuple[object, ...] = (
             self.type,
             self.imatrix,

@@ -84,7 +84,7 @@ class Report:
 
 
 def tensor_groups(gguf: Path) -> tuple[Group, ...]:
-    """Tensors by role and type, largest first; the MTP block's roles have `mtp` in place of the number.
+    """Tensors by role and type, the largest first. The MTP block's roles have `mtp` in place of the number.
 
     Raises:
         ModelLoadError: not a GGUF file.

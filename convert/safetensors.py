@@ -1,8 +1,8 @@
 """A lazy reader and a small writer for safetensors files.
 
 Format: 8 bytes of little-endian header length, a JSON header that maps each name to dtype, shape and byte
-range, then the data (https://huggingface.co/docs/safetensors, "Format"). Tensors are read with `pread`
-instead of `mmap`, so memory holds what was asked for and not every page that was ever touched.
+range, then the data (https://huggingface.co/docs/safetensors, "Format"). Tensors are read with `pread`, not
+`mmap`, so memory holds only what is needed, not every page that was read.
 """
 
 from __future__ import annotations

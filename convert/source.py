@@ -114,8 +114,8 @@ def resolve_config(src: str) -> Path:
 
 
 def _recognise(path: Path) -> Source:
-    """Finds the hub model of a snapshot folder, which is named after a commit: its grandparent has the
-    model's name."""
+    """Finds the hub model of a snapshot folder. The folder is named after a commit, its grandparent after the
+    model."""
     folder = path.resolve()
     owner_and_name = folder.parent.parent.name.split("--")
     if folder.parent.name == "snapshots" and owner_and_name[0] == "models" and len(owner_and_name) == 3:

@@ -1,7 +1,7 @@
 """Splits a GGUF into several files, as llama-gguf-split does: `NAME-00001-of-00003.gguf`.
 
-The first part has the metadata, and each has as many whole tensors as fit. Given the first, llama.cpp finds
-the others by name.
+The first part has the metadata, and each part has as many whole tensors as fit. llama.cpp is given the first
+part and finds the others by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def plan_parts(tensors: Sequence[TensorInfo], most: int) -> list[list[TensorInfo
     """Distributes tensors in order over the fewest parts of at most `most` bytes of tensors each.
 
     Raises:
-        ConvertError: one tensor is larger than that.
+        ConvertError: a tensor is larger than `most`.
     """
     parts: list[list[TensorInfo]] = [[]]
     filled = 0

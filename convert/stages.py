@@ -1,9 +1,9 @@
 """Records finished outputs and their inputs, and writes outputs atomically.
 
-An output gets its final name only when it is complete; until then it is in a folder `.<name>.*.part` beside
-it. A fingerprint identifies its inputs, and is kept in one JSON file beside the outputs. A rerun skips an
-output whose fingerprint, size and modification time match the record, makes missing or outdated outputs
-again, and touches no file that it does not know.
+An output gets its final name only when it is complete. Until then it is in a folder `.<name>.*.part` next to
+it. A fingerprint identifies its inputs; a JSON file next to the outputs has all fingerprints. A rerun skips
+an output if its fingerprint, size and modification time match the record. It makes missing or outdated
+outputs again, and does not touch unknown files.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class StageRecord:
         with locked(folder / ".convert.lock"):
             for prefix in ("", MMPROJ):
                 for stale in folder.glob(f".{prefix}{glob.escape(name)}[-.]*{files.PART}"):
-                    shutil.rmtree(stale, ignore_errors=True)  # left behind by a killed run
+                    shutil.rmtree(stale, ignore_errors=True)  # of a killed run
             record = cls(folder / f"{name}.stages.json")
             record._force = force
             yield record
@@ -121,7 +121,7 @@ class StageRecord:
         return output.path.is_file() and _stamp(output.path) == (entry.get("bytes"), entry.get("mtime_ns"))
 
     def check_own(self, path: Path) -> None:
-        """Raises ConvertError: a file at `path` is not in this record, and --force was not given."""
+        """Raises ConvertError: there is a file at `path` that is not in this record, and no --force."""
         if self._force or not path.exists():
             return
         entry = self._entries.get(path.name, {})
@@ -173,7 +173,7 @@ class StageRecord:
             "fingerprint": output.fingerprint,
             "bytes": n_bytes,
             "mtime_ns": mtime_ns,
-            # still ours if this process is killed before the renaming
+            # still recognized if this process is killed before the renaming
             "replaced": _stamp(output.path) if output.path.exists() else (),
             "seconds": round(seconds, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -185,8 +185,8 @@ class StageRecord:
             part.write_text(json.dumps(self._entries, indent=2) + "\n", encoding="utf-8")
 
     def check_room(self, estimates: Iterable[tuple[Output, int]], beside: Iterable[Path] = ()) -> None:
-        """Adds up the bytes of outputs still to be written. For the small files `beside` them it checks only
-        that they are ours.
+        """Adds up the bytes of outputs still to be written. Of the small files `beside` them it only checks
+        that they were written here.
 
         Raises:
             ConvertError: the folder's file system has less room, or an unknown file is in the way.

@@ -45,7 +45,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of a table. Names are relative to layer or model on both sides; shapes are torch's."""
+    """One row of a table. Both names are relative to the layer or the model; shapes are torch's."""
 
     source: str
     target: str
@@ -255,8 +255,8 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Weights in total, outside routed experts, and of one expert in all layers; and the number of
-    experts."""
+    """Numbers of weights: in total, outside routed experts, and of one expert in all layers. And the number
+    of experts."""
 
     total: int
     shared: int
@@ -301,8 +301,8 @@ def plan_tensors(
     kept_layers: Sequence[int],
     kept_tokens: NDArray[np.int64] | None = None,
 ) -> TensorPlan:
-    """Matches every tensor of the checkpoint with its rule; trunk layers and tokens are renumbered to their
-    place in `kept_layers` and `kept_tokens`.
+    """Matches every tensor of the checkpoint with its rule. Trunk layers and tokens get their place in
+    `kept_layers` and `kept_tokens` as number.
 
     Raises: CheckpointError: a tensor is missing, has another shape or dtype than the configuration implies,
         or is unknown.

@@ -3,9 +3,9 @@
 Reorderings move whole elements and work on any dtype, BF16 bit patterns included. Arithmetic is done in
 float32.
 
-Value heads of the gated delta net: the checkpoint groups them by key head (k0v0 k0v1 k1v0 k1v1), llama.cpp
+Value heads of the gated delta net: the checkpoint groups them by key head (k0v0 k0v1 k1v0 k1v1). llama.cpp
 broadcasts key heads over value heads in tiles and requires k0v0 k1v0 k0v1 k1v1 (llama.cpp,
-src/models/qwen35.cpp). The two orders are the same with as many key heads as value heads.
+src/models/qwen35.cpp). If there are as many key heads as value heads, the two orders are the same.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def add_one(values: Array, config: ModelConfig) -> Array:
 def decay(values: Array, config: ModelConfig) -> Array:
     """A_log becomes the decay rate itself, -exp(A_log), with its heads tiled.
 
-    Rounded once from float64, so the result does not depend on the platform's float32 exp.
+    It is rounded once from float64, so the result does not depend on the platform's float32 exp.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # writing refuses values that are not finite
         return tile_heads(-np.exp(values.astype(np.float64)).astype(np.float32), config)

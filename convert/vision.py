@@ -38,7 +38,7 @@ ARCH = "clip"
 """`general.architecture` of every mmproj."""
 PATCHES = "patch_embed.proj.weight"
 MERGE = 2
-"""Patches along either side of one token's square: llama.cpp supports no other number."""
+"""Patches along each side of a token's square; llama.cpp supports no other number."""
 FRAMES = 2
 """Frames that a patch spans; a still picture is repeated."""
 CHANNELS = 3
@@ -51,12 +51,12 @@ FIXED: dict[str, Any] = {
     "spatial_merge_size": MERGE,
     "temporal_patch_size": FRAMES,
 }
-"""What llama.cpp computes, whatever the file says."""
+"""Keys whose value llama.cpp does not read: it always computes this."""
 
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """A tower's shapes; counts are heads, layers, elements or pixels as the names say."""
+    """A tower's shapes. Counts are in heads, layers, elements or pixels, as the names say."""
 
     hidden_size: int
     intermediate_size: int
@@ -157,12 +157,12 @@ def read_preprocessor(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class VisionTower:
-    """The tower of an opened checkpoint; no weight read."""
+    """The tower of an opened checkpoint; no weight is read."""
 
     checkpoint: Checkpoint
     config: VisionConfig
     rms_norm_eps: float
-    """The text model's epsilon, which llama.cpp's converter writes for the tower's norms. Qwen3.5's are
+    """The text model's epsilon, which llama.cpp's converter writes for the tower's norms. In Qwen3.5 both are
     equal."""
 
     @classmethod
@@ -260,7 +260,7 @@ def _parts(target: str, stored: TensorSource) -> Iterator[tuple[str, TensorSourc
 
 
 def _type(name: str, shape: Shape, outtype: VisionType) -> VisionType:
-    """As llama.cpp's converter decides (conversion/base.py, prepare_tensors)."""
+    """The tensor's type, as llama.cpp's converter chooses it (conversion/base.py, prepare_tensors)."""
     if len(shape) == 1 or name.startswith("v.position_embd"):
         return "F32"
     if name.startswith("v.patch_embd"):

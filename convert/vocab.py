@@ -43,8 +43,8 @@ class Vocab:
     def load(cls, folder: Path, config: ModelConfig) -> Vocab:
         """Reads the tokenizer of a checkpoint folder and pads it to `config.vocab_size`.
 
-        Raises: CheckpointError: no byte-level BPE, a pre-tokenizer that llama.cpp has no name for, or ids
-            beyond the embedding.
+        Raises: CheckpointError: it is no byte-level BPE, llama.cpp has no name for its pre-tokenizer, or it
+            has ids beyond the embedding.
         """
         tokenizer = read_json(folder / "tokenizer.json")
         settings = read_json(folder / "tokenizer_config.json")
@@ -88,7 +88,7 @@ def _tokens(
             f"tokenizer.json: token id {highest} has no row in the embedding "
             f"(config.json: vocab_size is {vocab_size})"
         )
-    # embeddings are often padded to round shapes: the extra rows get names and are never produced
+    # embeddings are often padded to round shapes; the extra rows get names and are never generated
     tokens = [f"[PAD{id_}]" for id_ in range(vocab_size)]
     types = [int(gguf.TokenType.UNUSED)] * vocab_size
     for token, id_ in vocab.items():
@@ -104,7 +104,7 @@ def _tokens(
 
 
 def _check_unicode(where: str, texts: Sequence[str]) -> None:
-    """Raises CheckpointError for half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Raises CheckpointError for half of a surrogate pair, which JSON can express and UTF-8 cannot."""
     for text in texts:
         try:
             text.encode()
@@ -115,7 +115,7 @@ def _check_unicode(where: str, texts: Sequence[str]) -> None:
 
 
 def _check_unique(tokens: Sequence[str]) -> None:
-    """Raises CheckpointError if two ids have one text: llama.cpp aborts the process on loading such a
+    """Raises CheckpointError if two ids have the same text, because llama.cpp aborts when it loads such a
     vocabulary."""
     id_of: dict[str, int] = {}
     for id_, token in enumerate(tokens):
@@ -127,7 +127,8 @@ def _check_unique(tokens: Sequence[str]) -> None:
 
 
 def _merge(entry: Any) -> str:
-    """Older tokenizer files write "a b", newer ones ["a", "b"] so that a part may hold a space."""
+    """A merge as text. Older tokenizer files have "a b", newer ones ["a", "b"], so that a part may have a
+    space."""
     if isinstance(entry, str) and entry.count(" ") == 1:
         return entry
     if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(part, str) for part in entry):
@@ -175,8 +176,8 @@ def _special_ids(
 def _add_special(
     post_processor: Any, settings: Mapping[str, Any], special: Mapping[str, str]
 ) -> dict[str, bool]:
-    """Kind -> whether it is added around a text; `special` are their texts. tokenizer.json takes
-    precedence."""
+    """Kind of a special token -> whether it is added to a text; `special` has the tokens' texts.
+    tokenizer.json takes precedence."""
     flags: dict[str, bool] = {}
     if isinstance(post_processor, dict):
         flags = {"bos": False, "eos": False}
@@ -195,7 +196,8 @@ def _add_special(
 
 
 def _framed(template: Mapping[str, Any], special: Mapping[str, str]) -> dict[str, bool]:
-    """The tokens that a template adds to a single text; transformers 5 saves templates that add nothing."""
+    """The tokens that a template adds to a single text. transformers 5 also saves templates that add
+    nothing."""
     pieces = [next(iter(piece.items())) for piece in template.get("single") or []]
     places = [i for i, (kind, piece) in enumerate(pieces) if (kind, piece.get("id")) == ("Sequence", "A")]
     if len(places) != 1:

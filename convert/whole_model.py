@@ -1,4 +1,4 @@
-"""A GGUF given in place of a checkpoint; every output is made from it unchanged."""
+"""A GGUF that is given instead of a checkpoint, from which every output is made. It is not changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A Qwen3.5 in F16, BF16 or F32, which is only read.
+    """A Qwen3.5 in F16, BF16 or F32.
 
     `type` is that of most weights, `used_experts` the experts of a block that a token uses (None: dense).
     """
@@ -91,8 +91,8 @@ class WholeModel:
                     progress.advance(values.nbytes)
 
     def fingerprint(self) -> str:
-        """A digest that changes with the content; by size and time for a large file, as for a checkpoint's
-        shards."""
+        """A digest that changes with the content or, for a large file, with its size and time, as for the
+        shards of a checkpoint."""
         return fingerprint({"gguf": [self.path.stat().st_size, content_or_time(self.path)]})
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.model import Model
 
 TEXT_VERSION = 1
-"""Raise it when the same model would write different text: other prompts, sampler or lengths."""
+"""Raise it when the same model would write different text, because of other prompts, sampler or lengths."""
 
 # 64 chunks of 512 tokens (8 for a search), and one more for the incomplete last chunk
 MIN_TOKENS = {"calibration": 65 * 512, "search": 9 * 512, "evaluation": 65 * 512}
@@ -26,10 +26,10 @@ SEEDS = {"calibration": 20250, "search": 27183, "evaluation": 31337}
 
 
 def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> None:
-    """Writes at least `MIN_TOKENS` (by purpose) tokens of conversations that the model in `gguf` makes up.
+    """Writes at least `MIN_TOKENS` (by purpose) tokens of conversations that the model in `gguf` generates.
 
-    Every prompt is answered once; while the text is too short, prompts are answered again, differently.
-    Special tokens are spelled out: tokenizing with special tokens parsed gives the conversations back.
+    Every prompt is answered once. While the text is too short, prompts are answered again, with other
+    answers. Special tokens are written as text, so that parsing special tokens gives the conversations again.
 
     Raises:
         ConvertError: the file has no chat template, or one that does not work.
@@ -77,5 +77,5 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
 
 
 def _conversation(model: Model, request: Request) -> str:
-    # a limit may fall inside a character, whose beginning is then dropped
+    # the limit may be inside a character, whose beginning is then dropped
     return model.detokenize([*request.prompt, *request.generated]).decode("utf-8", "ignore") + "\n"

@@ -3,10 +3,10 @@
 grids.py     what the blocks of each type can hold
 packing.py   blocks as bytes
 scales.py    the search for scales and minima
-rounding.py  codes, with each column's error carried on
+rounding.py  codes, with each column's error carried into the next columns
 gram.py      statistics of a matrix's inputs
 file.py      the pass over a model's matrices
-gains.py     what compensation takes off the errors of types, for the search of recipes
+gains.py     how much compensation reduces the errors of types, for the search of recipes
 arrays.py    numpy or torch
 """
 

@@ -17,11 +17,11 @@ Array: TypeAlias = Any
 """A numpy array or a torch tensor; their types are unrelated."""
 
 Bring: TypeAlias = "Callable[[Floats], Array]"
-"""Copies an array to where rounding is computed."""
+"""Copies an array to the device that computes the rounding."""
 
 
 def backend(*, gpu: bool) -> Bring:
-    """A GPU if it may be one and torch finds it, else numpy."""
+    """A GPU if `gpu` and torch finds one, else numpy."""
     if gpu and find_spec("torch") is not None:
         import torch  # an optional extra
 
@@ -51,7 +51,7 @@ def half(array: Array) -> Array:
 
 
 def on_host(array: Array, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
-    """The array as a contiguous numpy array; one of a GPU is converted there, before it is copied."""
+    """The array as a contiguous numpy array. An array on a GPU is converted there, before it is copied."""
     if isinstance(array, np.ndarray):
         return array.astype(dtype, order="C")
     return np.asarray(array.to(getattr(namespace(array), dtype.__name__)).contiguous().cpu().numpy())
@@ -63,7 +63,7 @@ def transposed(array: Array) -> Array:
 
 
 def like(array: Array, other: Array) -> Array:
-    """A numpy array, or one of the same module, in `other`'s module, device and type."""
+    """The array in `other`'s module, device and type. It may be numpy's or of the same module."""
     if isinstance(other, np.ndarray):
         return array.astype(other.dtype)
     return namespace(other).as_tensor(array, dtype=other.dtype, device=other.device)

@@ -1,7 +1,7 @@
 """Rounds a quantized file's matrices again with compensation, in the order in which a token passes them.
 
-The file keeps its types and its size: new blocks replace llama.cpp's. The inputs of a matrix are computed
-from the calibration text by the matrices before it, as already compensated.
+The file keeps its types and its size; new blocks replace llama.cpp's. The inputs of a matrix are computed
+from the calibration text with the matrices before it, which are compensated already.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ PIECE_BYTES: Final = 256 * 2**20
 """Bytes of rows rounded together; the working memory is a few times as much."""
 
 HIDDEN_BYTES: Final = 4 * 2**30
-"""Most bytes of the text's hidden rows, kept for head and MTP block: 400,000 tokens at a width of 2,560."""
+"""Most bytes of the text's hidden rows, which are kept for head and MTP block: 400,000 tokens of width
+2,560."""
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
@@ -80,7 +81,7 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
 
 
 class Chooser(Protocol):
-    """Gets each matrix that it wants, after all that a token passes before it."""
+    """Gets each matrix that it wants, after all matrices that a token passes before it."""
 
     def __contains__(self, name: str, /) -> bool: ...
 
@@ -118,7 +119,7 @@ class _File:
             for name in names:
                 self._progress.note(name)
                 self._round(name, matrix, values[name][matrix], inputs, rounded[name][matrix])
-            del inputs  # before there are others
+            del inputs  # frees the memory for the next ones
         for name in names:
             self._weights.set(name, rounded[name], for_good=True)
             self._progress.advance()
@@ -176,7 +177,8 @@ class Run:
             self._file.choose([EMBEDDING], EMBEDDING, Grams((), None, self._bring))
 
     def _in_turn(self, readings: Sequence[Sequence[str]], read: Callable[..., None]) -> None:
-        """Goes block by block: the text is read once for each, after the blocks below are quantized."""
+        """Goes block by block. The text is read once for each block, after the blocks before it are
+        quantized."""
         blocks = [list(group) for _, group in groupby(readings, lambda names: names[0].split(".")[1])]
         for i, block in enumerate(blocks):
             due = {names[0]: [name for name in names if name in self._file] for names in block}

@@ -1,4 +1,5 @@
-"""The share of a type's rounding error that compensation leaves, measured on a few rows of each tensor."""
+"""The share of a type's rounding error that remains with compensation, measured on a few rows of each
+tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ SAMPLE_ELEMENTS: Final = 1 << 15
 MATRICES: Final = 4
 
 SWEEPS: Final = 1
-"""Passes over scales and codes; later ones take off little, of all types alike."""
+"""Passes over scales and codes. Later ones reduce the error little, and equally for all types."""
 
 
 def measure_gains(
@@ -60,7 +61,7 @@ def measure_gains(
 
 
 class _Gains:
-    """Measures instead of choosing: the model stays as it is."""
+    """Measures and does not choose: the model is not changed."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class _Gains:
                 rows = np.ascontiguousarray(values[name][matrix, ::step])
                 for kind, sums in losses[name].items():
                     sums += self._losses(rows, self._columns(name, matrix, width), inputs, kind)
-            del inputs  # before there are others
+            del inputs  # frees the memory for the next ones
         for name, by_kind in losses.items():
             self.found[name] = {k: float(left / all_) if all_ else 1.0 for k, (left, all_) in by_kind.items()}
             self._progress.advance()
@@ -97,7 +98,7 @@ class _Gains:
     def _losses(
         self, rows: Floats, columns: Floats | None, inputs: Inputs, kind: Type
     ) -> tuple[float, float]:
-        """Compensated and llama.cpp's."""
+        """The losses with compensation and of llama.cpp's rounding."""
         wanted = transposed(self._bring(rows))
         nearest = dequantize_rows(quantize_rows(rows[None], kind, columns), kind)[0]
         compensated = round_compensated(wanted, inputs, GRIDS[kind], sweeps=SWEEPS).values()

@@ -79,11 +79,11 @@ class Grams:
             self._sums[key] = product
 
     def take(self, name: str, matrix: int, width: int) -> Inputs:
-        """Those of one matrix [.., width] of the weight, whose sum is then discarded. A matrix that read
-        nothing has the identity: no error is carried on.
+        """The inputs of one matrix [.., width] of the weight, whose sum is then discarded. A matrix that read
+        nothing has the identity, so no error is carried.
 
         Raises:
-            ConvertError: they are not finite.
+            ConvertError: the inputs are not finite.
         """
         gram = self._sums.pop((name, matrix), None)
         if gram is None:

@@ -1,8 +1,8 @@
 """The values that blocks of llama.cpp's types can hold (ggml-common.h), as steps, offsets and codes.
 
-A row of a k-quant is cut into super-blocks of 256 weights, those into sub-blocks. A weight is `d * scale *
-level[code] - dmin * minimum`: `d` and `dmin` are F16 numbers of the super-block, `scale` and `minimum` small
-integers of the sub-block, `code` an integer of the weight.
+A row of a k-quant is cut into super-blocks of 256 weights, and each of them into sub-blocks. A weight is `d *
+scale * level[code] - dmin * minimum`. `d` and `dmin` are F16 numbers of the super-block, `scale` and
+`minimum` small integers of the sub-block, and `code` is an integer of the weight.
 
 Arrays here are transposed, [width, rows], so that a column is contiguous in memory.
 """
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Grid:
     """The layout of one type's blocks.
 
-    `levels` are the values of codes 0, 1, ...; `scales` the least and the largest scale, (1, 1) if `d` alone
-    is the step; `minima` the largest minimum, 0 for a type without minima.
+    `levels`: the values of codes 0, 1, ... `scales`: the least and the largest scale, (1, 1) if `d` alone is
+    the step. `minima`: the largest minimum, 0 for a type without minima.
     """
 
     block: int
@@ -42,7 +42,7 @@ class Grid:
         return self.levels[-1] - self.levels[0] == len(self.levels) - 1
 
     def codes(self, values: Array) -> Array:
-        """The level (not its code) nearest to each value, which is in steps."""
+        """The level (not its code) nearest to each value; values are in steps."""
         xp = namespace(values)
         if self.uniform:
             return xp.clip(xp.round(values), self.levels[0], self.levels[-1])

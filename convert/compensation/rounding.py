@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from qwen_serve.convert.compensation.grids import Grid
 
 DAMPING: Final = 0.01
-"""Share of the mean of the Gram matrix's diagonal that is added to the diagonal."""
+"""This share of the mean of the Gram matrix's diagonal is added to the diagonal."""
 
 SPAN: Final = 256
-"""Columns whose scales are searched together, a super-block's; inside it, columns may be taken in any
+"""Columns whose scales are searched together: those of a super-block, whose columns may be rounded in any
 order."""
 
 LAZY: Final = 64
@@ -34,7 +34,7 @@ SWEEPS: Final = 3
 
 
 class Inputs:
-    """The inputs of matrices that read the same, prepared once for all of them.
+    """The inputs of all matrices that read the same tensor, prepared once.
 
     Args:
         gram: [width, width]; replaced by the identity if all inputs were 0.
@@ -77,7 +77,7 @@ def round_compensated(values: Array, inputs: Inputs, grid: Grid, *, sweeps: int 
 
 
 def _carry(rest: Array, upper: Array, part: Blocks, here: slice, order: Array) -> Array:
-    """The levels of these columns, in their order; changes `rest`, the columns after them."""
+    """The levels of these columns, rounded in `order`. Changes `rest`, the columns after them."""
     xp, grid = namespace(rest), part.grid
     sub = order // grid.sub_block
     steps, offsets = part.steps()[sub], part.offsets()[sub]
@@ -98,7 +98,7 @@ def _carry(rest: Array, upper: Array, part: Blocks, here: slice, order: Array) -
 
 
 def _fit_levels(blocks: Blocks, values: Array, inputs: Inputs) -> None:
-    """Chooses each column's codes again, with all other columns fixed."""
+    """Chooses each column's codes again, while all other columns are fixed."""
     xp, grid, gram = namespace(values), blocks.grid, inputs.gram
     current = blocks.values()
     pull = gram @ (values - current)
@@ -118,7 +118,8 @@ def _fit_levels(blocks: Blocks, values: Array, inputs: Inputs) -> None:
 
 
 def _fit_scales(blocks: Blocks, values: Array, inputs: Inputs) -> None:
-    """Chooses scales, minima and the super-blocks' numbers again, one at a time, with the codes fixed."""
+    """Chooses scales, minima and the super-blocks' numbers again, one at a time, while the codes are
+    fixed."""
     grid, gram = blocks.grid, inputs.gram
     pull = gram @ (values - blocks.values())
     each, rows = grid.block // grid.sub_block, values.shape[1]

@@ -1,9 +1,9 @@
-"""Searches for scales and minima of super-blocks with the least weighted error, as the file can hold them.
+"""Searches the scales and minima of super-blocks, as the file can hold them, for the least weighted error.
 
-First each sub-block alone: the codes for several steps around the range of its weights, and the step and
-offset that fit these codes best by least squares (like llama.cpp's `make_qkx3_quants` and `make_qx_quants`).
-Then the super-block's F16 numbers, of which scales and minima are small multiples, and last each multiple
-again with its neighbours.
+First it fits each sub-block alone: for several steps around the range of its weights it finds the codes, and
+the step and offset that fit these codes best by least squares (like llama.cpp's `make_qkx3_quants` and
+`make_qx_quants`). Then it finds the super-block's F16 numbers, of which scales and minima are small
+multiples. Last it compares each multiple with its neighbours.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from qwen_serve.convert.compensation.grids import Grid
 
 STRETCHES: Final = tuple(np.linspace(-0.12, 0.36, 13).tolist())
-"""Changes of the step relative to the one that just spans the weights."""
+"""Changes of the step, relative to the step that exactly spans the weights."""
 
 SHRINKS: Final = (1.0, 0.96, 0.92, 1.04, 0.88, 0.84)
-"""Factors on the super-block's number at which the largest scale just reaches its maximum."""
+"""Factors on the number of the super-block with which the largest scale exactly reaches its maximum."""
 
 TINY: Final = 1e-20
 
@@ -34,7 +34,7 @@ def search_blocks(values: Array, importance: Array, grid: Grid) -> Blocks:
     xp = namespace(values)
     width, rows = values.shape
     x = values.reshape(-1, grid.sub_block, rows)
-    # large weights count for more, as in llama.cpp: errors of inputs that the calibration text lacks
+    # large weights count more, as in llama.cpp, for inputs that the calibration text does not have
     blocks = values.reshape(-1, grid.block, rows) ** 2
     size = xp.sqrt(xp.sum(blocks, 1)[:, None] / grid.block + blocks).reshape(x.shape)
     w = importance.reshape(-1, grid.sub_block, 1) * size
@@ -70,7 +70,7 @@ def _fit_each(x: Array, w: Array, grid: Grid) -> tuple[Array, Array]:
     else:
         low = xp.zeros_like(x[:, 0])
         largest, least = xp.amax(x, 1), xp.amin(x, 1)
-        # the longer side of the levels is for the weight with the largest magnitude
+        # the weight with the largest magnitude is on the longer side of the levels
         span = xp.where(largest > -least, largest, least) / bottom
     span = xp.where(xp.abs(span) < TINY, TINY, span)
     total = xp.sum(w, 1)
@@ -149,7 +149,7 @@ def _round(x: Array, blocks: Blocks, grid: Grid) -> Array:
 
 
 def divisors(step: Array) -> Array:
-    """The steps to divide by for `nearest`; a step of 0 gives the level nearest to 0 to every weight."""
+    """The steps that `nearest` divides by. With a step of 0 every weight gets the level nearest to 0."""
     xp = namespace(step)
     return xp.where(step == 0, xp.inf, step)
 

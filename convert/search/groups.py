@@ -38,18 +38,18 @@ NARROW: Final = (Type.IQ4_NL, Type.Q5_0, Type.Q5_1, Type.Q8_0)
 """Types for rows that are not a multiple of 256: these have blocks of 32."""
 
 BANDS: Final = 8
-"""Number of bands of adjacent layers in a trunk: single layers of nano, four each of the 4B."""
+"""Number of bands of adjacent layers in a trunk. A band is one layer of nano, and four of the 4B."""
 
 SMALL: Final = 0.005
-"""A role with a smaller share of all weights is one group at every depth."""
+"""A role with a smaller share of all weights is a single group."""
 
 TOKEN_EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One tensor: `group` is probed together; `read` is the share of the tensor that a decoded token
-    reads."""
+    """One tensor. All tensors of a `group` are probed together. `read`: the share of the tensor that a
+    decoded token reads."""
 
     name: str
     group: str
@@ -60,7 +60,7 @@ class Matrix:
 
     @property
     def types(self) -> tuple[Type, ...]:
-        """The types that its rows can be cut into, from few bits to many."""
+        """The types whose blocks its rows can be cut into, from few bits to many."""
         block, _ = GGML_QUANT_SIZES[Type.Q4_K]
         return TYPES if self.width % int(block) == 0 else NARROW
 
@@ -72,7 +72,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's matrices, and the rest of its file: `fixed` bytes, of which a token reads `fixed_read`."""
+    """A model's matrices. The rest of its file has `fixed` bytes, of which a token reads `fixed_read`."""
 
     matrices: tuple[Matrix, ...]
     fixed: int

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 POWERS = (0.5, 2.0)
 FLOOR = 1e-12
-"""Least divergence in nats, for probes that measure zero, or below it by rounding."""
+"""Least divergence in nats, for probes that measure zero or, due to rounding, less."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Law:
     """Divergence [nats] of a group: the sum over its tensors of `scale * error ** power`.
 
     To second order a divergence grows with the square of the change in weights, and the error (the product's
-    relative squared error) is such a square. So `power` is near 1, and less if a group's error is large.
+    relative squared error) is such a square. So `power` is near 1. It is less if a group's error is large.
     """
 
     scale: float

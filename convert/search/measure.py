@@ -1,4 +1,4 @@
-"""Measures a model's divergence with some tensors lowered: rounded in place, in the memory of one model."""
+"""Measures a model's divergence with some tensors quantized, in place, so that memory holds one model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ CHUNKS: Final = 8
 """Chunks of 512 tokens that a probe reads. Probes are compared on the same tokens, so a few suffice."""
 
 REFERENCE_BYTES: Final = 2 * 2**30
-"""Most bytes of the whole model's stored logits and its drafts'; the text is shortened to fit."""
+"""Most bytes of the whole model's stored logits and those of its drafts. A text that needs more is
+shortened."""
 
 SAMPLE_ELEMENTS: Final = 1 << 18
 """Elements sampled from a tensor to measure a type's error."""
@@ -41,10 +42,10 @@ SAMPLE_ELEMENTS: Final = 1 << 18
 
 @dataclass(frozen=True)
 class Reading:
-    """KL(whole model || lowered) in nats: of the next token, and of the MTP block's drafts of the token after
-    it.
+    """KL(whole model || quantized) in nats: of the next token, and of the MTP block's drafts of the token
+    after it.
 
-    None for drafts if no tensor of that block is lowered, or there is no such block.
+    None for drafts if no tensor of the MTP block is quantized, or there is no such block.
     """
 
     mean: float
@@ -108,9 +109,10 @@ class Meter:
         return int(self._chunks.size)
 
     def errors(self, matrix: Matrix, kinds: Iterable[Type]) -> dict[Type, float]:
-        """By type: squared error of the tensor's product with its inputs, relative to the product's square.
+        """By type: the squared error of the tensor's product with its inputs, relative to the square of the
+        product.
 
-        Inputs are modelled by the imatrix: uncorrelated columns of known mean square.
+        The inputs are modelled by the imatrix, as uncorrelated columns of known mean square.
         """
         values = self._weights.values(matrix.name)
         values = values[:, :: max(1, values.size // SAMPLE_ELEMENTS)]  # at least one row of every expert
@@ -125,8 +127,8 @@ class Meter:
         return found
 
     def measure(self, types: Mapping[str, Type], *, mtp: Iterable[str] = ()) -> Reading:
-        """The reading with these tensors at these types and all others whole; `mtp`: those of the MTP
-        block."""
+        """The reading with these tensors at these types and all others unquantized. `mtp`: the tensors of the
+        MTP block."""
         for name in [name for name in self._standing if name not in types]:
             self._weights.restore(name)
             del self._standing[name]
@@ -183,7 +185,7 @@ class Meter:
         return np.concatenate(found), np.concatenate(same)
 
     def _run_drafts(self, hidden: Floats) -> NDArray[np.float64]:
-        """The same for the MTP block, with the trunk's rows."""
+        """Divergence by token of the MTP block, with the trunk's rows."""
         if self._mtp is None:
             return np.zeros(1)
         known, found = len(self._drafts) * self._n_seq >= len(self._chunks), []

@@ -32,16 +32,16 @@ SEARCH_VERSION: Final = 1
 """Raise it when the same model would be measured differently."""
 
 PROBES: Final = 3
-"""Types at which a group is measured; its law gives the others."""
+"""Number of types at which a group is measured; its law predicts the others."""
 
 DRAFT_WEIGHT: Final = 0.1
-"""Weight of the drafts' divergence relative to the answers': drafts decide acceptance, never an answer."""
+"""Weight of the drafts' divergence relative to the answers', since drafts only affect the acceptance."""
 
 HEADER_EXTRA: Final = 1024
 """Most bytes that quantization adds to the header, to name the imatrix."""
 
 CLOSE: Final = 0.9
-"""Factor on the allowed divergence when a recipe that exceeded it is solved again."""
+"""If a recipe exceeds the allowed divergence, it is solved again with this share of it."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def search(
 ) -> Found:
     """The types that meet `target` at the least cost, as far as measured.
 
-    Measurements stay in `paths.record` for the same `made_from`: an interrupted search continues, and one for
-    another target measures only its own recipe.
+    Measurements stay in `paths.record` for the same `made_from`. So an interrupted search continues, and a
+    search for another target measures only its own recipe.
 
     Raises:
         ConvertError: no types meet the target; names the nearest possible one.
