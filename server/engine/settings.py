@@ -244,11 +244,16 @@ class SpeculationSettings(Section, title="speculation"):
     """most tokens of a draft from the text"""
     mtp_depth: int = Field(16, ge=1)
     """most tokens of a draft from the MTP head"""
+    mtp_sequences: int = Field(1, ge=-1, le=MAX_SEQUENCES)
+    """most sequences that the MTP head drafts for at once; above 1 each takes the memory of a recurrent
+    state, to take a rejected token back, and llama.cpp needs the patch many-snapshots. -1: all, or what
+    fits, on a GPU; else 1"""
     snapshots: int = Field(-1, ge=-1)
     """recurrent states kept of a sequence that runs alone: that many rejected tokens are undone without a
-    copy. -1: 8 with the MTP head, the length of a block with a draft model, or what fits; else 0. With
-    deterministic 15 is the most. With stock llama.cpp they take memory for every sequence and every state of
-    the prefix cache, and -1 means 2 with at most 8 sequences"""
+    copy. Several sequences share them, or mtp_sequences if that is more. -1: 8 with the MTP head, the length
+    of a block with a draft model, or what fits; else 0. With deterministic 15 is the most. With stock
+    llama.cpp they take memory for every sequence and every state of the prefix cache, and -1 means 2 with at
+    most 8 sequences"""
 
 
 class CpuSettings(Section, title="CPU"):

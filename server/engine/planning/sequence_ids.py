@@ -11,14 +11,13 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.settings import EngineSettings
 
 MAX_DRAFTING = 16
-"""Maximum sequences that draft from the text at once: larger batches keep the device busy without drafts."""
-
-MTP_SEQUENCES = 1
-"""Maximum sequences that the MTP head drafts for at once: for more, drafts give no reliable gain."""
+"""Maximum sequences that draft at once from the text or with a draft model: larger batches keep the device
+busy without drafts."""
 
 LONE_SLOTS = 2
-"""Number of first slots in which a sequence that decodes alone may roll back to snapshots. They are few,
-because copying such a sequence may take a buffer of one state, which llama.cpp keeps for each."""
+"""Number of first slots in which the state of a sequence that decodes alone may be copied on the device and,
+without the patch many-snapshots, roll back to snapshots. They are few, because such a copy may take a buffer
+of one state, which llama.cpp keeps for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,8 @@ class SequenceIds:
     checkpoints: range
     """Ids of the prefix cache's states."""
     drafting: range
-    """The slots that draft."""
+    """The slots that draft, and that have rollback copies. Drafts that snapshots can take back are made in
+    others, too."""
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Self:
@@ -42,7 +42,7 @@ class SequenceIds:
         if settings.speculation == "off":
             drafting = 0
         elif settings.speculation == "mtp" and settings.draft_model is None:
-            drafting = max(LONE_SLOTS, MTP_SEQUENCES)
+            drafting = LONE_SLOTS
         else:
             drafting = MAX_DRAFTING
         drafting = min(drafting, len(slots), MAX_SEQUENCES - len(slots))

@@ -63,7 +63,7 @@ def _accepted(draft: ListLike[int], best: list[int]) -> list[int]:
     for n, (token, proposed) in enumerate(zip(best, draft, strict=False)):
         if token != proposed:
             return best[: n + 1]
-    return best
+    return best[: len(draft) + 1]
 
 
 def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> SampleResult:

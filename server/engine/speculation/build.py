@@ -39,7 +39,7 @@ def build_speculator(
     """Build drafters and policy from the settings; without a `head` or a draft model (`draft`) drafts come
     from the text only.
 
-    Slots below `slots` can be rolled back; `most_rows` bounds a verification; `clock` must be the one that
+    Slots below `slots` have rollback copies; `most_rows` bounds a verification; `clock` must be the one that
     measures `verify`'s seconds. The caller must register the `hidden_drafters` with `states`.
     """
     drafters: list[Drafter] = []
@@ -54,7 +54,8 @@ def build_speculator(
                 settings.draft_window,
                 depth=settings.mtp_depth,
                 slots=settings.parallel,
-                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel),
+                most=settings.mtp_sequences,
+                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - WIDEST),
                 # if the host reads the rows, it also computes them, and each unused row costs time
                 widest=WIDEST if head.samplers.active else 0,
             )
@@ -62,4 +63,5 @@ def build_speculator(
     times = StepTimes()
     policy = Always(times) if settings.draft_always else Policy(times)
     rows = min(most_rows, context.n_batch)
+    slots = max(slots, settings.mtp_sequences if head is not None else 0)
     return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

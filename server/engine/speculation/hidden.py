@@ -46,14 +46,14 @@ class DraftCacheState:
         return self.end if self.length is None else min(self.end, self.length)
 
     def between(self, start: int, end: int) -> npt.NDArray[Any]:
-        """A new array with the rows of positions `start` up to `end` - 1."""
+        """The rows of positions `start` up to `end` - 1: a view if they are in one piece."""
         pieces, at = [], self.end
         for piece in reversed(self.rows):
             at -= len(piece)
             pieces.append(piece[max(0, start - at) : max(0, end - at)])
             if at <= start:
                 break
-        return np.concatenate(pieces[::-1])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces[::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class HiddenDrafter:
         self.lost = 0
         """Number of states that the state store failed to copy, save, restore or free."""
 
-    def collect(self, slot: int, start: int, rows: npt.NDArray[Any]) -> None:
-        """Keep the rows of correct tokens at positions `start`, `start` + 1...: at most `window` rows,
-        [n, n_embd] or as `Context.layer_inputs` gives them."""
+    def collect(self, slot: int, start: int, rows: npt.NDArray[Any], most: int | None = None) -> None:
+        """Keep the rows of correct tokens at positions `start`, `start` + 1...: at most `most` or `window`
+        rows, [n, n_embd] or as `Context.layer_inputs` gives them."""
         state = self._states.setdefault(slot, DraftCacheState(start, start, start, start, fresh=start))
         state.length = None
         if start > state.end:
@@ -109,7 +109,7 @@ class HiddenDrafter:
             return  # read again after a rejection
         state.rows.append(new)
         state.end += len(new)
-        while (surplus := state.end - self.window - state.start) > 0:
+        while (surplus := state.end - (most or self.window) - state.start) > 0:
             piece = state.rows.pop(0)
             if len(rest := piece[surplus:]):
                 state.rows.insert(0, rest)

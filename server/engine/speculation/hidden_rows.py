@@ -75,10 +75,15 @@ class HiddenRows:
         """Give readers the rows of a batch's correct tokens, while `n_alive` sequences run."""
         for health, reader in self._readers:
             if n_alive <= reader.most:  # a drafter that drafts for fewer sequences is idle
-                self._collect(health, reader, batch, sampled)
+                self._collect(health, reader, batch, sampled, n_alive)
 
     def _collect(
-        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
+        self,
+        health: DrafterHealth,
+        reader: HiddenDrafter,
+        batch: Batch,
+        sampled: ListLike[SampleResult],
+        n_alive: int,
     ) -> None:
         """Give a reader the hidden rows of correct tokens. Rows of prompts are read later, so that they delay
         neither the rest of the prompt nor its first token. Others are read now, because the host waits for
@@ -86,7 +91,7 @@ class HiddenRows:
         wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
         on_host: list[int] = []
         try:
-            reach = self._reach(health, reader, len(batch.chunks))
+            reach = self._reach(health, reader, len(batch.chunks), n_alive)
             for chunk, placement, new in zip(batch.chunks, batch.placements, sampled, strict=True):
                 slot, right = chunk.sequence.slot, chunk.count + new.accepted
                 if slot is None or slot >= self._slots:
@@ -106,15 +111,19 @@ class HiddenRows:
             health.begin_anew(error)
             return
         if wanted:
-            read = partial(_read, health, reader, wanted)
+            read = partial(_read, health, reader, wanted, reach)
             if batch.prompt_tokens:
                 self._states.deferred.put_off(read, min(on_host, default=None))
             else:
                 self._states.deferred.in_turn(read)
 
-    def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
-        """How many of the newest tokens a drafter reads: few after a loss, since most retries fail."""
-        return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
+    def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int, n_alive: int) -> int:
+        """How many of the newest tokens of each of `n` sequences a drafter reads: few after a loss, since
+        most retries fail. What is copied to the host is shared by the sequences that run."""
+        few = min(COLLECT, reader.window)
+        if self._policy.lost(health.drafter, n):
+            return few
+        return reader.window if reader.layers else max(few, reader.window // n_alive)
 
     def _rows(
         self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]
@@ -133,10 +142,11 @@ def _read(
     health: DrafterHealth,
     reader: HiddenDrafter,
     wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
+    most: int,
 ) -> None:
     """Give a reader rows, each from a position of a slot on. After an error the reader starts again."""
     try:
         for slot, start, rows in wanted:
-            reader.collect(slot, start, rows() if callable(rows) else rows)
+            reader.collect(slot, start, rows() if callable(rows) else rows, most)
     except Exception as error:
         health.begin_anew(error)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from qwen_serve.server.engine.planning.sequence_ids import MTP_SEQUENCES
-
 from .base import Draft
 from .hidden import DraftCacheState, HiddenDrafter
-from .times import Mean
+from .times import Mean, group_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,21 +22,24 @@ if TYPE_CHECKING:
     from .base import DraftRequest
 
 FEW = 24
-"""Maximum tokens to catch up on for a sequence that drafts in every step."""
+"""Maximum tokens to catch up on for a sequence that drafts in every step; for one of several WIDEST."""
 
 WIDEST = 5
-"""Up to this many rows, all calls of a draft for a lone sequence are padded to one width; the padding is
-removed afterwards. Calls of one width reuse llama.cpp's graph, and building one takes as long as ten rows
-do."""
+"""Up to this many rows of a sequence, all calls of a draft are padded to one width; the padding is removed
+afterwards. Calls of one width reuse llama.cpp's graph, and building one takes as long as ten rows do."""
 
 KEPT = 128
 """Unused hidden rows that a copy of a sequence id keeps at most."""
 
 
 def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
-    """Maximum bytes of hidden rows on the host. A piece is kept whole while any row of it is in the
-    window."""
-    return 4 * n_embd * ((slots + checkpoints) * KEPT + MTP_SEQUENCES * 2 * window)
+    """Maximum bytes of hidden rows on the host: a piece stays whole while any of it is in the window, which
+    sequences that run together share."""
+    return 4 * n_embd * ((slots + checkpoints) * KEPT + 2 * window)
+
+
+Feed: TypeAlias = "tuple[int, int, list[int], npt.NDArray[np.float32]]"
+"""Rows for the head: slot, first position, tokens, and the trunk's row before each."""
 
 
 class MtpDrafter(HiddenDrafter):
@@ -51,7 +52,6 @@ class MtpDrafter(HiddenDrafter):
 
     name = "mtp"
     kinds: Mapping[str, float] = {"mtp": 0.7}
-    most = MTP_SEQUENCES
     _context: MtpContext
 
     def __init__(
@@ -61,22 +61,24 @@ class MtpDrafter(HiddenDrafter):
         *,
         depth: int,
         slots: int,
+        most: int = 1,
         span: int = 2**31,
         widest: int = 0,
     ) -> None:
-        """Drafts of at most `depth` tokens. Sequence ids below `slots` run; the others hold copies.
+        """Drafts of at most `depth` tokens, for at most `most` sequences at once. Sequence ids below `slots`
+        run; the others hold copies.
 
-        The head sees at most the last `span` tokens of a sequence, and at least half of them. All calls for a
-        lone sequence have one width if that is at most `widest`, see WIDEST.
+        The head sees at most the last `span` tokens of a sequence, and at least half of them. All calls of a
+        draft have one width if that is at most `widest`, see WIDEST.
         """
         super().__init__(context, window, slots)
-        self.depth, self._span, self._widest = depth, span, widest
+        self.depth, self.most, self._span, self._widest = depth, most, span, widest
         self._width = 0
-        """Rows of each call of the current draft; 0: as many as there are tokens."""
+        """Rows of each sequence in each call of the current draft; 0: as many as there are tokens."""
         self._decodes: dict[int, Mean] = {}
-        """Seconds of a decode, by number of sequences."""
-        self._besides = Mean()
-        """Seconds of a draft beyond its decodes: catching up, and removing guessed entries."""
+        """Seconds of a decode, by group of sequences."""
+        self._besides: dict[int, Mean] = {}
+        """Seconds of a draft beyond its decodes, the same way: catching up, and removing guessed entries."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state of `source` to `target`, without unused rows further back than KEPT."""
@@ -85,7 +87,7 @@ class MtpDrafter(HiddenDrafter):
             return
         start = max(state.start, end - KEPT)
         fed = min(state.fed, end - 1)
-        rows = [state.between(start, end)]
+        rows = [state.between(start, end).copy()]
         if state.first < fed and start <= fed:
             self._context.copy(source, target)
             if fed < state.fed:
@@ -105,10 +107,7 @@ class MtpDrafter(HiddenDrafter):
 
     def cost(self, n: int, depth: int) -> float:
         """Seconds of a decode for each token, and of the rest of a draft."""
-        if not self._decodes:
-            return 0.0
-        decode = self._decodes.get(n) or next(iter(self._decodes.values()))
-        return depth * decode.value + self._besides.value
+        return depth * _nearest(self._decodes, n) + _nearest(self._besides, n)
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
         """Draft greedily for all requests together, one token a decode. Each must pass `can_draft`.
@@ -122,23 +121,28 @@ class MtpDrafter(HiddenDrafter):
         except Exception:
             self._recover(requests)
             raise
-        if caught_up <= FEW * len(requests):
-            self._besides.add(max(0.0, perf_counter() - started - decoding))
+        if caught_up <= (FEW if len(requests) == 1 else WIDEST * len(requests)):
+            besides = self._besides.setdefault(group_of(len(requests)), Mean())
+            besides.add(max(0.0, perf_counter() - started - decoding))
         return drafts
 
     def measure(self) -> None:
-        """Time decodes of 1 up to MTP_SEQUENCES sequences with made-up input, which takes as long as any."""
-        context = self._context
-        for n in range(1, min(self.most, self._slots) + 1):
-            for position in range(4):
+        """Time decodes of 1, 2, 4... sequences with made-up input, which takes as long as any."""
+        context, width, n = self._context, 2 if self._widest else 1, 1
+        while n <= min(self.most, self._slots):
+            rows = n * width
+            for turn in range(4):
                 started = perf_counter()
-                context.tokens[:n], context.positions[:n] = 0, position
-                context.sequences[:n], context.outputs[:n] = range(n), 1
-                context.decode(n)
-                context.best(range(n), range(n))
-                context.input_hidden[:n] = context.hidden(n)
+                context.tokens[:rows], context.outputs[:rows] = 0, 0
+                context.outputs[width - 1 : rows : width] = 1
+                context.positions[:rows] = np.tile(np.arange(width) + turn * width, n)
+                context.sequences[:rows] = np.repeat(np.arange(n), width)
+                context.decode(rows)
+                context.best(range(n), range(width - 1, rows, width))
+                context.input_hidden[:rows] = np.repeat(context.hidden(n), width, axis=0)
                 self._decodes.setdefault(n, Mean()).add(perf_counter() - started)
             context.clear()
+            n *= 2
 
     def _recover(self, requests: ListLike[DraftRequest]) -> None:
         """After a failure, drop everything that was fed."""
@@ -152,10 +156,11 @@ class MtpDrafter(HiddenDrafter):
         """The drafts, the number of tokens that the head caught up on, and roughly its decodes' seconds."""
         n, slots = len(requests), [request.slot for request in requests]
         deepest = max(request.limit for request in requests)
-        self._width = deepest + 1 if n == 1 and deepest < self._widest else 0
+        even = deepest < self._widest and n * (deepest + 1) <= self._context.n_ubatch
+        self._width = deepest + 1 if even else 0
         drafts = [Draft(kind=self.name) for _ in requests]
         rows, caught_up = self._catch_up(requests)
-        mean = self._decodes.setdefault(n, Mean())
+        mean = self._decodes.setdefault(group_of(n), Mean(_nearest(self._decodes, n)))
         for depth in range(deepest):
             started = perf_counter()
             tokens = self._context.best(slots, rows)
@@ -163,7 +168,7 @@ class MtpDrafter(HiddenDrafter):
                 draft.tokens.append(token)
             if depth + 1 == deepest:
                 break
-            rows = self._next(requests, rows, tokens, depth)
+            rows = self._next(requests, tokens, depth)
             if depth:
                 mean.add(perf_counter() - started)
         if deepest > 1 or self._width:  # remove guessed entries; accepted tokens get theirs from the trunk
@@ -182,22 +187,14 @@ class MtpDrafter(HiddenDrafter):
             hidden = state.between(state.fed, state.end)
             feeds.append((request.slot, state.fed + 1, tokens[state.fed + 1 :], hidden))
         total = sum(len(tokens) for _, _, tokens, _ in feeds)
-        if total > context.n_batch:  # all but the newest tokens first, piece by piece
-            for slot, first, tokens, hidden in feeds:
-                for start in range(0, len(tokens) - 1, context.n_batch):
-                    end = min(start + context.n_batch, len(tokens) - 1)
-                    self._put(0, slot, first + start, tokens[start:end], hidden[start:end])
-                    context.outputs[: end - start] = 0
-                    context.decode(end - start)
-            feeds = [(slot, first + len(t) - 1, t[-1:], h[-1:]) for slot, first, t, h in feeds]
+        if self._width or total > context.n_batch:
+            feeds = self._feed_ahead(feeds, self._width or 1)
         rows, n = [], 0
         for slot, first, tokens, hidden in feeds:
             self._put(n, slot, first, tokens, hidden)
-            n += len(tokens)
-            context.outputs[n - len(tokens) : n] = 0
-            context.outputs[n - 1] = 1
-            rows.append(n - 1)
-        self._decode(n)
+            rows.append(n + len(tokens) - 1)
+            n = self._pad(rows[-1] + 1, n + self._width)
+        context.decode(n)
         for slot, _, _, hidden in feeds:
             state = self._states[slot]
             state.start, state.fed, state.rows = state.end - 1, state.end, [hidden[-1:].copy()]
@@ -207,42 +204,67 @@ class MtpDrafter(HiddenDrafter):
                 state.first = first
         return rows, total
 
-    def _next(
-        self, requests: ListLike[DraftRequest], rows: list[int], tokens: list[int], depth: int
-    ) -> list[int]:
-        """Feed the tokens just drafted, each with the head's own hidden row of the token before."""
-        context, n = self._context, len(requests)
-        if self._width:  # every row is an output; the padding after the row that counts is removed
-            context.input_hidden[:1] = context.hidden(self._width)[rows]
-            [request] = requests
-            context.remove(request.slot, len(request.sequence.tokens) + depth)
-        else:
-            context.input_hidden[:n] = context.hidden(n)
-        for index, (request, token) in enumerate(zip(requests, tokens, strict=True)):
-            context.tokens[index] = token
-            context.positions[index] = len(request.sequence.tokens) + depth
-            context.sequences[index] = request.slot
-        context.outputs[:n] = 1
-        self._decode(n)
-        return list(range(n))
+    def _feed_ahead(self, feeds: ListLike[Feed], most: int) -> list[Feed]:
+        """Feed all but the newest row of each sequence that has more than `most`, as many as fit into a call;
+        return what is left of each."""
+        context, n, left = self._context, 0, []
+        for slot, first, tokens, hidden in feeds:
+            start, end = 0, len(tokens) - 1 if len(tokens) > most else 0
+            while start < end:
+                stop = min(end, start + context.n_batch - n)
+                self._put(n, slot, first + start, tokens[start:stop], hidden[start:stop])
+                n, start = n + stop - start, stop
+                if n == context.n_batch:
+                    n = self._feed(n)
+            left.append((slot, first + end, tokens[end:], hidden[end:]))
+        self._feed(n)
+        return left
 
-    def _decode(self, n: int) -> None:
-        """Decode the first `n` tokens. With a width they are padded to it, and all rows are outputs."""
-        context, width = self._context, self._width
-        if n > width:  # the first draft after a prompt
-            self._width = 0
-        elif width:
-            context.tokens[n:width], context.sequences[n:width] = context.tokens[n - 1], context.sequences[0]
-            context.positions[n:width] = context.positions[n - 1] + np.arange(1, width - n + 1)
-            context.input_hidden[n:width] = context.input_hidden[n - 1]
-            context.outputs[:width] = 1
-        context.decode(max(n, width))
+    def _feed(self, n: int) -> int:
+        """Decode the first `n` rows without outputs; return 0, the rows that are left."""
+        if n:
+            self._context.outputs[:n] = 0
+            self._context.decode(n)
+        return 0
+
+    def _next(self, requests: ListLike[DraftRequest], tokens: list[int], depth: int) -> list[int]:
+        """Feed the tokens just drafted, each with the head's own hidden row of the token before."""
+        context, hidden = self._context, self._context.hidden(len(requests))
+        rows, n = [], 0
+        for index, (request, token) in enumerate(zip(requests, tokens, strict=True)):
+            position = len(request.sequence.tokens) + depth
+            if self._width:  # the padding after the row that counts
+                context.remove(request.slot, position)
+            self._put(n, request.slot, position, [token], hidden[index : index + 1])
+            rows.append(n)
+            n = self._pad(n + 1, n + self._width)
+        context.decode(n)
+        return rows
+
+    def _pad(self, start: int, end: int) -> int:
+        """Repeat the row before `start` up to `end`, at the next positions; return the end."""
+        context, last = self._context, start - 1
+        if start >= end:
+            return start
+        for column in (context.tokens, context.sequences, context.input_hidden):
+            column[start:end] = column[last]
+        context.positions[start:end] = context.positions[last] + np.arange(1, end - last)
+        context.outputs[start:end] = 0
+        return end
 
     def _put(
         self, at: int, slot: int, first: int, tokens: list[int], hidden: npt.NDArray[np.float32]
     ) -> None:
+        """Write rows from `at` on; the last is an output."""
         context, end = self._context, at + len(tokens)
         context.tokens[at:end] = np.maximum(tokens, 0)  # picture rows have no token
         context.positions[at:end] = np.arange(first, first + len(tokens))
         context.sequences[at:end] = slot
         context.input_hidden[at:end] = hidden
+        context.outputs[at:end] = 0
+        context.outputs[end - 1] = 1
+
+
+def _nearest(times: Mapping[int, Mean], n: int) -> float:
+    """The time for the number of sequences that is nearest to `n`; 0 if none is known."""
+    return times[min(times, key=lambda known: abs(known - n))].value if times else 0.0

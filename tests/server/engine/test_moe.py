@@ -11,7 +11,6 @@ import pytest
 
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.planning.spec import ModelSpec
-from qwen_serve.server.engine.speculation.mtp import MtpDrafter
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -21,6 +20,7 @@ from tests.server.engine.helpers import (
     ask_at_once,
     random_prompt,
     running,
+    together,
 )
 
 if TYPE_CHECKING:
@@ -59,12 +59,10 @@ async def test_together_drafted_and_cached_as_alone(
     nano_moe_f32: Path,
     prompts: list[list[int]],
     alone: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(MtpDrafter, "most", 6)  # for all of them at once
     requests = [Request(prompt, N) for prompt in prompts]
     longer = [Request([*prompt, *answer[:40]], N - 40) for prompt, answer in zip(prompts, alone, strict=True)]
-    with running(nano_moe_f32, **EXACT, **MIXES[mix]) as engine:
+    with running(nano_moe_f32, **EXACT, **MIXES[mix], **together(MIXES[mix], 6)) as engine:
         first = await ask_at_once(engine, requests)
         again = await ask_all(engine, requests)
         on = await ask_all(engine, longer)

@@ -11,7 +11,6 @@ import pytest
 from qwen_serve.server.engine import SamplingParams
 from qwen_serve.server.engine.sampling import Sampler
 from qwen_serve.server.engine.speculation import Draft
-from qwen_serve.server.engine.speculation.mtp import MtpDrafter
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -22,6 +21,7 @@ from tests.server.engine.helpers import (
     ask_at_once,
     random_prompt,
     running,
+    together,
 )
 from tests.server.engine.inside import draft_by, policy
 
@@ -121,7 +121,6 @@ async def test_drafts_change_no_answer(
     request: pytest.FixtureRequest,
 ) -> None:
     rng = random.Random(mix)
-    monkeypatch.setattr(MtpDrafter, "most", 6)  # for all of them at once, as another drafter may
     crowded = "too few cells" in mix  # all come at once, or they would not be in each other's way
     requests = [Request(prompt, N, delay=0 if crowded else rng.uniform(0, 0.3)) for prompt in prompts]
     noise = [
@@ -130,7 +129,7 @@ async def test_drafts_change_no_answer(
         )
         for _ in range(0 if crowded else 2)
     ]
-    settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix]}
+    settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix], **together(MIXES[mix], 6)}
     if "drafter" in mix:
         drafter = "nano_draft_own_f32" if "reduced" in mix else "nano_draft_f32"
         settings["draft_model"] = request.getfixturevalue(drafter)
@@ -163,7 +162,6 @@ async def test_drafts_change_no_answer(
 async def test_a_seeded_draw_is_the_same_with_drafts(
     mix: str, nano_f32: Path, nano_draft_f32: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MtpDrafter, "most", 6)
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=5, ignore_eos=True
     )
@@ -172,7 +170,8 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
         expected = [await ask(engine, request) for request in requests]
     beside = {"draft_model": nano_draft_f32} if mix == "drafter" else {}
     device = {"sampling": "device"}  # rows come as candidates
-    with running(nano_f32, **EXACT, parallel=5, ctx_size=4096, **MIXES[mix], **beside, **device) as engine:
+    settings = MIXES[mix] | together(MIXES[mix], 5) | beside | device
+    with running(nano_f32, **EXACT, parallel=5, ctx_size=4096, **settings) as engine:
         if mix == "scripted":
             texts = [prompt + answer.tokens for prompt, answer in zip(prompts, expected, strict=True)]
             draft_by(engine.components.speculator, Scripted(texts, mix))

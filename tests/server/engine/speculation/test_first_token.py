@@ -168,9 +168,9 @@ def record(drafter: Any, seen: list[Any], patch: pytest.MonkeyPatch) -> None:
     """The rows that it is given, and what it drafts."""
     collect, propose = drafter.collect, drafter.propose
 
-    def collected(slot: int, start: int, rows: Any) -> None:
+    def collected(slot: int, start: int, rows: Any, most: int) -> None:
         seen.append((slot, start, rows.tobytes()))
-        collect(slot, start, rows)
+        collect(slot, start, rows, most)
 
     def proposed(requests: Any) -> Any:
         drafts = propose(requests)

@@ -13,7 +13,6 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.llamacpp.mtp import MtpContext
-from qwen_serve.server.engine.planning.sequence_ids import MTP_SEQUENCES
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.speculation.base import Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
@@ -28,7 +27,7 @@ WIDTH, GUESSED = 3, 1e6
 class Head:
     """Keeps each id's entries, position by position, as llama.cpp's cache does."""
 
-    n_batch = 16
+    n_batch = n_ubatch = 16
 
     def __init__(self) -> None:
         self.tokens, self.positions = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
@@ -287,10 +286,32 @@ def test_it_is_what_the_speculator_expects(head: Head) -> None:
     mtp = drafter(head)
     as_drafter: Drafter = mtp  # checked by mypy
     assert mtp.save(0) is None
-    assert as_drafter.most == MTP_SEQUENCES
+    assert as_drafter.most == 1
     assert mtp.cost(1, 4) == 0
     mtp.measure()
     assert mtp.cost(1, 4) > mtp.cost(1, 2) > 0
+
+
+def test_calls_for_several_sequences_are_of_one_width(head: Head) -> None:
+    mtp = drafter(head, widest=5)
+    all_of_them = [running(list(range(100 * slot, 100 * slot + 9)), slot) for slot in range(SLOTS)]
+    for slot in range(SLOTS):
+        mtp.collect(slot, 0, rows(0, 8))
+    for accepted in ([0, 2, 1], [2, 2, 0], [1, 0, 2]):
+        found = draft(mtp, *[(one, 2) for one in all_of_them])
+        assert found == [[one.tokens[-1] + 1, one.tokens[-1] + 2] for one in all_of_them]
+        assert head.widths[-2:] == [3 * SLOTS] * 2
+        for one, guesses, right in zip(all_of_them, found, accepted, strict=True):
+            slot, start = one.slot or 0, len(one.tokens) - 1
+            head.check(slot, one.tokens)
+            assert max(head.entries[slot]) == start, "nothing is left of guesses and padding"
+            mtp.collect(slot, start, rows(start, 1 + right))
+            one.tokens += [*guesses[:right], 50 + right]
+    assert head.widths[:-6] == [16, 7 * SLOTS - 16], (
+        "prompts are read once, ahead, in calls as large as they may be"
+    )
+    draft(mtp, *[(one, 5) for one in all_of_them])
+    assert head.widths[-1] == SLOTS, "so many more rows would cost more than a graph"
 
 
 def test_calls_for_a_lone_sequence_are_of_one_width(head: Head) -> None:
@@ -299,7 +320,7 @@ def test_calls_for_a_lone_sequence_are_of_one_width(head: Head) -> None:
     mtp.collect(0, 0, rows(0, 10))
     [guesses] = draft(mtp, (one, 3))
     assert guesses == [111, 112, 113]
-    assert head.widths == [10, 1, 1], "the first call reads the prompt"
+    assert head.widths == [9, 4, 4, 4], "the first call reads the prompt"
     head.check(0, one.tokens)
     for accepted in (0, 3, 1):
         head.widths.clear()
