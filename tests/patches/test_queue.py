@@ -183,6 +183,55 @@ def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp
     assert "masks are equal" in done.stdout
 
 
+RINGS = ("mmf-tma", "gated_delta_net_chunked", "mmvq-rows", "mmvq-experts")
+"""CUDA sources with a ring in shared memory that Hopper's copy engine fills."""
+
+
+@pytest.mark.reference
+@pytest.mark.parametrize("source", RINGS)
+def test_a_ring_is_read_before_it_is_filled_again(patched: Path, tmp_path: Path, source: str) -> None:
+    """In machine code no load from shared memory is outstanding where a barrier is told that a stage is free,
+    or where a copy starts. Else the copy can overwrite what is still to be read, as it did now and then.
+    """
+    for tool in ("nvcc", "nvdisasm"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"no {tool} on PATH")
+    made = tmp_path / "kernels.cubin"
+    flags = ["-std=c++17", "-arch=sm_90", "-O3", "-use_fast_math", "-w", "-DGGML_CUDA_USE_GRAPHS"]
+    folders = [f"-I{folder}" for folder in ("ggml/include", "ggml/src", "ggml/src/ggml-cuda")]
+    done = run(
+        ["nvcc", *flags, *folders, "-cubin", f"ggml/src/ggml-cuda/{source}.cu", "-o", made], cwd=patched
+    )
+    if "cublas_v2.h" in done.stderr:
+        pytest.skip("no headers of cuBLAS: put their folder into CPATH")
+    assert done.returncode == 0, done.stderr
+    code = run(["nvdisasm", "-hex", "-c", made], check=True).stdout
+    assert re.search("UBLKCP|UTMALDG", code), "nothing is copied"
+    assert not loads_outstanding(code)
+
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);.*\n\s+/\* 0x([0-9a-f]{16}) \*/")
+
+
+def loads_outstanding(code: str) -> list[str]:
+    """Releases and copies in disassembled kernels (nvdisasm -hex) that do not wait for loads before them.
+
+    An instruction sets one of six scoreboards when it is done, and waits for some: bits 46 to 48 and 52 to 57
+    of its second word (Hopper).
+    """
+    found, pending = [], set[int]()
+    for address, text, word in INSTRUCTION.findall(code):
+        control = int(word, 16) >> 41
+        pending -= {board for board in range(6) if control >> (11 + board) & 1}
+        if re.search("SYNCS.ARRIVE|UBLKCP|UTMALDG", text) and pending:
+            found.append(f"{address}: {text}")
+        if (board := control >> 5 & 7) < 6 and re.search(r"\bLDSM?\b", text):
+            pending.add(board)
+        if text == "EXIT":
+            pending.clear()
+    return found
+
+
 @pytest.mark.reference
 def test_switches_apply_on_top(patched: Path) -> None:
     apply(PATCHES / "switches.patch", patched, "--dry-run")
