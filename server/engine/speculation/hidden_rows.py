@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.batch import Batch
     from qwen_serve.server.engine.sampling import SampleResult
+    from qwen_serve.server.engine.sequence import Sequence
     from qwen_serve.server.engine.states import StateStore
 
     from .health import DrafterHealth
@@ -96,6 +97,8 @@ class HiddenRows:
                 slot, right = chunk.sequence.slot, chunk.count + new.accepted
                 if slot is None or slot >= self._slots:
                     continue
+                if not (reader.layers or _may_draft(chunk.sequence)):
+                    continue  # a copy to the host would make the next prompt wait for the device
                 if not reader.reads_pictures and chunk.start < chunk.sequence.pictures.end:
                     continue
                 left = len(chunk.sequence.tokens) - chunk.start - right
@@ -136,6 +139,11 @@ class HiddenRows:
         if context.ring is None:
             return partial(context.layer_inputs, reader.layers, batch_indices)
         return context.layer_inputs(reader.layers, batch_indices)  # places; the next batch has others
+
+
+def _may_draft(sequence: Sequence) -> bool:
+    """Whether the answer has room for a draft: the step's own token comes before it, another behind it."""
+    return sequence.limit - len(sequence.tokens) > 2
 
 
 def _read(

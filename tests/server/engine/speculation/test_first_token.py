@@ -83,8 +83,11 @@ async def test_drafters_read_when_the_first_token_was_sent_off(
         events.clear()
         await ask(engine, Request([*prompt, *random_prompt(random.Random(2), 90)], 1))
         await idle(engine)
-        assert events[:3] == ["launch 90", "launch 1", "wait"]
-        assert "collect" in events, "when there is nothing else to do"
+        if mix == "head":
+            assert events == ["launch 90", "launch 1"], "an answer of one token has no drafts"
+        else:
+            assert events[:3] == ["launch 90", "launch 1", "wait"]
+            assert "collect" in events, "when there is nothing else to do"
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -149,7 +152,7 @@ async def test_they_read_the_same_as_at_once(
                 answers = await ask_at_once(engine, requests)
                 await idle(engine)
                 seen.append(answers)
-            queued = [Request([7, *prompt], 1) for prompt in prompts[1:4]]
+            queued = [Request([7, *prompt], 3) for prompt in prompts[1:4]]
             answers = await ask_at_once(engine, queued)  # each takes the slot of the one before
             await idle(engine)
             stats = engine.stats()
@@ -160,7 +163,7 @@ async def test_they_read_the_same_as_at_once(
         assert stats.prefix.hits > 5
         assert not any(counts.failed for counts in stats.drafts.values())
         found.append(seen)
-    assert len(found[0]) > 50
+    assert len(found[0]) > 40
     assert found[0] == found[1]
 
 
