@@ -20,8 +20,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(*unfinished: Path) -> None:
-    """Called in a child of multiprocessing's: it ends in the middle of its work once its parent is dead, of
-    SIGKILL too, and removes the files that it has not finished."""
+    """Call this in a child process of multiprocessing. When its parent dies, even by SIGKILL, the child
+    removes its `unfinished` files and ends, wherever its work is."""
     threading.Thread(target=_wait, args=unfinished, daemon=True).start()
 
 
@@ -35,10 +35,10 @@ def _wait(*unfinished: Path) -> None:
 
 
 def sigterm_with_parent() -> Callable[[], None] | None:
-    """The `preexec_fn` of a Popen whose program gets SIGTERM once this process is dead, of SIGKILL too.
+    """A `preexec_fn` for Popen: the program gets SIGTERM when this process dies, even by SIGKILL.
 
-    Linux alone has this (prctl(2)); None elsewhere. There the parent is the thread that starts the program:
-    call it on the main thread.
+    Only Linux has this (prctl(2)); None on other systems. For Linux the parent is the thread that starts the
+    program, so start it on the main thread.
     """
     if sys.platform != "linux":
         return None
@@ -46,7 +46,7 @@ def sigterm_with_parent() -> Callable[[], None] | None:
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before it was asked about
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
     return ask

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and files that are no pipe or device."""
+"""Writes files that are complete or absent, and opens only regular files."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PART = ".part"
-"""What the name of a folder ends in that holds a file until it is complete."""
+"""Suffix of a folder that has a file until the file is complete."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """Yields a name to write to; what is there at the end takes the place of `path`, or on an exception
-    nothing.
+    """Yields a path to write to. At the end that file replaces `path`; after an exception nothing changes.
 
-    The name is that of `path`, in a new folder beside it that only this user can write to: whoever writes by
-    name follows no link that somebody planted. With `sync` the content is on the disk before it gets its
-    name. What a process left behind that was killed is removed first.
+    The file has the name of `path`, and is in a new folder next to it that only this user can write to. So
+    nobody can redirect the writer with a symbolic link. With `sync` the content is on the disk before the
+    file gets its final name. Files that a killed process left behind are removed first.
 
-    Raises OSError, which names `path`, also where that is a folder, a pipe or a device.
+    Raises OSError, which names `path`, also if that is a folder, a pipe or a device.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -54,14 +53,14 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file as UTF-8, whole or not at all. Raises OSError."""
+    """Writes a file as UTF-8, completely or not at all. Raises OSError."""
     with replacing(path, sync=True) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read from. Raises OSError, also where `path` is a folder, or a pipe or device, which
-    could keep its reader waiting for ever."""
+    """A file descriptor to read from. Raises OSError, also if `path` is a folder, or a pipe or device, whose
+    reader could wait for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -73,7 +72,7 @@ def open_regular(path: Path) -> int:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what writers of `path` left that are no more: the kernel has dropped their locks."""
+    """Remove what dead writers of `path` left behind: folders on which nobody holds a lock."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{PART}"):
         with suppress(OSError), _locked(left) as free:
             if free:
@@ -82,13 +81,13 @@ def _sweep(path: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock as long as this process lives; whether it was free."""
+    """Take a folder's lock, which the kernel releases when this process dies. Yields whether it was free."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = True
-        except OSError:  # held, or a file system without locks
+        except OSError:  # somebody holds it, or the file system has no locks
             free = False
         yield free
     finally:

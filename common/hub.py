@@ -1,6 +1,7 @@
-"""Downloads from the Hugging Face hub into the hub's own cache, which resume and are checked by sha256.
+"""Downloads files from the Hugging Face hub into the hub's own cache. They resume, and are checked by sha256.
 
-huggingface_hub starts an interrupted file again (2.4 removes what came), and compares only sizes.
+huggingface_hub itself downloads an interrupted file from its beginning (2.4 removes the part), and compares
+only sizes.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def repo_folder(repo: str) -> Path:
 
 
 def fetch_blobs(info: ModelInfo, files: Iterable[RepoSibling]) -> None:
-    """Downloads the content of large `files` of a model, under the hub client's names for it; the client
-    finds it there. `info` has the metadata of files.
+    """Downloads the contents of a model's large `files` under the names of the hub client, which finds them
+    there. `info` has the metadata of files.
 
-    Files in git itself are left to the client: they are small and have no sha256. Those that Xet alone serves
-    are left to it, too.
+    The client itself downloads files in git, which are small and have no sha256, and files that only Xet
+    serves.
 
     Raises:
         DownloadError: the disk has too little room, or a file differs from the hub's.
@@ -59,7 +60,7 @@ def fetch_blobs(info: ModelInfo, files: Iterable[RepoSibling]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a message of one line."""
+    """The first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,9 +1,11 @@
-"""Ctrl-C and SIGTERM raise wherever the main thread stands; here is where they must wait.
+"""Holds back Ctrl-C and SIGTERM. They raise an exception anywhere in the main thread, and in two places must
+not:
 
-Inside a callback from C: as one comes with its first instruction, before any `try`, ctypes prints it, answers
-C with 0, and it is lost. And while locks are taken: an exception between the taking and the `with` leaves the
-lock taken (bugs.python.org/issue29988), and concurrent.futures takes one for each future it waits for. Its
-threads then wait for ever, and so does the end of the program, which joins them.
+- In a callback from C. If a signal arrives at its first instruction, before any `try`, ctypes prints the
+  exception and returns 0 to C, and the signal is lost.
+- While a lock is taken. An exception between the acquisition and the `with` leaves the lock taken
+  (bugs.python.org/issue29988). concurrent.futures takes one for each future that it waits for. Its threads
+  then wait for ever, and so does the end of the program, which joins them.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def held() -> Iterator[Sequence[int]]:
-    """Inside, SIGINT and SIGTERM are remembered; at its end they do what they would have done.
+    """Holds back SIGINT and SIGTERM inside the context. At its end they have their usual effect.
 
-    Yields those that have arrived, for work that can stop early.
+    Yields the signals that have arrived, for work that can stop early.
     """
     arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():

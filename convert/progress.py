@@ -99,7 +99,7 @@ class Progress:
         self._line(line + self._suffix())
 
     def note(self, text: str) -> None:
-        """Shows `text` beside the count, such as the current tensor."""
+        """Shows `text` next to the count, such as the name of the current tensor."""
         self._note = text
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)

@@ -172,7 +172,7 @@ class _Search:
         self._stack.close()
 
     def run(self) -> Found:
-        self._measure_gains()  # has a model of its own, so it is before the meter's
+        self._measure_gains()  # it loads a model of its own, so it comes before the meter's
         self._measure_errors()
         laws, left_out = self._fit()
         types, tighter = self._solve(laws), 1.0
@@ -224,7 +224,7 @@ class _Search:
                 progress.advance()
 
     def _measure_gains(self) -> None:
-        """One tensor of each group stands for all."""
+        """Measures the gains on one tensor of each group, for the whole group."""
         paths, record = self._paths, self._record
         if paths.compensate_on is None:
             return
@@ -252,7 +252,7 @@ class _Search:
         return reading
 
     def _measure_all(self, what: str, wanted: Iterable[tuple[str, dict[str, Type]]]) -> None:
-        """Measures what is not recorded yet, with progress."""
+        """Measures everything that is not recorded yet, and shows the progress."""
         missing = [(name, types) for name, types in wanted if self._record.reading(types) is None]
         if not missing:
             return
@@ -294,7 +294,7 @@ class _Search:
     def _solve(self, laws: Mapping[str, Law], tighter: float = 1.0) -> dict[str, Type]:
         """The best types by these laws; `tighter` is a factor on the allowed divergence."""
         layout, target = self._layout, self._target
-        # a divergence to keep to is measured with llama.cpp's rounding, in the memory of the model
+        # a limit on the divergence is measured with llama.cpp's rounding, in the memory of the model
         compensated = self._paths.compensate_on is not None and target.divergence is None
         divergence = [
             [
@@ -327,8 +327,7 @@ class _Search:
 
 
 def _probed(matrix: Matrix) -> list[Type]:
-    """The types at which a group is measured: spread evenly from its fewest bits up to just below its
-    most."""
+    """The types at which a group is measured, spread evenly from the fewest bits to just below the most."""
     wanted = [Type.Q2_K, Type.Q4_K, Type.Q6_K]
     if all(kind in matrix.types for kind in wanted):
         return wanted

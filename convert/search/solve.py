@@ -20,10 +20,11 @@ def choose(
     costs: Sequence[Sequence[float]],
     limited: Sequence[tuple[Sequence[Sequence[float]], float]],
 ) -> list[int] | None:
-    """The index of each item's choice: the least sum of `costs` with every limited sum at most its limit.
+    """The index of each item's choice, so that the sum of `costs` is least and every limited sum is within
+    its limit.
 
     Args:
-        costs: by item, of each of its choices.
+        costs: by item, the cost of each of its choices.
         limited: (amounts by item and choice, the limit of their sum).
 
     Returns: None if no choice meets the limits.

@@ -14,8 +14,8 @@ UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**
 class Target:
     """Upper limits; None for those not requested.
 
-    With `divergence` [nats] the search wants the smallest file (on a `card`, the fastest) within all limits,
-    else the least divergence under the others.
+    With a `divergence` [nats] the search finds the smallest file (on a `card`, the fastest) within all
+    limits, otherwise the least divergence within the limits.
     """
 
     n_bytes: int | None = None
