@@ -1,10 +1,10 @@
-"""Which token follows which in the synthetic model, and which layer's neuron knows it.
+"""The successor of each token in the synthetic model, and the layer whose neuron produces it.
 
-The words form one path. A layer's FFN has a neuron for each token of a stretch of the path, the last layer
-for the first stretch, the layer before it for the next one: a token's successor always belongs to the same
-layer or an earlier one, so no layer after it takes the successor for its input and goes one step too far. The
-last stretch closes on itself. Every other token (bytes, syllables, special tokens, words without a neuron)
-leans on a word of the path and goes on as that word does.
+The words form one path, which is cut into stretches. A layer's FFN has a neuron for each token of one
+stretch: the last layer for the first stretch, the layer before it for the second, and so on. So a token's
+successor belongs to the same layer or to an earlier one, and no later layer takes the successor as its input
+and goes one step too far. The last stretch is a cycle. Every other token (bytes, syllables, special tokens,
+words without a neuron) has an anchor, a word of the path, and continues as its anchor does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Chain:
 
     `regions`: the path's words, cut into one part for each acceptance rate of the MTP block.
 
-    By token id: `successor`, `anchor` (the word it leans on, itself if it has a neuron) and `drafted`
-    (whether the MTP block drafts the successor, else `decoy`, the path's first word, no token's successor).
+    By token id: `successor`; `anchor`, which is the token itself if it has a neuron; `drafted`, whether the
+    MTP block drafts the successor. Otherwise it drafts `decoy`, the path's first word, which is no token's
+    successor.
     """
 
     n_layers: int
@@ -66,8 +67,9 @@ def make_chain(
 ) -> Chain:
     """The chain through `filler` (a cycle) and through as many `words` as there are neurons for.
 
-    Each share of `mtp_acceptance` holds for one of as many equal regions of the path and for the tokens that
-    lean on it, the first one also for the filler; it is kept to the token, `rng` decides which.
+    The path has as many equal regions as `mtp_acceptance` has shares. A share holds exactly for the tokens of
+    its region and for those with an anchor in it, the first share also for the filler; `rng` chooses the
+    tokens.
     """
     path = np.asarray(words, np.int64)[: n_layers * ffn - len(filler)]
     tokens = np.concatenate([np.asarray(filler, np.int64), path])

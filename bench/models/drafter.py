@@ -1,17 +1,18 @@
 """A synthetic block drafter (DFlash) for the synthetic model: exact shapes, and drafts right up to a chosen
 length.
 
-**Codes.** A token's embedding holds, where in the chain it is, as cosines and sines of that place at random
-frequencies: to turn each pair by its frequency is to go one token further. Beside it a class: the number of
-tokens of a block that are to be right behind this one, drawn once for each token.
+**Codes.** A token's embedding encodes its place in the chain, as cosines and sines of the place at random
+frequencies. Rotating each pair by its frequency gives the code of the next token. The embedding also has the
+token's class: how many tokens of the block after it are to be right, drawn once for each token.
 
-**Heads.** Each query head is for one distance: a mask at that distance from the block's first token looks at
-it, since their rotary angles match, and every other mask looks at masks, whose values are zero. What it sees
-is turned by the distance. For each distance there are heads that turn by too much, too, to a far-off word:
-bits in the key, by class, switch one kind on and the other off. So wrong tokens are as sure as right ones.
+**Heads.** Each query head is for one distance. A mask at that distance from the block's first token attends
+to it, since their rotary angles match. All other masks attend to masks, whose values are zero. The head
+rotates the code that it reads by the distance. For each distance there are also heads that rotate by too
+much, to a distant word. Bits in the key, by class, enable one kind of heads and disable the other. So wrong
+tokens have as high a probability as right ones.
 
-Everything else is noise, and says nothing: the features of the target end up as keys that nobody looks at.
-The drafter has an embedding and a head of its own, as large as those that others borrow from the target.
+Everything else is noise without effect: the target's features become keys that no query attends to. The
+drafter has an embedding and a head of its own, as large as those that other drafters share with the target.
 """
 
 from __future__ import annotations

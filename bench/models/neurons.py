@@ -1,15 +1,15 @@
-"""The constructed part of the synthetic model: each token's vector, and the FFN neurons that know its
+"""The constructed part of the synthetic model: each token's vector, and the FFN neurons that produce its
 successor.
 
-**Vectors.** Token t's own vector is one random vector of zero mean, of which there is one for every `hidden`
-tokens, rolled by t. Rolling every vector by one place therefore gives the next token's, for all tokens but a
-few: that is all the MTP block needs to draft, whatever the vocabulary.
+**Vectors.** There is one random vector of zero mean for every `hidden` tokens, and token t's vector is that
+vector rolled by t. So rolling a vector by one place gives the next token's, except for a few tokens. The MTP
+block needs no more than that to draft, for any vocabulary.
 
-**Neurons.** Gate and up row of a token's neuron are the token's vector; its down column takes the token away
-and adds its successor. The gate is kept so small that SiLU is nearly linear and a neuron answers with the
-square of the cosine: cosines with thousands of other tokens are small, and their squares add up to no
-direction. (Cut off at zero, as by a large gate, they would add up to the successor's, because vectors are
-rolled: each layer would go one step further.)
+**Neurons.** The gate and up rows of a token's neuron are the token's vector. Its down column subtracts the
+token and adds its successor. The gate is so small that SiLU is nearly linear, so a neuron's activation is
+about the square of the cosine. Cosines with thousands of other tokens are small, and their squares add up to
+no direction. (With a large gate, which cuts off below zero, they would add up to the successor's direction,
+because vectors are rolled, and each layer would go one step further.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A synthetic Qwen3.5 as a GGUF: exact shapes, random weights, and predictable next tokens.
 
-From any token on, greedy decoding goes through the model's words in one long order that never repeats; from
-the benchmarks' filler sentence on, through that sentence. The MTP block drafts the token that follows for a
-chosen share of the tokens, and a wrong one, as surely, for the others.
+From any token on, greedy decoding gives the model's words in one long order that does not repeat. After the
+benchmarks' filler sentence it repeats that sentence. For a chosen share of the tokens the MTP block drafts
+the token that follows, for the others a wrong one with the same probability.
 """
 
 import shutil
@@ -34,7 +34,7 @@ ANSWER = 512  # words at the end of a region that an answer may need
 class Synthetic:
     """A synthetic model, not yet written: everything follows from shapes, acceptance and seed.
 
-    `vocab` tells the words and their text, `chain` which token follows which.
+    `vocab` has the words and their text, `chain` the successor of each token.
     """
 
     config: ModelConfig
@@ -54,7 +54,7 @@ class Synthetic:
         routing_zipf: float = 0.0,
     ) -> Self:
         """`mtp_acceptance`: one share for all tokens, or one for each of as many regions of the chain.
-        `routing_zipf`: with what exponent the use of experts falls with their rank; 0: all are alike.
+        `routing_zipf`: exponent with which the use of experts falls with their rank; 0: all are used equally.
 
         Raises:
             BenchError: a share beyond 0..1, or more shares than the chain has room for; an exponent
@@ -120,8 +120,8 @@ class Synthetic:
     def words_text(self, region: int, count: int) -> str:
         """`count` words of one of the chain's regions: all of them in one random order after another.
 
-        In the chain's own order, a prompt would hold what the model answers to another one. A region's last
-        words, from which an answer would run into the next region, are left out.
+        In the chain's own order, a prompt would have the answer to another one. A region's last words are
+        left out, since an answer after them would enter the next region.
         """
         rng = np.random.default_rng([self.seed, region])
         words = self.chain.regions[region]

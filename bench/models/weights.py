@@ -1,14 +1,15 @@
 """The synthetic model's tensors, any rows at any time; only small tables are kept in memory.
 
-An embedding is its token's vector (`bench.models.neurons`) and a constant, positive or negative: the mark
-by which the MTP block knows on which tokens to err, and which the trunk's neurons, of zero mean, do not see.
-FFNs hold their neurons; with experts, the shared one does, whose gate is always half open, and the router
-chooses at random among routed experts that say nothing, all alike or, with `routing_zipf`, some more often.
-Everything else is noise: rows at the scale that keeps activations near one, output projections small beside
-the residual stream.
+An embedding is its token's vector (`bench.models.neurons`) plus a constant, the mark. Its sign decides
+whether the MTP block drafts a wrong token; the trunk's neurons have zero mean, so the mark does not affect
+them. FFNs have the neurons. In models with experts the shared expert has them, and its gate is always half
+open. The router chooses at random among routed experts of noise, uniformly or, with `routing_zipf`, some more
+often. Everything else is noise: rows whose scale keeps activations near one, and output projections that are
+small compared with the residual stream.
 
-Noise is one pool of normally distributed numbers, read from another place for each tensor: what a weight
-holds does not matter to a kernel's speed, and drawing each anew would take most of the run's time.
+Noise comes from one pool of normally distributed numbers, which is read from a different place for each
+tensor. The values of weights do not affect a kernel's speed, and drawing each of them would take most of the
+run's time.
 """
 
 from __future__ import annotations
