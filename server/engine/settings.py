@@ -16,6 +16,7 @@ FlashAttention = Literal["auto", "on", "off"]
 Sampling = Literal["auto", "device", "host"]
 SplitMode = Literal["none", "layer"]
 F16Copies = Literal["auto", "on", "off"]
+Repack = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "off", "ngram", "mtp", "draft", "both"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
@@ -56,9 +57,10 @@ class ModelSettings(Section, title="model"):
     """keep FP16 copies of the quantized matrices on the GPU, for prompts and for steps of many sequences.
     They take 2 bytes a weight, 8.4 GB for a 4B. auto: on GPUs that are faster with them (NVIDIA's Hopper), if
     memory is left for all of them"""
-    repack: bool = False
-    """reorder quantized matrices without FP16 copies in place for the tensor cores of NVIDIA GPUs from sm_80
-    on. Steps of many sequences are faster; on Hopper a step of one is slower"""
+    repack: Repack = "auto"
+    """reorder quantized matrices in place for the tensor cores of NVIDIA GPUs from sm_80 on. Steps of few
+    sequences are faster; with FP16 copies, those of many read the copies. auto: on NVIDIA's Hopper, but not
+    with deterministic, whose kernels read the order of the file"""
     use_mmap: bool = True
     """map the file instead of reading it; weights on the host then share the page cache"""
     mlock: bool = False

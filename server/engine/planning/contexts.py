@@ -73,7 +73,7 @@ def load_model(
         mlock=settings.mlock,
         rehearse=rehearse,
         f16_copies=settings.f16_copies == "on" and not rehearse,
-        repack=settings.repack and settings.f16_copies != "on" and not rehearse,
+        repack=settings.repack == "on" and not rehearse,
         load_mtp=uses_mtp(settings, spec),
     )
     return _confirmed(model, spec.file, settings)

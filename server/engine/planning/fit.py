@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from qwen_serve.llamacpp.gguf import Header
-    from qwen_serve.server.engine.settings import EngineSettings, Speculation
+    from qwen_serve.server.engine.settings import EngineSettings, Repack, Speculation
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     if wanted.f16_copies == "on":
         _check_copies(places)
     on_gpu = places[0].is_gpu
-    settings = wanted.replace(f16_copies="on" if wanted.f16_copies == "on" else "off")
+    copies = "on" if wanted.f16_copies == "on" else "off"
+    settings = wanted.replace(f16_copies=copies, repack=_order(wanted, places))
     settings = _with_prefix_cache(_with_what_can_draft(_with_shares(settings, places), spec), spec)
     settings = _with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
     settings = with_mtp_sequences(_with_snapshots(settings, spec), spec, on_gpu=on_gpu)
@@ -149,6 +150,14 @@ def _check_copies(places: Sequence[Device]) -> None:
             f"f16_copies is 'on', but products are not faster with them on {names}: they are on NVIDIA's "
             "Hopper (H100, H200). Set f16_copies to 'auto' or 'off'"
         )
+
+
+def _order(wanted: EngineSettings, places: Sequence[Device]) -> Repack:
+    """Whether weights are repacked: "auto" does it where steps were measured to be faster, on Hopper."""
+    if wanted.repack != "auto" or wanted.deterministic:
+        return "on" if wanted.repack == "on" else "off"
+    gpus = [place for place in places if place.is_gpu]
+    return "on" if gpus and all(keeps_f16_copies(gpu.name) for gpu in gpus) else "off"
 
 
 def _with_copies(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:

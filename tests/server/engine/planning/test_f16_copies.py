@@ -171,19 +171,50 @@ def test_the_host_keeps_none(nano_q4_k_m: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("copies", "repack", "bytes_"), [("off", True, 7), ("off", False, 0), ("on", True, 0)]
+    ("copies", "repack", "done"),
+    [
+        ("off", "on", ["repack"]),
+        ("off", "off", []),
+        ("on", "on", ["copy", "repack"]),
+        ("on", "off", ["copy"]),
+    ],
 )
-def test_matrices_without_them_are_repacked(
-    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, copies: str, repack: bool, bytes_: int
+def test_matrices_are_repacked_behind_their_copies(
+    nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, copies: str, repack: str, done: list[str]
 ) -> None:
-    monkeypatch.setattr("qwen_serve.llamacpp.model._repack_weights", lambda _: 7)
-    monkeypatch.setattr("qwen_serve.llamacpp.model._keep_f16_copies", lambda _: 5)
+    seen: list[str] = []
+
+    def noted(name: str) -> Callable[[int], int]:
+        def act(model: int) -> int:
+            seen.append(name)
+            return 7
+
+        return act
+
+    monkeypatch.setattr("qwen_serve.llamacpp.model._repack_weights", noted("repack"))
+    monkeypatch.setattr("qwen_serve.llamacpp.model._keep_f16_copies", noted("copy"))
     wanted = resolve_settings(settings(nano_q4_k_m, speculation="off", repack=repack))
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     plan = replace(plan, settings=plan.settings.replace(f16_copies=copies))
     parts = build_engine(plan, StepProfile(), StartProfile())
-    assert parts.model.repacked == bytes_
+    assert parts.model.repacked == (7 if repack == "on" else 0)
+    assert seen == done
     parts.close()
+
+
+@pytest.mark.parametrize("copies", ["auto", "off"])
+def test_they_are_repacked_where_that_is_known_to_be_faster(
+    hopper: Any, monkeypatch: pytest.MonkeyPatch, copies: str
+) -> None:
+    hopper(79 * GIB)
+    assert planned(f16_copies=copies).settings.repack == "on"
+    assert planned(f16_copies=copies, repack="off").settings.repack == "off"
+    assert planned(f16_copies=copies, deterministic=True).settings.repack == "off"
+    assert planned(f16_copies=copies, deterministic=True, repack="on").settings.repack == "on"
+    assert planned(f16_copies=copies, n_gpu_layers=0).settings.repack == "off"
+    pretend_copies(monkeypatch, pay=False)
+    assert planned(f16_copies=copies).settings.repack == "off"
+    assert planned(f16_copies=copies, repack="on").settings.repack == "on"
 
 
 def test_a_server_without_memory_for_them_starts_and_says_so(
