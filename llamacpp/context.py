@@ -17,6 +17,7 @@ from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
 from .patches import BATCH_INVARIANT, brings
+from .ragged import most_lengths
 from .rows import Rows, matrix
 from .snapshots import MANY, Snapshots, n_rs_seq, snapshot_rows
 
@@ -44,7 +45,6 @@ BATCH_INVARIANT_SNAPSHOTS = 15
 compute the last tokens of a prompt's pass one by one: this many and one more."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-
 
 PLANES = 4
 """Axes of a picture's position: time, row, column, and one that Qwen3.5 leaves at 0."""
@@ -110,6 +110,7 @@ class Context:
         """Targets of copies that llama.cpp makes in the next decode (ids with cells of their own)."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
+        self.most_lengths = most_lengths(self._handle)
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 if the model keeps none."""
         self.snapshot_rows = snapshot_rows(self._handle)
@@ -122,7 +123,6 @@ class Context:
         self._fills_ring = False
         self._stashes: dict[int, npt.NDArray[np.uint8]] = {}
         """llama.cpp's host-side data about states in its device buffers, by sequence."""
-
         n = self.n_batch
         self.tokens: npt.NDArray[np.int32] = np.zeros(n, np.int32)
         self.positions: npt.NDArray[np.int32] = np.zeros(n, np.int32)

@@ -16,6 +16,7 @@ AMX, RING = "amx-broadcast", "layer-inputs-ring"
 SHARED_SNAPSHOTS, MANY_SNAPSHOTS = "shared-snapshots", "many-snapshots"
 F16_COPIES, BATCH_INVARIANT, STEPS_APART = "f16-copies", "batch-invariant", "steps-apart"
 NEXT_TOKENS, REPACKED_WEIGHTS = "next-tokens", "repacked-weights"
+RAGGED_PASSES = "ragged-passes"
 """Patches that change what the server does."""
 
 NUMBER = re.compile(r"^\d+-")

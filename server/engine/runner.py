@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .batch import Batch, Chunk
     from .profile import StepProfile
     from .sequence import Adapters, Sequence
+    from .ubatches import Pass
 
 PATIENCE = 400
 """After this many rows that return more than needed, slots get narrower device samplers. That change plans
@@ -104,11 +105,10 @@ class Runner:
     def can_precede(self, step: Launched, batch: Batch) -> bool:
         """Whether `batch` can be launched before the rows of this step are read. It must be a single pass,
         since launching a second pass would wait for the first."""
-        lengths = [chunk.n_tokens for chunk in batch.chunks]
         return (
             step.outputs is not None
             and batch.n_rows <= self._context.most_ahead
-            and len(list(ubatches(lengths, self._context.n_ubatch, self._tail))) == 1
+            and len(list(self._ubatches(batch))) == 1
         )
 
     def can_follow(self, step: Launched) -> bool:
@@ -215,14 +215,19 @@ class Runner:
                 self._add_row(chunk, index, placement.scored_rows)
         return placements
 
+    def _ubatches(self, batch: Batch) -> Iterator[Pass]:
+        lengths = [chunk.n_tokens for chunk in batch.chunks]
+        most = self._context.most_lengths if batch.n_rows < batch.n_tokens else 1
+        return ubatches(lengths, self._context.n_ubatch, self._tail, most)
+
     def _fill_ubatches(self, batch: Batch) -> list[Placement]:
         """Write tokens in the order of ubatches; llama.cpp would swap outputs of another order row by row."""
         context, chunks = self._context, batch.chunks
         write = self._write_rows if batch.of_pictures else self._write_tokens
         placements = [Placement([]) for _ in chunks]
         done, start = [0] * len(chunks), 0
-        for length, taken in ubatches([chunk.n_tokens for chunk in chunks], context.n_ubatch, self._tail):
-            for i in taken:
+        for one in self._ubatches(batch):
+            for i, length in one:
                 chunk, placement, first, end = chunks[i], placements[i], done[i], start + length
                 write(chunk, first, start, end)
                 context.sequences[start:end] = chunk.slot

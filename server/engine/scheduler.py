@@ -24,9 +24,10 @@ Attention multiplies other sequences' cells and free cells by 0, and a value tha
 So unusable logits do not tell which sequence caused them. The cells are cleared, and the running sequences
 start again, each alone until it has a token. A sequence that gets none even alone is the cause and fails.
 
-On a hybrid model a step reads the weights once for each distinct token count of its sequences, since the
-recurrent layers need the same count from all sequences of a ubatch. So mixing decodes with a chunk of a
-prompt would save nothing: both cost a pass, mixed or not.
+On a hybrid model llama.cpp reads the weights once for each distinct token count of a step's sequences, since
+the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes, prompts
+of different lengths share a pass. Decodes have steps of their own: beside a chunk of a prompt, attention
+would read a mask of all sequences' cells for each of its tokens.
 
 This module does not use llama.cpp: the scheduler counts cells, the runner fills them.
 """

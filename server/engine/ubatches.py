@@ -7,21 +7,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+Pass = list[tuple[int, int]]
+"""Sequences, by index, and how many tokens each of them has in a pass, in order."""
 
-def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[tuple[int, list[int]]]:
-    """Splits a batch into ubatches (passes over the weights), like llama.cpp: yields the number of tokens
-    that each sequence has in the pass, and the indices of these sequences.
 
-    llama.cpp returns outputs in this order, so batches are written in it. The recurrent layers need the same
-    number of tokens from each sequence, so a pass ends where the shortest sequence ends (`split_equal`,
-    llama-batch.cpp). The shortest sequences come first. With `tail` above 0 the last `tail` tokens of a
-    sequence stay in one pass: a sequence that would be split there waits for the next pass, and so do all
-    sequences after it.
+def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0, most_lengths: int = 1) -> Iterator[Pass]:
+    """Splits a batch into ubatches (passes over the weights), as llama.cpp does.
+
+    llama.cpp returns outputs in this order, so batches are written in it. A pass takes all that is left, the
+    shortest sequence first, if that fits and has at most `most_lengths` different numbers of tokens
+    (`split_runs`, llama-batch.cpp, of the patch ragged-passes). Otherwise it takes the same number of tokens
+    from each sequence, and ends where the shortest sequence ends (`split_equal`). The shortest sequences come
+    first. With `tail` above 0 the last `tail` tokens of a sequence stay in one pass: a sequence that would be
+    split there waits for the next pass, and so do all sequences after it.
     """
     left = dict(enumerate(lengths))
     if tail:
         left = dict(sorted(left.items(), key=lambda item: item[1]))
     while left:
+        if sum(left.values()) <= n_ubatch and 1 < len(set(left.values())) <= most_lengths:
+            yield sorted(left.items(), key=lambda item: item[1])
+            return
         length = min(min(left.values()), max(1, n_ubatch // len(left)))
         taken = list(left)
         if tail:
@@ -31,7 +37,7 @@ def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0) -> Iterator[t
                 taken = list(left)[:1]
                 whole = left[taken[0]]
                 length = whole if whole <= n_ubatch else whole - tail
-        yield length, taken
+        yield [(index, length) for index in taken]
         for index in taken:
             left[index] -= length
             if not left[index]:

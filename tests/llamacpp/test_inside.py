@@ -133,9 +133,9 @@ def test_system_information_in_another_form(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_batch_is_computed_in_the_order_in_which_it_is_written(nano_f32: Path) -> None:
     assert inside_model.passes(nano_f32) == inside_model.PASSES
     starts, expected = [0] * 3, []
-    for length, taken in ubatches(inside_model.LENGTHS, inside_model.N_UBATCH):
-        expected.append([100 * (s + 1) + starts[s] + i for s in taken for i in range(length)])
-        for s in taken:
+    for one in ubatches(inside_model.LENGTHS, inside_model.N_UBATCH):
+        expected.append([100 * (s + 1) + starts[s] + i for s, length in one for i in range(length)])
+        for s, length in one:
             starts[s] += length
     assert expected == inside_model.PASSES
 

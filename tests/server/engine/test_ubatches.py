@@ -9,40 +9,54 @@ from qwen_serve.server.engine.ubatches import ubatches
 
 
 def test_as_many_tokens_of_each_as_the_shortest_has_left() -> None:
-    assert list(ubatches([1, 5, 3], 512)) == [(1, [0, 1, 2]), (2, [1, 2]), (2, [1])]
+    assert list(ubatches([1, 5, 3], 512)) == [[(0, 1), (1, 1), (2, 1)], [(1, 2), (2, 2)], [(1, 2)]]
 
 
 def test_a_pass_holds_no_more_than_fit() -> None:
-    assert list(ubatches([10], 4)) == [(4, [0]), (4, [0]), (2, [0])]
-    assert list(ubatches([4, 4], 4)) == [(2, [0, 1]), (2, [0, 1])]
+    assert list(ubatches([10], 4)) == [[(0, 4)], [(0, 4)], [(0, 2)]]
+    assert list(ubatches([4, 4], 4)) == [[(0, 2), (1, 2)], [(0, 2), (1, 2)]]
 
 
 def test_whose_end_would_be_parted_waits() -> None:
-    assert list(ubatches([4, 2, 4, 2], 512, tail=5)) == [(2, [1, 3]), (4, [0, 2])]
+    assert list(ubatches([4, 2, 4, 2], 512, tail=5)) == [[(1, 2), (3, 2)], [(0, 4), (2, 4)]]
 
 
 def test_nobody_waits_whose_end_is_far() -> None:
-    assert list(ubatches([2, 9], 512, tail=5)) == [(2, [0, 1]), (7, [1])]
+    assert list(ubatches([2, 9], 512, tail=5)) == [[(0, 2), (1, 2)], [(1, 7)]]
 
 
 def test_the_end_of_a_long_prompt_stays_whole() -> None:
-    assert list(ubatches([18], 16, tail=5)) == [(13, [0]), (5, [0])]
+    assert list(ubatches([18], 16, tail=5)) == [[(0, 13)], [(0, 5)]]
+
+
+def test_one_pass_has_sequences_of_several_lengths() -> None:
+    assert list(ubatches([5, 1, 3, 1], 512, most_lengths=3)) == [[(1, 1), (3, 1), (2, 3), (0, 5)]]
+
+
+def test_too_many_lengths_become_fewer_from_pass_to_pass() -> None:
+    assert list(ubatches([5, 1, 3], 512, most_lengths=2)) == [[(0, 1), (1, 1), (2, 1)], [(2, 2), (0, 4)]]
+
+
+def test_a_pass_of_several_lengths_has_all_that_is_left() -> None:
+    assert list(ubatches([9, 3], 8, most_lengths=2)) == [[(0, 3), (1, 3)], [(0, 6)]]
 
 
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     n_ubatch=st.integers(16, 64),
     tail=st.integers(0, 9),
+    most_lengths=st.integers(1, 3),
 )
 def test_every_token_is_computed_once_and_ends_stay_whole(
-    lengths: list[int], n_ubatch: int, tail: int
+    lengths: list[int], n_ubatch: int, tail: int, most_lengths: int
 ) -> None:
     left = list(lengths)
-    for length, taken in ubatches(lengths, n_ubatch, tail):
-        assert length > 0
-        assert taken
-        assert length * len(taken) <= n_ubatch
-        for index in taken:
+    for one in ubatches(lengths, n_ubatch, tail, most_lengths):
+        assert one
+        assert sum(length for _, length in one) <= n_ubatch
+        assert len({length for _, length in one}) <= most_lengths
+        for index, length in one:
+            assert length > 0
             left[index] -= length
             assert left[index] == 0 or left[index] >= tail
     assert not any(left)
