@@ -165,9 +165,9 @@ class SchedulerSettings(Section, title="scheduler"):
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
     """how long a prefill step may delay running answers, rounded to whole passes (ubatch_size); without a GPU
     at most 128 tokens. A larger value raises throughput if many requests arrive at once"""
-    async_scheduling: bool = False
+    async_scheduling: bool = True
     """on a GPU, launch the next step before the tokens of the last one are read: the same sequences again, if
-    all are greedy, or prompts. Needs the patch next-tokens"""
+    all are greedy, or prompts. Needs the patch next-tokens; deterministic switches it off"""
     deterministic: bool = False
     """the same request gets the same answer whatever else is served, at a lower speed
     (docs/deterministic.md). Every sequence has its own KV cells (ctx_size / parallel, and as many for each

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.skipif(not HAS_NEXT_TOKENS, reason="this llama.cpp has no patch next-tokens")
 
-PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off", "async_scheduling": True}
+PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off"}
 """Sampling on the device, though that is the host here, as on a GPU."""
 ENDS = SamplingParams()
 """Greedy, with the tokens that end an answer."""
@@ -173,3 +173,12 @@ async def test_no_cells_for_the_next_step(nano_f32: Path, monkeypatch: pytest.Mo
         assert await ask(engine, request) == expected
         assert len(refused) == 2
         assert launched["again"] > 10
+
+
+@pytest.mark.parametrize("off", [{"async_scheduling": False}, {"deterministic": True}])
+async def test_switched_off(nano_f32: Path, off: dict[str, Any]) -> None:
+    asked = [Request(random_prompt(random.Random(i), 20), 12) for i in range(3)]
+    with ahead(nano_f32, **off) as (engine, launched):
+        answers = await ask_all(engine, asked)
+    assert [len(answer.tokens) for answer in answers] == [12] * 3
+    assert not launched
