@@ -7,18 +7,19 @@ takes the slot of a running one if the prefix cache can keep the latter's state 
 A decode step takes the pending tokens of every decoding sequence. While there are prompts to read, prefill
 steps of a ubatch each come between decode steps, together at most `prefill_budget` prompt tokens, which
 limits the delay of running answers. The host prepares each while the device computes the one before. Half of
-a step's tokens go to the prompt that came first, so that many short prompts cannot starve it. The other half
-goes to the prompts closest to their first token, each tenant's closest one before any tenant's second, so
-that many long prompts cannot starve a short one. A prompt that shares a prefix with an earlier one that is
-being computed keeps its place and waits for that prefix, unless the earlier request ends before.
+a step's tokens go to the prompt that arrived first, so that many short prompts cannot starve it. The other
+half goes to the prompts closest to their first token, so that many long prompts cannot starve a short one;
+the closest of each tenant comes before the second of any tenant. If a prompt shares a prefix with an earlier
+one that is being computed, it keeps its place and waits for that prefix, unless the earlier request ends
+before.
 
-The KV cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when its tokens
-fit beside the running ones and each running sequence keeps a little room to grow; no cells are reserved for
-its whole answer. When cells run short, checkpoints of the prefix cache are evicted first. If that is not
-enough, the youngest running sequence of those with the worst claim is preempted: its cells are freed, it
-returns to its place in the queue, and later it reads its tokens again, the generated ones included. Its
-sampler is kept, so preemption costs only time. The oldest sequence is never preempted for others' cells, and
-one sequence alone always fits into the cache, so every request finishes.
+The KV cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when there are
+cells for its tokens and each running sequence keeps a little room to grow. No cells are reserved for its
+whole answer. When cells run short, checkpoints of the prefix cache are evicted first. If that is not enough,
+the youngest running sequence of those with the worst claim is preempted: its cells are freed, it returns to
+its place in the queue, and later it reads its tokens again, the generated ones included. Its sampler is kept,
+so preemption costs only time. The oldest sequence is never preempted for others' cells, and one sequence
+alone always fits into the cache, so every request finishes.
 
 Attention multiplies other sequences' cells and free cells by 0, and a value that is not finite survives that.
 So unusable logits do not tell which sequence caused them. The cells are cleared, and the running sequences
@@ -156,7 +157,7 @@ class Scheduler:
                 except Exception:  # caching is optional: its failure must not fail a request
                     log.warning("a finished sequence was not cached", exc_info=True)
             self._vacate(sequence)
-            if sequence.suspect and not self.running:  # its values must not reach the next sequence
+            if sequence.suspect and not self.running:  # the next sequence must not get its values
                 self._clear()
         self._cache.forget(sequence)
         self._cache.trim()
@@ -199,16 +200,17 @@ class Scheduler:
         return batch
 
     def decoded(self, batch: Batch, seconds: float) -> None:
-        """Tell the policy how many `seconds` a decode step took: it prices output tokens by that."""
+        """Tell the policy how many `seconds` a decode step took, from which it computes the cost of output
+        tokens."""
         self.waiting.policy.decoded(batch.n_tokens, seconds, self.prefill_budget.each)
 
     def reserve(self, batch: Batch) -> None:
-        """llama.cpp has begun to compute the batch: count its cells."""
+        """Count the cells of a batch that llama.cpp has begun to compute."""
         self._states.appended(batch)
 
     def follows(self, batch: Batch) -> bool:
-        """Whether the step after `batch`, which is being computed, is the same again, as far as can be known
-        now. Then there is room for it."""
+        """Whether the step after `batch`, which is being computed, decodes the same sequences again, as far
+        as is known now. If so, there are cells for it."""
         if not batch.is_decode or len(batch.chunks) != len(self.running) or self._ending:
             return False
         if self.waiting and (self._free_slots or self.waiting.contended):
@@ -222,9 +224,9 @@ class Scheduler:
         return True
 
     def prompts_behind(self, batch: Batch, fits: Callable[[Batch], bool]) -> Batch | None:
-        """Prompts to read behind `batch`, which is being computed and has not been committed; None if there
-        are none that `fits` allows, or if the choice depends on its results. What `batch` reads of prompts
-        that go on is recorded."""
+        """A batch of prompts to launch after `batch`, which is being computed and not committed yet. None if
+        there are none that `fits` allows, or if the choice depends on the results of `batch`. Records the
+        tokens that `batch` reads of prompts that continue."""
         following, sampling = Batch(), [chunk.sequence for chunk in batch.chunks if chunk.samples]
         none = not self.waiting and len(sampling) == len(self.running)
         if none or not self._prefills_left or self._ending or self.reproducible:
@@ -249,8 +251,8 @@ class Scheduler:
     ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
-        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed, or
-        if the same step is being computed `again`, after that.
+        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed. If
+        the same step is being computed `again`, they are removed after it.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -265,7 +267,7 @@ class Scheduler:
             if chunk not in self._recorded:
                 sequence.computed = computed
             if sequence in self._ending:
-                sequence.tokens.append(self._ending[sequence])  # its slot holds that, too
+                sequence.tokens.append(self._ending[sequence])  # its slot holds this token, too
                 over.append(Output(sequence, [], result.error))
                 continue
             if result.error is not None:
@@ -282,7 +284,7 @@ class Scheduler:
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             sequence.status = DECODE if computed else PREFILL
-            if result.recompute:  # in a slot whose whole rows are fetched, or in cleared cells
+            if result.recompute:  # in a slot that returns whole rows, or in cleared cells
                 recomputed.append(sequence)
             elif sequence.suspect:
                 sequence.suspect = False
@@ -343,7 +345,8 @@ class Scheduler:
         return max(1, self.prefill_budget.tokens // self._ubatch_size)
 
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
-        """Fill the batch for one set of adapters: the first one, in turn, that has work that fits."""
+        """Fill the batch for one set of adapters: the first, in the order of turns, that has work that
+        fits."""
         for adapters in self._turns.order(self.running):
             if prefill_first:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
@@ -356,8 +359,9 @@ class Scheduler:
                 return
 
     def _admit(self, *, preempt: bool = True) -> None:
-        """Admit waiting sequences in the policy's order while there is room. Without room, admit one that may
-        `preempt` a running sequence. While the next one waits for cells, no other is admitted."""
+        """Admit waiting sequences in the policy's order while there is room. Without room, and with
+        `preempt`, admit one that may preempt a running sequence. While the next one waits for cells, admit no
+        other."""
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.suspect or self.running[0].suspect):
@@ -401,7 +405,7 @@ class Scheduler:
                 self._cache.match_prefix(sequence)
 
     def _make_room(self, cells: int) -> bool:
-        """Evict checkpoints until `cells` are free and, if possible, the cells that drafts may take too."""
+        """Evict checkpoints until `cells` are free and, if possible, the cells that drafts may take, too."""
         return self._cache.make_room(cells + self._draft_rows) or self._cache.make_room(cells)
 
     def _schedule_decodes(self, batch: Batch, adapters: Adapters) -> None:

@@ -1,4 +1,5 @@
-"""Takes the engine's steps. On a GPU the next one may be launched before the last one's rows are read."""
+"""Runs the engine's steps. On a GPU the next step may be launched before the rows of the last one are
+read."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Adds a request, which may happen while a step is computed ahead."""
+    """Adds a request. This may run while the next step is already being computed."""
 
     add: Callable[[], None]
 
@@ -33,12 +34,13 @@ class Arrival:
 
 
 class Steps:
-    """Schedules, drafts, launches, samples, verifies and commits, one step after the other.
+    """Runs one step after the other: schedules, drafts, launches, samples, verifies and commits.
 
-    While a step is computed, the host sends the tokens of the one before. If nothing else is to do than the
-    same step again, that is launched, too, and reads its tokens on the device: the device then goes from one
-    to the next without waiting for the host. A sequence that turns out to have ended is part of one such
-    step too many. It keeps its slot until that is over, and its last state includes the token that ended it.
+    While a step is computed, the host sends the tokens of the step before. The next step may be launched
+    meanwhile: the same sequences again, whose tokens it then reads on the device, or prompts. So the device
+    does not wait for the host between the two. If a sequence turns out to have ended in the first step, the
+    second one still computes it. The sequence keeps its slot until that step is done, and its last state
+    includes the token that ended it.
     """
 
     def __init__(
@@ -48,29 +50,29 @@ class Steps:
         flush: Callable[[], None],
         relieve: Callable[[NoMemorySlot], None],
     ) -> None:
-        """`flush` delivers the tokens of the last step, and `relieve` is called if there are no cells for a
-        step."""
+        """`flush` delivers the tokens of the last step. `relieve` is called if a step finds no free cells."""
         self._components, self._profile = components, profile
         self._scheduler, self._runner = components.scheduler, components.runner
         self._speculator, self._ends = components.speculator, components.vocab.eog_ids
         self._flush, self._relieve = flush, relieve
         self._ahead: Launched | None = None
         self._done = 0.0
-        """When the last step was done, by the clock of steps."""
+        """Time at which the last step was done, by the clock of steps."""
 
     @property
     def ahead(self) -> bool:
-        """Whether a step is being computed. Then sequences may be added, and nothing else may change."""
+        """Whether the next step is already being computed. Then nothing may change except that sequences are
+        added."""
         return self._ahead is not None
 
     def step(self, *, last: bool = False) -> tuple[Batch, list[Output]] | None:
-        """Take a step; return its batch and its results, or None if there were no cells for it. After a
-        `last` step nothing is being computed."""
+        """Run a step; return its batch and its results, or None if there were no cells for it. With `last`
+        the next step is not launched."""
         step, self._ahead = self._ahead or self._launch(), None
         if step is None:
             return None
         lap, batch = self._profile.lap, step.batch
-        if self._components.device_runs_alone:  # so that the event loop runs while this thread waits
+        if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()
             lap("flush")
             if not last:
@@ -87,7 +89,7 @@ class Steps:
         if batch.is_decode:
             self._scheduler.decoded(batch, seconds)
         if self._ahead is not None and any(new.recompute for new in sampled):
-            self._components.context.wait()  # logits are no use: all that run begin anew
+            self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead = None
         again = self._ahead is not None and self._ahead.batch is batch
         held = self._speculator.verify(batch, sampled, seconds)
@@ -103,7 +105,7 @@ class Steps:
         lap("receive")
         batch = scheduler.schedule()
         lap("schedule")
-        # else tokens wait for the step or the drafters
+        # otherwise the tokens would wait for the step or for drafters
         if not self._components.device_runs_alone or speculator.catches_up(batch):
             self._flush()
             lap("flush")
@@ -121,13 +123,13 @@ class Steps:
         lap("reserve")
         for chunk in batch.chunks:
             if chunk.samples:
-                with suppress(Exception):  # `sample` meets the same exception and handles it
+                with suppress(Exception):  # `sample` raises it again and handles it
                     chunk.sequence.sampler.prepare(chunk.draft)
         return step
 
     def _launch_next(self, step: Launched) -> Launched | None:
-        """Launch the same step again behind one that is being computed, or prompts, if nothing speaks against
-        it."""
+        """Launch the next step while `step` is being computed: the same sequences again, or prompts. None if
+        that is not possible."""
         batch, runner, speculator = step.batch, self._runner, self._speculator
         if again := runner.can_follow(step) and speculator.is_quiet and self._scheduler.follows(batch):
             following = batch
@@ -144,7 +146,7 @@ class Steps:
         at = self._components.clock()
         try:
             launched = runner.launch(following, reads_next=again)
-        except NoMemorySlot:  # the step that is not ahead meets it, too
+        except NoMemorySlot:  # `_launch` will meet it, too, and handles it
             speculator.abandon()
             return None
         launched.at = at

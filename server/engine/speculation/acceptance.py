@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 DEPTHS, MEMORY = 16, 32
-"""Depths that are counted separately, since the first tokens are right more often; and the tries remembered
-of each, so that acceptance follows a text that changes."""
+"""Number of depths that are counted separately, since the first tokens are right more often. Number of tries
+that are remembered for each depth, so that acceptance follows a text that changes."""
 
 FADE = 0.03
-"""Share of a depth's counts that is forgotten when a draft did not reach it or another drafter had the step,
-so that it is tried again."""
+"""Share of a depth's counts that is forgotten when a draft did not reach it or another drafter was used, so
+that the depth is tried again."""
 
 ASSUMED = 2
-"""Tries that an assumption, or all results before a cooldown, count for: few, as they may be wrong."""
+"""An assumption, and all results before a cooldown together, count as this many tries, since they may be
+wrong."""
 
 
 class Acceptance:
-    """By depth, how often drafted tokens of one kind were right if those before them were."""
+    """How often drafted tokens of one kind were right, by depth, if all tokens before them were right."""
 
     __slots__ = ("_assumed", "_hits", "_right", "_total", "_tries")
 
@@ -27,7 +28,7 @@ class Acceptance:
         self._total: list[float] = []
 
     def add(self, drafted: int, accepted: int) -> None:
-        """A draft of `drafted` tokens was verified; the first `accepted` of them were right."""
+        """Record a verified draft of `drafted` tokens, of which the first `accepted` were right."""
         tested = min(accepted + 1, drafted, DEPTHS)
         missing = tested - len(self._tries)
         self._hits += [0.0] * missing
@@ -39,7 +40,7 @@ class Acceptance:
         self._right.clear()
 
     def fade(self) -> None:
-        """Another drafter had the step: forget a little."""
+        """Forget a little, because another drafter was used."""
         self._keep([1 - FADE] * len(self._tries))
 
     def retry(self) -> None:

@@ -1,4 +1,4 @@
-"""A policy that always drafts: for tests, which want many drafts of any quality."""
+"""A policy that always drafts, for tests that need many drafts of any quality."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Always(Policy):
         return set(drafter.kinds)
 
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
-        """The longest drafts of the first drafter that has any, all limited alike if room is short."""
+        """The longest drafts of the first drafter that has any. If room is short, all are limited equally."""
         free = min(step.room, step.most_rows - sum(step.pending))
         each = max(0, free // len(step.pending))
         for option in options:

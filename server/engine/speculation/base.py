@@ -37,13 +37,14 @@ class Draft:
 class Drafter(Protocol):
     """Drafts for sequences whose tokens, all but the pending ones, are in the trunk's cache.
 
-    An `instant` drafter is asked first, and the policy then decides how much of its drafts is verified. Any
-    other drafter is asked only after the policy has decided that its drafts pay, for the tokens that pay.
+    An `instant` drafter is asked first, and then the policy decides how many tokens of its drafts are
+    verified. Any other drafter is asked only after the policy has decided that drafts pay, and for as many
+    tokens as pay.
     """
 
     name: str
     instant: bool
-    """Asking it takes negligible time."""
+    """Whether a call of `propose` takes negligible time."""
     most: int
     """Maximum sequences that it drafts for at once."""
     depth: int
@@ -63,19 +64,19 @@ class Drafter(Protocol):
         """Expected seconds of drafts of `depth` tokens for `n` sequences."""
 
     def measure(self) -> None:
-        """Time drafts of made-up input, once, at start."""
+        """Time drafts of arbitrary input, once, at start."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended. Does nothing if it is unknown."""
+        """Drop everything about a sequence that ended. Does nothing if it is unknown."""
 
 
 @dataclass(slots=True)
 class DrafterStats(DraftCounts):
-    """One drafter, all requests."""
+    """Counts of one drafter over all requests."""
 
     failed: int = 0
     """Drafts lost to an error."""
     unready: int = 0
-    """Drafts not made because the drafter lacked the hidden rows that it reads."""
+    """Drafts not made because the drafter did not have the hidden rows that it reads."""
     state: DrafterState = "active"
     """"cooldown": its recent drafts did not pay; "failed": it does not draft for a while after errors."""

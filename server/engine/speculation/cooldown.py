@@ -6,7 +6,8 @@ GROWTH = 4
 """Each cooldown is this many times as long as the last, so that drafts that never pay are seldom retried."""
 
 EARLY = 4
-"""A cooldown is this many times shorter for a new request: drafts that lost for others may pay for it."""
+"""For a new request a cooldown is this many times shorter, since drafts that lost for others may pay for
+it."""
 
 
 class Cooldown:
@@ -24,11 +25,11 @@ class Cooldown:
 
     @property
     def lost(self) -> bool:
-        """Whether it lost and has not paid since."""
+        """Whether drafts lost and have not paid since."""
         return self._next > self._first
 
     def begin(self, now: int, most: float = 1e9, least: int = 0) -> None:
-        """It lost in step `now`: start a cooldown of `least` to about `most` steps."""
+        """Start a cooldown of `least` to about `most` steps after a loss in step `now`."""
         steps = max(least, min(self._next, max(self._first, round(most))))
         self._until, self._early = now + steps, now + max(least, steps // EARLY)
         self._next = min(self._last, GROWTH * self._next)
@@ -39,5 +40,5 @@ class Cooldown:
             self._until = min(self._until, now)
 
     def end(self) -> None:
-        """It pays: end the cooldown; the next one is as short as the first."""
+        """End the cooldown because drafts pay. The next one is as short as the first."""
         self._next, self._until = self._first, 0

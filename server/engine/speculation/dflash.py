@@ -29,26 +29,27 @@ KEPT = 512
 """Maximum positions of the drafter's cache that a copy of a sequence id shares."""
 
 RUNNING = 2
-"""Windows that a sequence's entries may fill before they are cut back to one."""
+"""A sequence's entries may fill this many windows before they are cut back to one."""
 
 
 def cells(window: int, slots: int, checkpoints: int, most: int, block: int) -> int:
-    """Cells of the drafter's cache: for slots, for checkpoints, and for the blocks being guessed."""
+    """Cells of the drafter's cache: for slots, for checkpoints, and for the blocks that are being guessed."""
     return slots * (RUNNING + 1) * window + checkpoints * min(KEPT, window) + most * block
 
 
 def host_bytes(slots: int, window: int, n_features: int) -> int:
-    """Maximum bytes of waiting rows on the host, without a ring; a piece partly in the window stays whole."""
+    """Maximum bytes of waiting rows on the host, without a ring. A piece that is partly in the window stays
+    whole."""
     return 4 * slots * 2 * window * n_features
 
 
 class DflashDrafter(HiddenDrafter):
-    """Injects the trunk's rows, and has the drafter fill a block of mask tokens.
+    """Injects the trunk's rows into the drafter's cache, and lets the drafter fill a block of mask tokens.
 
-    The rows of the trunk's layers wait until the sequence drafts or its state is shared: in a ring on the
-    device, or on the host if this llama.cpp has no ring. Then they go into the drafter's cache, each at its
-    token's position. With a ring, the newest rows are injected by the call that computes the block. The
-    drafter sees at least the last `window` tokens and at most twice as many.
+    The rows of the trunk's layers wait in a ring on the device, or on the host if this llama.cpp has no ring,
+    until the sequence drafts or its state is shared. Then they are injected, each at its token's position.
+    With a ring, the call that computes the block also injects the newest rows. The drafter sees at least the
+    last `window` tokens and at most twice as many.
     """
 
     name = "dflash"
@@ -64,7 +65,7 @@ class DflashDrafter(HiddenDrafter):
         self._blocks: dict[int, Mean] = {}
         """Seconds of a pass over blocks, by group of sequence counts."""
         self._injections = Mean()
-        """Seconds to inject the rows that came since the previous draft."""
+        """Seconds to inject the rows of the tokens since the last draft."""
 
     def copy(self, source: int, target: int) -> None:
         """Let `target` share the newest entries of `source`, at most KEPT."""
@@ -118,7 +119,8 @@ class DflashDrafter(HiddenDrafter):
         return drafts
 
     def measure(self) -> None:
-        """Time blocks of made-up input, which take as long as any, for one sequence and for more."""
+        """Time blocks for one sequence and for more. The input is arbitrary, since it does not affect the
+        time."""
         n = 1
         while n <= min(self.most, self._slots):
             for _ in range(4 if n == 1 else 2):
@@ -130,8 +132,8 @@ class DflashDrafter(HiddenDrafter):
             n *= 2
 
     def _goes_with_a_block(self, slot: int) -> bool:
-        """Whether the newest rows, as many as a block has, can be injected by the call that guesses. Then
-        that call always has the same shape and graph. Some of these rows may have been injected before."""
+        """Whether the call that guesses can inject the newest rows, as many as a block has. Then that call
+        always has the same shape and graph. Some of these rows may have been injected before."""
         state = self._states[slot]
         first = state.end - self._block
         return self._context.source is not None and max(state.first, state.fresh) <= first <= state.fed

@@ -1,4 +1,4 @@
-"""Statistics and errors of a drafter. An error of a drafter stops here and costs only its drafts."""
+"""Statistics and errors of a drafter. Its exceptions are caught here, so an error costs only its drafts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DISABLED_AFTER, DISABLED_FIRST, DISABLED_LAST = 3, 256, 16_384
-"""Consecutive failures that disable a drafter; steps of the first such pause, each four times the one before;
-and of the longest."""
+"""Consecutive failures that disable a drafter; the steps of the first pause, and of the longest. Each pause
+is four times as long as the last."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,12 +43,12 @@ class DrafterHealth:
         """Call a method of the drafter. If it raises, count the failure and return `otherwise`."""
         try:
             return method(*args, **kwargs)
-        except Exception as error:  # drafting is optional: no error of it may fail a request
+        except Exception as error:  # drafting is optional, so its errors must not fail a request
             self.failed(error)
             return otherwise
 
     def succeeded(self) -> None:
-        """It made drafts: reset its failures."""
+        """Reset the failures of a drafter that made drafts."""
         self.failures = 0
         self.disabled.end()
 
@@ -62,7 +62,7 @@ class DrafterHealth:
             self.disabled.begin(self.now)
 
     def begin_anew(self, error: Exception) -> None:
-        """It failed, and its states of running sequences may be wrong: have it drop them, if it has any."""
+        """Let a drafter that failed drop its states of running sequences, which may be wrong."""
         self.failed(error)
         if isinstance(self.drafter, HiddenDrafter):
             self.call(None, self.drafter.pause)

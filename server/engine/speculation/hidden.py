@@ -1,4 +1,5 @@
-"""The base of drafters that read the trunk's hidden rows: rows waiting on the host, entries in a cache."""
+"""The base of drafters that read the trunk's hidden rows. The rows wait on the host and become entries of a
+cache."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class DraftCacheState:
     """A drafter's state of one sequence id.
 
-    Its cache holds entries for the hidden rows of positions `first` to `fed` - 1. `rows` on the host are
-    those of positions `start` to `end` - 1, where `start` <= `fed`.
+    The drafter's cache has entries for the hidden rows of positions `first` to `fed` - 1. `rows` on the host
+    are those of positions `start` to `end` - 1, where `start` <= `fed`.
     """
 
     first: int
@@ -33,11 +34,12 @@ class DraftCacheState:
     start: int
     end: int
     rows: list[npt.NDArray[Any]] = field(default_factory=list)
-    """Read-only pieces: rows [n, width], or [n, 1] the places of rows that stay on the device."""
+    """Read-only pieces of rows [n, width]; for rows that stay on the device, their places [n, 1]."""
     fresh: int = 0
-    """First position of the rows that were collected for this id itself, without a gap."""
+    """First position of the rows that were collected without a gap for this id, and not copied from
+    another."""
     length: int | None = None
-    """Number of tokens that the id holds after a rollback; the rows from there to `end` will be collected
+    """Number of tokens that the id holds after a rollback. The rows from there to `end` will be collected
     again."""
 
     @property
@@ -71,17 +73,17 @@ class SavedDraftCache:
 
 
 class HiddenDrafter:
-    """A drafter with a cache of its own, made from the trunk's hidden rows. It has a state for each sequence
-    id of llama.cpp, which the state store copies, frees and saves with the trunk's.
+    """A drafter with a cache of its own, which is made from the trunk's hidden rows. It has a state for each
+    sequence id of llama.cpp. The state store copies, frees and saves these states together with the trunk's.
 
-    Rows of prompts and outputs wait on the host until a sequence drafts; a sequence that never does costs the
-    drafter nothing. `window` rows are kept. A drafter that missed more starts anew there and sees no earlier
-    rows.
+    Rows of prompts and outputs wait on the host until a sequence drafts, so a sequence that never drafts
+    takes no time of the drafter. The last `window` rows are kept. If a drafter has missed more, it starts
+    with them and does not see earlier ones.
     """
 
     instant = False
     reads_pictures = True
-    """Whether it reads the rows of pictures; if not, it begins behind a sequence's last picture."""
+    """Whether it reads the rows of pictures. If not, it begins after a sequence's last picture."""
     most: int
     kinds: Mapping[str, float]
     """Its only kind of drafts, with the acceptance assumed for a first token before any is measured."""
@@ -97,8 +99,8 @@ class HiddenDrafter:
         """Number of states that the state store failed to copy, save, restore or free."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[Any], most: int | None = None) -> None:
-        """Keep the rows of correct tokens at positions `start`, `start` + 1...: at most `most` or `window`
-        rows, [n, n_embd] or as `Context.layer_inputs` gives them."""
+        """Keep the rows of correct tokens at positions `start`, `start` + 1...; at most `most` or `window`
+        rows. They are [n, n_embd], or what `Context.layer_inputs` returns."""
         state = self._states.setdefault(slot, DraftCacheState(start, start, start, start, fresh=start))
         state.length = None
         if start > state.end:
@@ -106,7 +108,7 @@ class HiddenDrafter:
             state.end = state.fresh = start
             self._drop_entries(slot, start)
         if not len(new := rows[state.end - start :]):
-            return  # read again after a rejection
+            return  # these rows were read again after a rejection
         state.rows.append(new)
         state.end += len(new)
         while (surplus := state.end - (most or self.window) - state.start) > 0:
@@ -118,12 +120,13 @@ class HiddenDrafter:
             self._drop_entries(slot, state.start)
 
     def rolled_back(self, slot: int, length: int) -> None:
-        """The slot was rolled back to its first `length` tokens; the rows of later ones stay correct."""
+        """Record that a slot was rolled back to its first `length` tokens. The rows of later tokens stay
+        correct."""
         if (state := self._states.get(slot)) is not None:
             state.length = length
 
     def pause(self) -> None:
-        """No rows are collected from now on: drop the states of slots, which become useless."""
+        """Drop the states of slots, which become useless because no rows are collected from now on."""
         for slot in [slot for slot in self._states if slot < self._slots]:
             self.free(slot)
 
@@ -138,7 +141,7 @@ class HiddenDrafter:
     # --- states of sequence ids ----------------------------------------------------------------------------
 
     def copy(self, source: int, target: int) -> None:
-        """Copy the state of `source` to `target`, as far back as is worth it."""
+        """Copy the state of `source` to `target`, as far back as the copy pays."""
         raise NotImplementedError
 
     def free(self, sequence_id: int) -> None:
@@ -160,19 +163,19 @@ class HiddenDrafter:
         return SavedDraftCache(replace(state, rows=[*state.rows]), cache)
 
     def restore(self, sequence_id: int, saved: SavedDraftCache) -> None:
-        """Put a saved state into an id, or nothing if the drafter's cache has no room."""
+        """Restore a saved state to an id, or nothing if the drafter's cache has no room."""
         self.free(sequence_id)
         if saved.cache is not None:
             try:
                 self._context.restore(sequence_id, saved.cache)
-            except LlamaError:  # it starts anew
+            except LlamaError:  # the drafter starts again
                 self._context.remove(sequence_id)
                 return
         state = saved.state
         self._states[sequence_id] = replace(state, rows=[*state.rows], fresh=state.end)
 
     def _drop_entries(self, sequence_id: int, start: int) -> None:
-        """Empty its part of the cache; its next entries begin with the row of position `start`."""
+        """Empty an id's part of the cache. Its next entries begin with the row of position `start`."""
         state = self._states[sequence_id]
         if state.fed > state.first:
             self._context.remove(sequence_id)

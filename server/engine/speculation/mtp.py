@@ -22,19 +22,21 @@ if TYPE_CHECKING:
     from .base import DraftRequest
 
 FEW = 24
-"""Maximum tokens to catch up on for a sequence that drafts in every step; for one of several WIDEST."""
+"""Maximum tokens to catch up on for a single sequence that drafts in every step; for one of several it is
+WIDEST."""
 
 WIDEST = 5
-"""Up to this many rows of a sequence, all calls of a draft are padded to one width; the padding is removed
-afterwards. Calls of one width reuse llama.cpp's graph, and building one takes as long as ten rows do."""
+"""If a sequence has at most this many rows, all calls of a draft are padded to one width, and the padding is
+removed afterwards. Calls of the same width reuse llama.cpp's graph; building a graph takes as long as ten
+rows."""
 
 KEPT = 128
-"""Unused hidden rows that a copy of a sequence id keeps at most."""
+"""Maximum unused hidden rows that a copy of a sequence id keeps."""
 
 
 def host_bytes(slots: int, checkpoints: int, window: int, n_embd: int) -> int:
-    """Maximum bytes of hidden rows on the host: a piece stays whole while any of it is in the window, which
-    sequences that run together share."""
+    """Maximum bytes of hidden rows on the host. A piece stays whole while any of it is in the window, and
+    sequences that run together share pieces."""
     return 4 * n_embd * ((slots + checkpoints) * KEPT + 2 * window)
 
 
@@ -43,11 +45,11 @@ Feed: TypeAlias = "tuple[int, int, list[int], npt.NDArray[np.float32]]"
 
 
 class MtpDrafter(HiddenDrafter):
-    """Feeds the head with the trunk's rows, and has it guess the next tokens.
+    """Feeds the head with the trunk's rows, and lets it guess the next tokens.
 
     The row of position p is fed together with the next token, and its entry is at position p + 1 of the
-    head's cache. The last row is kept after it is fed: a sequence that continues from a copy may have another
-    token there.
+    head's cache. The last row is kept after it is fed, since a sequence that continues from a copy may have
+    another token there.
     """
 
     name = "mtp"
@@ -78,7 +80,8 @@ class MtpDrafter(HiddenDrafter):
         self._decodes: dict[int, Mean] = {}
         """Seconds of a decode, by group of sequences."""
         self._besides: dict[int, Mean] = {}
-        """Seconds of a draft beyond its decodes, the same way: catching up, and removing guessed entries."""
+        """Seconds of a draft without its decodes, by group of sequences: catching up, and removing guessed
+        entries."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state of `source` to `target`, without unused rows further back than KEPT."""
@@ -99,7 +102,8 @@ class MtpDrafter(HiddenDrafter):
     # --- drafting ------------------------------------------------------------------------------------------
 
     def can_draft(self, request: DraftRequest) -> bool:
-        """Whether the rows of all tokens but the newest were collected, and the last is not used yet."""
+        """Whether the rows of all tokens but the newest were collected, and the last of them is not used
+        yet."""
         if not super().can_draft(request):
             return False
         state = self._states[request.slot]
@@ -127,7 +131,7 @@ class MtpDrafter(HiddenDrafter):
         return drafts
 
     def measure(self) -> None:
-        """Time decodes of 1, 2, 4... sequences with made-up input, which takes as long as any."""
+        """Time decodes of 1, 2, 4... sequences. The input is arbitrary, since it does not affect the time."""
         context, width, n = self._context, 2 if self._widest else 1, 1
         while n <= min(self.most, self._slots):
             rows = n * width
@@ -149,11 +153,12 @@ class MtpDrafter(HiddenDrafter):
         for request in requests:
             self.free(request.slot)
             self._context.remove(request.slot)  # entries fed before the failure
-        for idle, state in self._states.items():  # these continue from the rows that they still have
+        for idle, state in self._states.items():  # they continue from the rows that they still have
             self._drop_entries(idle, state.start)
 
     def _draft(self, requests: ListLike[DraftRequest]) -> tuple[list[Draft], int, float]:
-        """The drafts, the number of tokens that the head caught up on, and roughly its decodes' seconds."""
+        """The drafts, the number of tokens that the head caught up on, and about how many seconds decodes
+        took."""
         n, slots = len(requests), [request.slot for request in requests]
         deepest = max(request.limit for request in requests)
         even = deepest < self._widest and n * (deepest + 1) <= self._context.n_ubatch
@@ -205,8 +210,8 @@ class MtpDrafter(HiddenDrafter):
         return rows, total
 
     def _feed_ahead(self, feeds: ListLike[Feed], most: int) -> list[Feed]:
-        """Feed all but the newest row of each sequence that has more than `most`, as many as fit into a call;
-        return what is left of each."""
+        """Feed all but the newest row of each sequence that has more than `most` rows, in calls as large as
+        possible; return what is left of each."""
         context, n, left = self._context, 0, []
         for slot, first, tokens, hidden in feeds:
             start, end = 0, len(tokens) - 1 if len(tokens) > most else 0
@@ -233,7 +238,7 @@ class MtpDrafter(HiddenDrafter):
         rows, n = [], 0
         for index, (request, token) in enumerate(zip(requests, tokens, strict=True)):
             position = len(request.sequence.tokens) + depth
-            if self._width:  # the padding after the row that counts
+            if self._width:  # padding follows the row that is used
                 context.remove(request.slot, position)
             self._put(n, request.slot, position, [token], hidden[index : index + 1])
             rows.append(n)

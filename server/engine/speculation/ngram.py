@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .base import DraftRequest
 
 MATCHES = {3: 0.5, 6: 0.8, 16: 0.97}
-"""Match length -> assumed acceptance of the next token, until it is measured. Lengths are judged separately:
-a long match means copied text, a short one may be chance."""
+"""Match length -> assumed acceptance of the next token, until it is measured. Lengths are counted separately,
+since a long match means copied text, and a short one may be chance."""
 
 PICTURE = chr(0x10FFFF)
 
@@ -34,7 +34,7 @@ class Lookup:
     """Follows a growing list of tokens and finds the latest earlier occurrence of its end.
 
     `source` is the index of the token after that occurrence, or -1 if there is none. The `match` tokens
-    before it agree with the end. While the text repeats, the occurrence moves along.
+    before it are the same as those at the end. While the text repeats, the occurrence moves with the end.
     """
 
     __slots__ = ("_text", "match", "source", "tokens")
@@ -58,7 +58,7 @@ class Lookup:
             self._search()
 
     def continuation(self, n: int) -> list[int]:
-        """The `n` tokens that follow if the repetition continues, past the end of the text if need be."""
+        """The `n` tokens that follow if the repetition continues, if necessary beyond the end of the text."""
         if self.source < 0:
             return []
         period = len(self.tokens) - self.source
@@ -110,14 +110,14 @@ class NgramDrafter:
         return drafts
 
     def cost(self, n: int, depth: int) -> float:
-        """Nothing: no model computes."""
+        """0, since no model computes."""
         return 0.0
 
     def measure(self) -> None:
         """Nothing to time."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Drop the text of a sequence that ended."""
         self._lookups.pop(sequence, None)
 
     def _read(self, sequence: Sequence) -> Lookup:
@@ -128,7 +128,7 @@ class NgramDrafter:
 
 
 def _characters(tokens: list[int]) -> str:
-    """One character a token; all picture rows are the same character, which stands for no token."""
+    """One character for each token. All picture rows are the same character, which no token has."""
     if len(tokens) < 64:
         return "".join(chr(token) if token >= 0 else PICTURE for token in tokens)
     ids = np.array(tokens, np.int64)

@@ -24,29 +24,30 @@ ROWS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160
 """Rows of a sequence that are considered, besides the maximum and the shape of llama.cpp's graph."""
 
 MARGIN = 1.02
-"""Drafting must promise this many times the tokens a second of plain decoding."""
+"""Drafting must be expected to give this many times the tokens a second of plain decoding."""
 
 STAY = 16
 """Steps over which the time to change to another graph is spread, if its shape is expected to last."""
 
 OPTIMISM = 0.95
-"""Acceptance of each token that a retry assumes if the known one could not pay: one draft tests it."""
+"""Acceptance of each token that a retry assumes if drafts cannot pay with the known one. One draft tests
+it."""
 
 COOLDOWN_FIRST, COOLDOWN_LAST = 128, 1024
 """Steps of a cooldown, first and maximum. A text changes its character within hundreds of steps."""
 
 BUDGET = 0.0025
-"""Share of the time that retries may cost: a cooldown is no longer than needed to stay below it."""
+"""Share of the time that retries may cost. A cooldown is as long as needed for that."""
 
 PROVEN = 16
 """Consecutive steps with drafts after which a retry counts as successful."""
 
 LOSS, RETRY_LOSS = 5, 2
-"""Net loss, in steps' time, that starts a cooldown: the first time, and after an earlier loss."""
+"""Net loss, in the time of steps, that starts a cooldown: the first one, and one after an earlier loss."""
 
 JUDGED = 8
-"""If drafts may have at least this many tokens and do not pay, they go into cooldown; shorter limits come
-from the end of an answer."""
+"""Drafts that do not pay go into cooldown only if they may have at least this many tokens, since shorter
+limits come from the end of an answer."""
 
 
 @dataclass(slots=True)
@@ -56,9 +57,9 @@ class Record:
     acceptance: Acceptance
     cooldown: Cooldown = field(default_factory=lambda: Cooldown(COOLDOWN_FIRST, COOLDOWN_LAST))
     retries: bool = False
-    """A retry after a cooldown is in progress, and no draft was wrong since."""
+    """Whether a retry after a cooldown is in progress and no draft was wrong since."""
     fresh: bool = True
-    """No draft was timed yet; the first one loads kernels."""
+    """Whether no draft was timed yet; the first one loads kernels."""
     in_a_row: int = 0
     """Steps with such drafts since the last cooldown."""
     loss: float = 0.0
@@ -108,7 +109,8 @@ class Step:
 
 
 class Policy:
-    """Chooses draft lengths and learns from results, by kind of draft and power of two of sequences."""
+    """Chooses draft lengths. Learns from results, by kind of draft and by number of sequences (powers of
+    two)."""
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
@@ -132,7 +134,7 @@ class Policy:
         return all(self.record(drafter, kind, n).cooldown.lost for kind in drafter.kinds)
 
     def request_begins(self) -> None:
-        """A request begins: drafters in cooldown may be retried earlier for it."""
+        """Allow earlier retries of drafters in cooldown for a new request."""
         for record in self._records.values():
             record.cooldown.retry_early(self.now)
 
@@ -145,9 +147,9 @@ class Policy:
                 record.acceptance.retry()
                 record.retries = n == 1 or not drafter.instant
             elif record.fresh and n > 1 and not drafter.instant:
-                record.retries = True  # one step of several tells much
+                record.retries = True  # one step of several sequences shows much
         plan = self._best(options, step) or self._best(options, step, retrying=True)
-        if plan is not None or max(step.pending) == 1:  # a step that catches up says nothing about drafts
+        if plan is not None or max(step.pending) == 1:  # a step that catches up shows nothing about drafts
             for option in options:
                 for kind in {*option.kinds} - {""}:
                     self._judge(option, kind, step, plan)
@@ -173,7 +175,7 @@ class Policy:
             record.acceptance.fade()
 
     def _best(self, options: ListLike[Option], step: Step, *, retrying: bool = False) -> Plan | None:
-        """The best plan by known acceptance; with `retrying` the best of retries, which draft few tokens."""
+        """The best plan by known acceptance. With `retrying` the best retry, which drafts few tokens."""
         pending, n = step.pending, len(step.pending)
         seconds = self.times.passes(pending) + self._change(pending, step)
         best, best_rate = None, MARGIN * n / seconds
@@ -237,19 +239,21 @@ class Policy:
 
     def _change(self, rows: list[int], step: Step, *, passing: bool = False) -> float:
         """Seconds to change to the graph for these rows. They count in full if the change is for one step, as
-        for text that repeats now and then (`passing`) or for pending tokens; else they are spread."""
+        for text that repeats only sometimes (`passing`) or for pending tokens; otherwise they are spread over
+        steps."""
         if len(set(rows)) == 1 and (len(rows), rows[0]) == step.shape:
             return 0.0
         return self.times.leaving if passing or max(step.pending) > 1 else self.times.moving / STAY
 
     def verified(self, drafter: Drafter, kind: str, n: int, drafted: int, right: int) -> None:
-        """A draft for one of `n` sequences was verified; `right` of its tokens were accepted."""
+        """Record a verified draft for one of `n` sequences, of which `right` tokens were accepted."""
         record = self.record(drafter, kind, n)
         record.acceptance.add(drafted, right)
         record.retries &= right == drafted
 
     def add(self, drafter: Drafter, kind: str, n: int, tokens: int, seconds: float) -> None:
-        """A step with drafts of a kind, or one that catches up after them, gave `n` sequences `tokens`.
+        """Record a step with drafts of a kind, or one that catches up after them. It gave `n` sequences
+        `tokens`.
 
         `seconds` is the total of drafts, step and rollback, without costs that continued drafting pays only
         once. Plans rest on expected times; this measured time decides whether drafts go into cooldown.
@@ -265,9 +269,9 @@ class Policy:
     def _give_up(self, record: Record, n: int, least: int = 0) -> None:
         """Begin a cooldown, no longer than needed to make the loss a small share of the time."""
         most = 1e9
-        if record.in_a_row:  # includes building the graph without drafts, which comes next
+        if record.in_a_row:  # with the time to build the graph without drafts, which is needed next
             most = (record.loss + self.times.building.value) / (BUDGET * self.times.of(n, 1))
-            if n > 1 and record.in_a_row < PROVEN:  # what one step of several told is hardly chance
+            if n > 1 and record.in_a_row < PROVEN:  # a loss in a step of several sequences is hardly chance
                 least = max(least, min(COOLDOWN_LAST, round(most)))
         record.cooldown.begin(self.now, most, least)
         record.in_a_row, record.loss = 0, 0.0

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[Any]
 
 QUIET, SPARSE = 32, 8
-"""Maximum steps for which no drafter is asked: if none may draft, and if a text has nothing to copy. Asking
-takes a notable part of a short step."""
+"""Maximum steps for which no drafter is asked, if none may draft, and if a text has nothing to copy. Asking
+takes a considerable part of a short step."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class Proposal:
     health: DrafterHealth
     """The drafter that made them."""
     kinds: list[str]
-    """By chunk; "" for one without a draft."""
+    """The kind of draft of each chunk; "" for a chunk without a draft."""
     exceeds_snapshots: bool
     """Whether a draft is longer than a snapshot can roll back."""
     rollback: float
@@ -53,7 +53,7 @@ class Proposal:
 class Speculator:
     """Asks the drafters, rolls wrong drafts back, and updates the policy with the results.
 
-    In each step the engine's thread calls `propose` before the batch is launched, then `verify` when its
+    In each step the engine's thread calls `propose` before the batch is launched, and `verify` when its
     tokens are known, or `abandon` if it could not be computed. None of them raises an exception of drafting:
     an error costs drafts, and a drafter that fails repeatedly is not asked for a while.
     """
@@ -86,10 +86,10 @@ class Speculator:
         """Their states must be copied, freed and saved with the trunk's."""
         self._timer = StepTimer(context, policy.times)
         self._overtaken = False
-        """Whether the batch to verify is the one before that which `propose` saw last."""
+        """Whether the next batch was proposed before the last one is verified."""
         self._quiet = 0
-        """Further steps in which no drafter is asked, as long as they only decode and the number of sequences
-        stays."""
+        """Further steps in which no drafter is asked, as long as they only decode and have the same number of
+        sequences."""
         self._is_quiet = False
         """Whether the batch is such a step."""
         self._waited = True
@@ -102,18 +102,18 @@ class Speculator:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is drafted or read by drafters in this step, and neither in the next if it is the
-        same again."""
+        """Whether nothing is drafted or read by drafters in this step, nor in the next one if it has the same
+        sequences."""
         return not self._drafters or (self._is_quiet and self._quiet > 0 and not self._hidden.collects)
 
     @property
     def can_be_overtaken(self) -> bool:
-        """Whether a batch without drafts may be verified after the next one was proposed."""
+        """Whether the next batch may be proposed before this one, which has no drafts, is verified."""
         return not self._drafters or not (self._hidden.collects or self._states.deferred)
 
     def propose_early(self, batch: Batch) -> None:
-        """`propose` for prompts that are launched before the step before is verified, from which nothing is
-        learned then."""
+        """`propose` for prompts that are launched before the last step is verified. Nothing is learned from
+        that step then."""
         self._overtaken = bool(self._drafters)
         self.propose(batch)
 
@@ -135,7 +135,7 @@ class Speculator:
             self.catch_up()
         try:
             self._decide(batch)
-        except Exception as error:  # not from a call of one drafter: any of them may have wrong state
+        except Exception as error:  # not of a single drafter's call, so any of them may have wrong states
             self._fail(error)
             self._proposal = None
             batch.drop_drafts()
@@ -143,7 +143,7 @@ class Speculator:
             self.catch_up()
 
     def _fail(self, error: Exception) -> None:
-        """Drafting failed, and it is unknown which drafter caused it: all of them start again."""
+        """Restart all drafters after an error, since it is unknown which of them caused it."""
         self._quiet, self._is_quiet = 0, False
         for health in self._drafters:
             health.begin_anew(error)
@@ -167,7 +167,7 @@ class Speculator:
         if self.hidden_drafters:
             self._hidden.choose(max(1, len(self._alive)), self._cooldown)
         if batch.prompt_tokens:
-            for health in self._drafters:  # a new text is looked at without delay
+            for health in self._drafters:  # a new text is searched without delay
                 health.fruitless = 0
         if not all(chunk.decodes for chunk in chunks):
             return
@@ -180,7 +180,7 @@ class Speculator:
             self._publish()  # `verify` does not publish in quiet steps without hidden rows
 
     def _wait(self, health: DrafterHealth) -> int:
-        """Steps before it is worth asking a drafter."""
+        """Steps until it is worth asking a drafter."""
         if self._n > min(health.drafter.most, self._slots):
             return QUIET
         if left := self._cooldown(health, self._n):
@@ -234,7 +234,7 @@ class Speculator:
         if n > drafter.most or health.disabled.left(health.now):
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
-            return None  # no first token waits for a drafter that must read the prompt
+            return None  # a first token must not wait for a drafter that has to read the prompt
         if not (allowed := self._policy.allowed(drafter, n)):
             return None
         if drafter.instant:
@@ -330,7 +330,7 @@ class Speculator:
         return held
 
     def abandon(self) -> None:
-        """The batch could not be computed, so llama.cpp may have no graph now."""
+        """Discard the proposal for a batch that could not be computed; llama.cpp may have no graph now."""
         self._timer.shape = (0, 0)
 
     def _roll_back(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
@@ -341,7 +341,7 @@ class Speculator:
         slot, started = chunk.slot, self._clock()
         try:
             held = self._states.rollback(chunk, right)
-        except Exception as error:  # the sequence reads its text again
+        except Exception as error:  # the sequence computes its tokens again
             proposal.health.failed(error)
             self._states.free(slot)
             held = 0
@@ -369,7 +369,7 @@ class Speculator:
             if proposal.exceeds_snapshots:
                 policy.rollback.add(proposal.rollback)
             self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
-            # reading a prompt happens once, so it does not predict the cost of the next draft
+            # a prompt is read only once, so that time does not predict the cost of the next draft
             expected = drafter.cost(n, max(chunk.n_tokens - chunk.count for chunk in chunks))
             spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
             spent += proposal.rollback
@@ -391,11 +391,11 @@ class Speculator:
         prompt: tuple[int, float] | None = None,
         known: StepTimesRecord | None = None,
     ) -> None:
-        """Time drafts and verifications of more and more rows, the latter in about `seconds`
-        (`StepTimer.rehearse`), unless they are `known` from an earlier start (`step_times`).
+        """Time drafts, and verifications of more and more rows for about `seconds` (`StepTimer.rehearse`).
+        Times of verifications that are `known` from an earlier start (`step_times`) are not measured.
 
-        `rehearse(n, rows)` computes a batch of `rows` made-up tokens with a row of logits each for each of
-        `n` sequences, empties the slots again, and returns the seconds that the batch took.
+        `rehearse(n, rows)` computes a batch with `rows` arbitrary tokens of each of `n` sequences, a row of
+        logits each, empties the slots again, and returns the seconds that the batch took.
         """
         self._timer.start()
         if known is not None:
@@ -414,13 +414,13 @@ class Speculator:
         self._publish()
 
     def step_times(self) -> StepTimesRecord:
-        """The step times known by now, for the next start."""
+        """The current step times, for the next start."""
         return self._policy.times.dump()
 
     # --- ended sequences and statistics --------------------------------------------------------------------
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended."""
+        """Drop everything about a sequence that ended."""
         self._alive.discard(sequence)
         for health in self._drafters:
             health.call(None, health.drafter.forget, sequence)

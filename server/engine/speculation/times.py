@@ -14,31 +14,32 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context
 
 FIRST = 8
-"""Initial measurements whose minimum counts: the first ones of a shape load kernels and build graphs."""
+"""Of this many first measurements the minimum counts, since the first ones of a shape load kernels and build
+graphs."""
 
 WEIGHT = 0.1
 """Weight of a new measurement in the running mean."""
 
 LATE, OFTEN = 1.5, 3
-"""A measurement counts for at most LATE times the mean, since other work may have delayed it, unless OFTEN in
-a row were late."""
+"""A measurement counts as at most LATE times the mean, since other work may have delayed it. If OFTEN in a
+row are late, they count in full."""
 
 HELD_UP = 0.8
-"""A step below this share of the known time shows that other work delayed the earlier measurements."""
+"""If a step takes less than this share of the known time, other work has delayed the earlier measurements."""
 
 REFRESH, CHANGED = 16, 0.02
-"""Cached answers are renewed after REFRESH steps, or at once after a change by the share CHANGED: computing
-one takes 20 us, and a plan asks for a hundred."""
+"""Cached expectations are computed again after REFRESH steps, or at once after a change by the share CHANGED.
+Computing one takes 20 us, and a plan needs a hundred."""
 
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows that the warm-up times: around the sizes at which kernels change."""
+"""Numbers of rows that the warm-up times, around the sizes at which kernels change."""
 
 MANY = (2, 4, 8, 16, 32, 64)
 """Numbers of sequences above 1 that are timed, with few rows each."""
 
 TURNS, STEADY = 3, 4
-"""Turns of each shape, several so that one delay does not spoil all its times; and steps in a turn, of which
-the first builds the graph and the second may capture it."""
+"""Turns of each shape; there are several, so that one delay does not affect all of its times. And steps in a
+turn: the first one builds the graph, and the second may capture it."""
 
 
 @dataclass(slots=True)
@@ -72,24 +73,24 @@ class StepTimesRecord(BaseModel):
 
 
 class StepTimes:
-    """Seconds of a pass of `n` sequences with the same number of rows each, every row an output.
+    """Seconds of a pass of `n` sequences with the same number of rows each; every row is an output.
 
-    It keeps the time of a plain step by number of sequences, and the ratio to it of steps with more rows. So
-    plain steps, which always occur, correct a start-up that was delayed. A shape of several sequences that
-    was not measured takes the ratio of one sequence with as many rows in all.
+    It keeps the time of a plain step by number of sequences, and for steps with more rows the ratio to it. So
+    plain steps, which always occur, correct the times of a start-up that was delayed. If a shape of several
+    sequences was not measured, the ratio of one sequence with the same total of rows is used.
     """
 
     def __init__(self) -> None:
         self.building, self.capturing = Mean(), Mean()
-        """Extra seconds of a pass for which llama.cpp builds its graph anew, and of the next one, in which
-        ggml has the device capture it (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
+        """Extra seconds of a pass for which llama.cpp builds its graph again, and of the next pass, in which
+        the device captures it (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
         self.unconfirmed = False
-        """No step followed the start-up yet: all its measurements may have been delayed."""
+        """Whether no step followed the start-up yet, whose measurements may all have been delayed."""
         self._plain: dict[int, Mean] = {}
         self._ratios: dict[int, dict[int, Mean]] = {}
         """By group of sequences, then by rows of each."""
         self._known: dict[tuple[int, int], float] = {}
-        """Recent answers of `of`."""
+        """Recent results of `of`."""
         self._age = 0
 
     def dump(self) -> StepTimesRecord:
@@ -108,7 +109,7 @@ class StepTimes:
 
     @property
     def moving(self) -> float:
-        """Seconds to change to another graph and stay."""
+        """Seconds to change to another graph and keep it."""
         return self.building.value + self.capturing.value
 
     @property
@@ -117,7 +118,8 @@ class StepTimes:
         return self.building.value + self.moving
 
     def add(self, n: int, rows: int, seconds: float, *, built: bool = False, captured: bool = False) -> None:
-        """A pass took `seconds`; it `built` its graph, or was the first to reuse it and had it `captured`."""
+        """Record a pass that took `seconds`. It `built` its graph, or was the first to reuse it and had it
+        `captured`."""
         ratios = self._ratios.setdefault(group_of(n), {})
         known = n in self._plain if rows == 1 else rows in ratios
         if (built and n == 1) or captured:
@@ -134,14 +136,14 @@ class StepTimes:
         else:
             mean, seconds = ratios.setdefault(rows, Mean()), seconds / self._plain_step(n)
         if seconds < HELD_UP * mean.value:
-            mean.count = 0  # the mean starts anew
+            mean.count = 0  # the mean starts again
         before, self._age = mean.value, self._age + 1
         mean.add(seconds)
         if self._age % REFRESH == 0 or abs(mean.value - before) > CHANGED * before:
             self._known.clear()
 
     def _confirm(self, ratio: float) -> None:
-        """The first step after the start-up took `ratio` times as long as expected."""
+        """Use the first step after the start-up, which took `ratio` times as long as expected."""
         self.unconfirmed = False
         if ratio < HELD_UP:
             for mean in (self.building, self.capturing, *self._plain.values()):
@@ -171,8 +173,8 @@ class StepTimes:
     def passes(self, lengths: list[int]) -> float:
         """Seconds of a call whose sequences have these numbers of rows.
 
-        llama.cpp repeatedly takes as many rows of each as the shortest has left (`split_equal` in
-        llama-batch.cpp): a pass over the weights for each distinct number.
+        llama.cpp repeatedly takes as many rows of each sequence as the shortest one has left (`split_equal`
+        in llama-batch.cpp), so there is a pass over the weights for each distinct number.
         """
         seconds, done = 0.0, 0
         for length in sorted(set(lengths)):
@@ -212,15 +214,15 @@ class StepTimer:
         """Sequences and rows of the last step, which llama.cpp has a graph for; (0, 0) if it has none."""
         self._context = context
         self._graphs_reused, self._skipped, self._built = context.graphs_reused, 0, False
-        """As of the last recorded step; steps skipped since; and whether that one built a graph."""
+        """`graphs_reused` at the last recorded step; steps skipped since; whether that step built a graph."""
 
     def skip(self) -> None:
-        """Do not record a step, which reused its graph."""
+        """Count a step that is not recorded, which reused its graph."""
         self._skipped += 1
 
     def book(self, shape: tuple[int, int], seconds: float | None) -> tuple[bool, bool]:
-        """Record a step of a shape, (0, 0) if it has none; `seconds` is None if unknown. Return whether it
-        built a graph, and whether it had one captured."""
+        """Record a step of a shape, or of (0, 0) if it has none. `seconds` is None if unknown. Return whether
+        the step built a graph, and whether it had one captured."""
         built, captured = self._graph(shape)
         if shape != (0, 0) and seconds is not None:
             self.times.add(*shape, seconds, built=built, captured=captured)
@@ -235,7 +237,7 @@ class StepTimer:
         return built, captured
 
     def start(self) -> None:
-        """Ignore the graphs of what was computed before."""
+        """Ignore the graphs of everything computed before."""
         self._graphs_reused, self._skipped = self._context.graphs_reused, 0
 
     def rehearse(
@@ -249,8 +251,8 @@ class StepTimer:
         """Time steps of more and more rows, those that `fits` allows, in about `seconds`.
 
         `step(n, rows)` computes a step of `n` sequences with `rows` rows each, and returns its seconds.
-        `prompt` is a prompt's number of tokens and its seconds. If the time allows only a few shapes, this
-        predicts the cost of many rows better than they do.
+        `prompt` is the number of tokens of a prompt, and its seconds. If there is time for only a few shapes,
+        the prompt predicts the cost of many rows better than these shapes do.
         """
         shapes = [(1, rows) for rows in MEASURED] + [(n, rows) for n in MANY for rows in MEASURED[:3]]
         shapes = [shape for shape in shapes if fits(*shape)]
@@ -273,7 +275,7 @@ class StepTimer:
         for shape in took:
             if shape in steady:
                 self.times.add(*shape, steady[shape])
-            else:  # each of its steps built a graph, like a step whose state moves to another cell
+            else:  # each of its steps built a graph, as after a state has moved to another cell
                 self.times.add(*shape, min(took[shape])[0], built=True)
         if prompt is not None:
             self.times.add(1, *prompt)
