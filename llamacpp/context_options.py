@@ -24,7 +24,7 @@ class ContextOptions:
     type_k: str
     type_v: str
     n_outputs_per_seq: int = 1
-    """Most rows of one sequence that are sampled on the device: a verification has several."""
+    """Most rows of one sequence that are sampled on the device; a verification has several."""
     n_samplers: int = 0
     """Number of sequence ids, from 0, whose rows are sampled on the device; rows of other ids are returned
     whole."""
@@ -34,7 +34,8 @@ class ContextOptions:
     """Tokens that `remove` can take back from a sequence of a recurrent model. Each costs one more recurrent
     state, or without the patch shared-snapshots one for every sequence id."""
     snapshot_rows: int = 0
-    """Such states of all sequences that are decoded together, if more: with the patch many-snapshots."""
+    """Number of snapshots of all sequences that are decoded together, if that is more than `n_snapshots`.
+    Needs the patch many-snapshots."""
     eval_callback: Any = None
     """A `ggml_backend_sched_eval_callback`, called for every graph as it is computed."""
     op_offload: bool = True

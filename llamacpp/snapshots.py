@@ -32,13 +32,13 @@ SHARED: Final = brings(SHARED_SNAPSHOTS, "llama_rs_seq_shared")
 """Whether this llama.cpp can keep the snapshots of one sequence only."""
 
 MANY: Final = SHARED and brings(MANY_SNAPSHOTS, "llama_rs_seq_rows")
-"""Whether it can keep those of several sequences that are decoded together."""
+"""Whether this llama.cpp can keep the snapshots of several sequences that are decoded together."""
 
 SHARED_FLAG: Final = 0x80000000
 """LLAMA_RS_SEQ_SHARED of its src/llama-ext.h, a bit of `n_rs_seq`."""
 
 ROWS_SHIFT: Final = 12
-"""Where `llama_rs_seq_all` of the same file finds the number of all snapshots."""
+"""First bit of the number of all snapshots in `n_rs_seq` (`llama_rs_seq_all` of the same file)."""
 
 
 def n_rs_seq(n_snapshots: int, rows: int = 0) -> int:
@@ -49,8 +49,8 @@ def n_rs_seq(n_snapshots: int, rows: int = 0) -> int:
 
 
 def snapshot_rows(handle: Any) -> int:
-    """States that the sequences which are decoded together share as snapshots; 0 if only a sequence that is
-    decoded alone has any."""
+    """Number of snapshots that all sequences share that are decoded together; 0 if only a sequence that is
+    decoded alone has snapshots."""
     if not MANY:
         return 0
     function = C._lib.llama_rs_seq_rows

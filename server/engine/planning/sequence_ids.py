@@ -32,8 +32,8 @@ class SequenceIds:
     checkpoints: range
     """Ids of the prefix cache's states."""
     drafting: range
-    """The slots that draft, and that have rollback copies. Drafts that snapshots can take back are made in
-    others, too."""
+    """The slots that draft and have rollback copies. Drafts that snapshots can take back are made in other
+    slots, too."""
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Self:
