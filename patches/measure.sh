@@ -71,7 +71,7 @@ declare -A off=(
     [columns-only]=GGML_CUDA_COLUMNS_BESIDE=1
     [gdn-head]=GGML_CUDA_GDN_HEAD=0
     [bf16-products]=GGML_CUDA_MMF_TMA_BF16=0
-    [q4-k-products]=GGML_CUDA_MMF_TMA_Q4_K_MAX=0
+    [quantized-products]=GGML_CUDA_MMF_TMA_BLOCKS_MAX=0
     [inputs-queued]=LLAMA_INPUTS_WAIT=1
     [steps-apart]=LLAMA_ONE_SCHED=1
     [any-sequences]=LLAMA_SAME_SEQUENCES=1
