@@ -183,7 +183,7 @@ def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp
     assert "masks are equal" in done.stdout
 
 
-RINGS = ("mmf-tma", "gated_delta_net_chunked", "mmvq-rows", "mmvq-experts")
+RINGS = ("mmf-tma", "gated_delta_net_chunked", "mmvq-rows", "mmvq-experts", "mmq-repacked")
 """CUDA sources with a ring in shared memory that Hopper's copy engine fills."""
 
 
