@@ -82,8 +82,8 @@ class PromptChunks:
     def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
         """How many tokens of each prompt to read: half for the oldest, half for those with fewer pending.
 
-        Each distinct length costs a pass. So besides the oldest prompt at most one is read in part, and none
-        gets only a few tokens.
+        Without the patch ragged-passes each distinct length costs a pass. So besides the oldest prompt at
+        most one is read in part, and none gets only a few tokens.
         """
         oldest, least = prompts[0], budget // 8
         wanted = {sequence: self._until_cut(sequence) for sequence in prompts}
