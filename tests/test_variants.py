@@ -50,6 +50,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fit, "devices", lambda: places)
     monkeypatch.setattr(fit, "available_memory", lambda: None)
+    monkeypatch.setattr(fit, "keeps_f16_copies", lambda _: False)  # the card is no Hopper
     monkeypatch.setattr("qwen_serve.server.engine.planning.plan.rehearse", on_the_card)
     monkeypatch.setattr("qwen_serve.server.engine.planning.plan.takes_rows", lambda *_: True)
 

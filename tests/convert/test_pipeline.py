@@ -237,7 +237,9 @@ def test_an_interrupted_run_is_finished_by_the_next(
         return list(out.glob(f".{target.name}.*{PART}"))
 
     def writing(process: subprocess.Popen[str]) -> None:
-        wait_until(lambda: parts() or process.poll() is not None)
+        # the folder is removed at exit only once tempfile has noted it: wait for a file in it
+        begun = f".{target.name}.*{PART}/*"
+        wait_until(lambda: any(out.glob(begun)) or process.poll() is not None)
         time.sleep(after_s)  # the signal is to come at any moment
 
     flags = ("--src", checkpoint, "--out", out, "--quant", "F16")
