@@ -7,6 +7,8 @@ card, a network or another product has its reason (`ELSEWHERE`).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -24,6 +26,7 @@ import pytest
 from qwen_serve.bench.cli import COMMANDS as BENCH
 from qwen_serve.bench.cli import make_app
 from qwen_serve.convert.cli import parser as convert_parser
+from qwen_serve.server import client, setup_llama
 from qwen_serve.server.cli import USAGE
 from qwen_serve.server.settings import Settings
 from tests.processes import run
@@ -188,6 +191,15 @@ def test_a_command_can_be_pasted(command: Command, monkeypatch: pytest.MonkeyPat
             assert program in known or (ROOT / program).is_file() or program.startswith("BIN/"), program
 
 
+def flags_of(command: str) -> set[str]:
+    """The flags that `qwen-serve COMMAND --help` names."""
+    main = {"chat": client.main, "setup": setup_llama.main}[command]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    return set(re.findall(r"--[a-z-]+", printed.getvalue()))
+
+
 INLINES = sorted(
     {
         (str(page.relative_to(ROOT)), " ".join(text.split()))
@@ -222,9 +234,11 @@ def test_what_a_sentence_names_exists(page: str, text: str) -> None:
             assert asked <= {flag for argument in taken for flag in argument.names}
         case ["qwen-convert", *_]:
             assert asked <= set(re.findall(r"--[a-z-]+", convert_parser().format_help()))
+        case ["qwen-serve", "chat" | "setup" as command, *_]:
+            assert asked <= flags_of(command)
         case ["qwen-serve", command, *_]:
             assert f"qwen-serve {command} " in USAGE
-            assert asked <= SETTINGS | {"--quant"} or command == "setup"
+            assert command == "--version" or asked <= SETTINGS | {"--quant"}
         case ["python", "-m", module, *_]:
             assert find_spec(module) is not None
             assert asked <= SETTINGS or module != "qwen_serve.server"
