@@ -17,6 +17,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "verbosity": ("medium",),
+    "moderation": (),
     # llama-server
     "post_sampling_probs": (False,),
     "n_indent": (0,),
@@ -62,6 +63,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "custom_params": (),
     "lora_path": (),
+    "extra_key": (),
     "return_hidden_states": (False,),
     "return_prompt_token_ids": (False,),
     "return_meta_info": (False,),

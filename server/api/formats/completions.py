@@ -77,6 +77,9 @@ class CompletionRequest(GenerationRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **UNSUPPORTED,
         "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "chat_template_kwargs": ({}, {"enable_thinking": False}),
         "enable_thinking": (False,),
         "thinking": (False, {"type": "disabled"}),
         "reasoning": ({"effort": "none"},),

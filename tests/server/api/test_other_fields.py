@@ -97,7 +97,11 @@ def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["input_ids", "grammar_lazy", "return_meta_info", "return_prompt_token_ids", "session_params"]
+    "field",
+    [
+        *("input_ids", "grammar_lazy", "return_meta_info", "return_prompt_token_ids", "session_params"),
+        *("moderation", "extra_key"),
+    ],
 )
 def test_fields_of_other_servers_that_nobody_acts_on(start_shared: Start, field: str) -> None:
     answer = start_shared("Hi").chat(
@@ -105,3 +109,59 @@ def test_fields_of_other_servers_that_nobody_acts_on(start_shared: Start, field:
     )
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("field", "asking", "neutral"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}], []),
+        ("tool_choice", "required", "auto"),
+        ("chat_template_kwargs", {"enable_thinking": True}, {"enable_thinking": False}),
+    ],
+)
+def test_completions_have_no_fields_of_a_template(
+    start_shared: Start, field: str, asking: Any, neutral: Any
+) -> None:
+    server = start_shared("Hi")
+    for path in ("/v1/completions", "/completion", "/invocations"):
+        answer = server.post(path, prompt="Hi", **{field: asking})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        assert server.post(path, prompt="Hi", **{field: neutral}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value", "param"),
+    [
+        (ANTHROPIC, "thread", {"type": "continue", "previous_message_id": "msg_1"}, "thread"),
+        (ANTHROPIC, "compaction", {"type": "compact"}, "compaction"),
+        (ANTHROPIC, "thinking", {"type": "adaptive", "display": "brief"}, "thinking.display"),
+        (RESPONSES, "reasoning", {"context": "all_turns"}, "reasoning.context"),
+        (RESPONSES, "reasoning", {"mode": "pro"}, "reasoning.mode"),
+        (RESPONSES, "moderation", {"model": "any"}, "moderation"),
+    ],
+)
+def test_what_only_others_do_is_refused(
+    start_shared: Start, path: str, field: str, value: Any, param: str
+) -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    least = {"input": "Hi"} if path == RESPONSES else chat
+    answer = start_shared("Hi").post(path, **least, **{field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{param}: ")
+
+
+def test_reasoning_that_is_not_wanted_is_left_out(start: Start) -> None:
+    server = start("Hm.\n</think>\n\nOK.")
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000}
+    for display, kinds in (("summarized", ["thinking", "text"]), ("omitted", ["text"])):
+        thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
+        answer = server.post(ANTHROPIC, **asked, thinking=thinking).json()
+        assert [block["type"] for block in answer["content"]] == kinds
+
+
+def test_the_former_name_of_a_summary(start: Start) -> None:
+    server = start("Hm.\n</think>\n\nOK.")
+    [item, _] = server.post(
+        RESPONSES, input="Hi", reasoning={"effort": "low", "generate_summary": "auto"}
+    ).json()["output"]
+    assert item["summary"][0]["text"] == "Hm."

@@ -50,6 +50,8 @@ class ThinkingConfig(BaseModel):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+    """`omitted`: the answer comes without its reasoning. There are no summaries: it comes as it is."""
 
     def chat(self) -> dict[str, Any]:
         """The chat request's `thinking`."""
@@ -108,7 +110,12 @@ class CountTokensRequest(Sharing):
     (the prefix cache needs no marks), `context_management`.
     """
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "mcp_servers": ([],),
+        "container": (),
+        "thread": (),
+        "compaction": (),
+    }
     instead: ClassVar[dict[str, str]] = NAMES
 
     model: str | None = None
@@ -142,8 +149,10 @@ class CountTokensRequest(Sharing):
         choice = self.tool_choice
         thinking = self.thinking.chat() if self.thinking else None
         single = choice is not None and choice.disable_parallel_tool_use
+        omitted = self.thinking is not None and self.thinking.display == "omitted"
         return {
             **self._shared,
+            **({"include_reasoning": False} if omitted else {}),
             "model": self.model,
             "messages": reminded([*self._system(), *self._messages()]),
             "tools": [

@@ -48,7 +48,12 @@ class Reasoning(BaseModel):
     model_config = ConfigDict(strict=True)
 
     effort: str | None = None
+    context: Literal["auto", "current_turn"] | None = None
+    """Qwen's template shows the model the reasoning of the current turn only."""
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The former name of `summary`."""
 
 
 class TextConfig(BaseModel):
@@ -124,7 +129,8 @@ class ResponsesRequest(Sharing):
     @property
     def wants_summary(self) -> bool:
         """Whether the reasoning is also sent as its own summary."""
-        return self.reasoning is not None and self.reasoning.summary not in (None, "none")
+        asked = self.reasoning
+        return asked is not None and (asked.summary or asked.generate_summary) not in (None, "none")
 
     @cached_property
     def offered(self) -> OfferedTools:
