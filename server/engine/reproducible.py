@@ -221,9 +221,11 @@ def chunks_are_the_same(context: Context, chunk: int, counts: ListLike[int]) -> 
 
 
 def _read(context: Context, slot: int, length: int) -> None:
-    context.tokens[:length] = np.arange(length) % 256
-    context.positions[:length] = np.arange(length)
-    context.sequences[:length] = slot
-    context.outputs[:length] = 0
-    context.outputs[length - 1] = 1
-    context.decode(length)
+    for start in range(0, length, context.n_batch):
+        n = min(context.n_batch, length - start)
+        context.tokens[:n] = np.arange(start, start + n) % 256
+        context.positions[:n] = np.arange(start, start + n)
+        context.sequences[:n] = slot
+        context.outputs[:n] = 0
+        context.outputs[n - 1] = 1
+        context.decode(n)

@@ -127,6 +127,12 @@ async def test_the_first_prompt_is_no_longer_than_a_sequence(
         assert (await ask(engine, Request(random_prompt(random.Random(1), 20), 4))).tokens
 
 
+async def test_steps_shorter_than_the_text_of_the_comparison(nano_q4_k_m: Path) -> None:
+    small: dict[str, Any] = {"batch_size": 32, "ubatch_size": 16, "parallel": 2, "ctx_size": 512}
+    with running(nano_q4_k_m, deterministic=True, **small) as engine:
+        assert (await ask(engine, Request(random_prompt(random.Random(1), 20), 4))).tokens
+
+
 class MadeUpContext:
     """Rows that depend on their token, and, for those that `differs` names, on how many are computed."""
 

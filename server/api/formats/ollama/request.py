@@ -12,6 +12,7 @@ from qwen_serve.server.api.fields.unsupported import Refusing
 from qwen_serve.server.api.formats.chat import MAX_MESSAGES, MAX_TOOLS
 from qwen_serve.server.api.formats.completions import CompletionRequest
 from qwen_serve.server.api.formats.translation import object_in, refused, text_in, to_chat
+from qwen_serve.server.chat.pictures import GivenPicture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -136,7 +137,7 @@ class OllamaGenerateRequest(OllamaRequest):
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
         fields = {**self._fields(), **self._thinking()}
-        return to_chat({**fields, "messages": [_message(each, "prompt") for each in messages]}, NAMES)
+        return to_chat({**fields, "messages": [_message(each, "") for each in messages]}, NAMES)
 
     def completion(self) -> CompletionRequest:
         """The equivalent completion, for a raw prompt. Raises ApiError 400."""
@@ -157,7 +158,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     made: dict[str, Any] = {"role": message.get("role"), "content": message.get("content") or ""}
     if images := message.get("images"):
         text = [{"type": "text", "text": made["content"]}] if made["content"] else []
-        made["content"] = [*_pictures(images, f"{where}.images"), *text]
+        made["content"] = [*_pictures(images, f"{where}.images".lstrip(".")), *text]
     if message.get("thinking"):
         made["reasoning_content"] = text_in(message["thinking"], f"{where}.thinking")
     if calls := message.get("tool_calls"):
@@ -169,13 +170,13 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return made
 
 
-def _pictures(images: Any, where: str) -> Iterator[dict[str, Any]]:
+def _pictures(images: Any, where: str) -> Iterator[GivenPicture]:
     if not isinstance(images, list):
         raise bad_request(f"{where}: must be a list of pictures in base64", where, "invalid_value")
     for at, image in enumerate(images):
         data = text_in(image, f"{where}[{at}]")
         kind = MAGIC.get(data[:4], "png")
-        yield {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+        yield GivenPicture(f"data:image/{kind};base64,{data}", f"{where}[{at}]")
 
 
 def _call(call: Any, where: str, at: int) -> dict[str, Any]:

@@ -160,7 +160,8 @@ def test_a_format_is_a_grammar(server: Server) -> None:
         ({"think": "much"}, "think"),
         ({"logprobs": True}, "logprobs"),
         ({"messages": [{"role": "user", "content": "x", "images": "abc"}]}, "messages[0].images"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["iVBORabc"]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["iVBORabc"]}]}, "messages[0].images[0]"),
+        ({"path": "/api/generate", "prompt": "x", "images": ["iVBORabc"]}, "images[0]: "),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
