@@ -1,4 +1,4 @@
-"""Options that several commands share, as dataclasses, for commands and programs."""
+"""Dataclasses of options that several commands share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from qwen_serve.bench.store import Run
 
 T = TypeVar("T")
 
-# Headings of a command's help, in this order, after its own parameters.
+# Sections of a command's help, in this order, after its own parameters.
 SERVERS_GROUP = Group("Servers", sort_key=1)
 SERVER_GROUP = Group("Server", sort_key=2)
 LOAD_GROUP = Group("Load", sort_key=3)
@@ -27,7 +27,8 @@ Natural = Annotated[int, Parameter(validator=Number(gte=0))]
 
 
 def comma_separated(read: Callable[[str], T]) -> Parameter:
-    """For a tuple written with commas: ``Annotated[tuple[int, ...], comma_separated(positive)]``."""
+    """Option whose tuple is separated by commas: ``Annotated[tuple[int, ...],
+    comma_separated(positive)]``."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> tuple[T, ...]:
         return tuple(
@@ -41,7 +42,7 @@ def comma_separated(read: Callable[[str], T]) -> Parameter:
 
 
 def repeated(read: Callable[[str], T]) -> Parameter:
-    """For a tuple whose option may be repeated, each value with a syntax of its own: NAME=VALUE."""
+    """Option that may be repeated; ``read`` parses each value, such as NAME=VALUE."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> tuple[T, ...]:
         return tuple(read(token.value) for token in tokens)
@@ -50,7 +51,7 @@ def repeated(read: Callable[[str], T]) -> Parameter:
 
 
 def parsed_by(read: Callable[[str], T]) -> Parameter:
-    """For a value with a syntax of its own: ``Annotated[Limits, parsed_by(read_limits)]``."""
+    """Option that ``read`` parses: ``Annotated[Limits, parsed_by(read_limits)]``."""
 
     def convert(_: Any, tokens: Sequence[Token]) -> T:
         return read(tokens[-1].value)
@@ -59,7 +60,8 @@ def parsed_by(read: Callable[[str], T]) -> Parameter:
 
 
 def named_values(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """Values of a flag given as NAME=VALUE, each name once; otherwise BenchError, which names the flag."""
+    """Values of a flag given as NAME=VALUE, by name. Raises BenchError, naming the flag, for other texts and
+    for a repeated name."""
     pairs = [text.partition("=") for text in texts]
     if wrong := [name for name, equals, _ in pairs if not equals]:
         raise BenchError(f"{flag} {wrong[0]}: want NAME=VALUE")
@@ -96,13 +98,13 @@ class ServerOptions:
     url: str = "http://127.0.0.1:8080"
     """URL of the server."""
     model: str | None = None
-    """`model` of the requests (default: none; in chats the one that the server lists)."""
+    """`model` field of the requests (default: none; for chats the first model in /v1/models)."""
     api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
     """API key, sent as a bearer token."""
     timeout: float = 600.0
-    """Seconds that a request may take."""
+    """Time limit of a request, in seconds."""
     name: str | None = None
-    """The server's name in the tables (default: its URL)."""
+    """Name of the server in the tables (default: its URL)."""
 
 
 @Parameter(name="*", group=RECORD_GROUP)
@@ -111,32 +113,33 @@ class StoreOptions:
     """Where a run is recorded."""
 
     out: Path = Path("results")
-    """The store: a folder that gets a folder for each run."""
+    """Store: a folder with one folder for each run."""
     card: str | None = None
-    """The server's graphics card (default: what nvidia-smi says, for a local server)."""
+    """Name of the server's GPU (default: from nvidia-smi, for a local server)."""
     note: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """A sentence that is kept with the run; may be repeated."""
+    """Sentence to record with the run; may be repeated."""
 
     def begin(self, verb: str, settings: Mapping[str, Any], *, local: bool = True) -> Run:
-        """A new run in this store. ``local``: the servers use this machine and its card."""
+        """Begin a run in this store. ``local``: the servers use this machine and its GPU."""
         return Run.begin(self.out, verb, settings=settings, card=self.card, local=local, notes=self.note)
 
 
 @Parameter(name="*", group=PROMPTS_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """What made-up prompts look like, and who counts their tokens."""
+    """Generated prompts, and the tokenizer that counts their tokens."""
 
     tokenizer: str | None = None
-    """A .gguf, a folder with tokenizer.json, or a hub id (default: the server's /tokenize)."""
+    """Tokenizer: a GGUF, a folder with tokenizer.json, or a hub id (default: the server's /tokenize)."""
     prompts: Literal["natural", "words"] = "natural"
-    """What distinct prompts are made of: paragraphs of natural text in random order, or random words."""
+    """Content of distinct prompts. natural: paragraphs of English prose in random order; words: random
+    words."""
     text: Path | None = None
-    """Cut distinct prompts from this text instead; no part is used twice."""
+    """Text file from which distinct prompts are cut instead; no part is used twice."""
     seed: int = 0
-    """Seed of the made-up prompts."""
+    """Seed of the generated prompts."""
     stop_at_eos: Annotated[bool, Parameter(negative=())] = False
-    """Let answers to made-up prompts end early."""
+    """Let answers to generated prompts end at the end-of-sequence token (default: ignore_eos)."""
 
     def settings(self) -> dict[str, str | int | bool]:
         """The settings that a manifest records."""

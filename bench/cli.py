@@ -1,7 +1,7 @@
 """``qwen-bench``, also ``python -m qwen_serve.bench``: one command for every measurement.
 
-A command is a function with typed parameters (cyclopts), imported when it runs. It returns its exit
-status, or None for 0, and raises BenchError for errors that its user can fix.
+A command is a function with typed parameters (cyclopts), which is imported when the command runs. It returns
+its exit status, or None for 0. It raises BenchError for errors that the user can fix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Command:
-    """``where``: module:function, None if only its ``parts`` do something; ``parts``: its subcommands."""
+    """``what``: the help's line; ``where``: module:function, None if the command has only subcommands;
+    ``parts``: its subcommands."""
 
     what: str
     where: str | None = None
@@ -151,7 +152,7 @@ RENAMED = {
     "clients": "conformance clients",
     "variants": "sweep variants",
 }
-"""Former commands -> where they are now."""
+"""Former name of a command -> its name now."""
 
 
 GROUPS = {
@@ -162,7 +163,7 @@ GROUPS = {
     "Results": ("report",),
     "Build": ("build", "submit"),
 }
-"""Headings of the help -> commands."""
+"""Heading in the help -> commands."""
 
 HELP = """Measure any server with OpenAI's API. Every run is recorded in a folder (--out).
 
@@ -174,7 +175,8 @@ HELP = """Measure any server with OpenAI's API. Every run is recorded in a folde
 
 
 def make_app(words: Sequence[str]) -> App:
-    """Load only the help of the command that ``words`` ask for; the others would import everything."""
+    """Build the app for the command line ``words``. Only the command that they name is imported, because
+    importing all of them is slow."""
     from cyclopts import App, Group
 
     app = App(
@@ -193,7 +195,7 @@ def make_app(words: Sequence[str]) -> App:
         for name in names
     }
     for name, command in COMMANDS.items():
-        group = groups.get(name)  # a new command is under "Commands" until it has a heading
+        group = groups.get(name)  # a command without a heading is shown under "Commands"
         if command.where is not None and not (command.parts and name == asked):
             app.command(command.where, name=name, help=None if name == asked else command.what, group=group)
             continue
@@ -216,7 +218,7 @@ def _function(where: str) -> Callable[..., Any]:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit with 143, so that measurements are kept and started servers are stopped."""
+    """Let SIGTERM raise SystemExit(143), so that measurements are kept and started servers are stopped."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -232,7 +234,7 @@ INSTALL = "pip install 'qwen-serve[bench]'"
 
 
 def help_without_extras(asked: str | None, missing: str | None) -> str:
-    """The list of commands, if the packages for a command's own help are not installed."""
+    """The list of commands, for an installation without the packages that a command's own help needs."""
     shown = {asked: COMMANDS[asked]} if asked in COMMANDS else COMMANDS
     lines = [f"  {name:15} {command.what}" for name, command in shown.items()]
     need = f"Commands and their options need the extra `bench` ({missing} is missing): {INSTALL}"

@@ -1,4 +1,4 @@
-"""Errors of a benchmark that its user can fix."""
+"""Errors of a benchmark that the user can fix."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class ServerError(BenchError):
 
 
 def first_problem(error: ValidationError, whole: str) -> str:
-    """The first field that is wrong, and how; ``whole`` replaces the field if no single one is wrong."""
+    """The first wrong field and its error. ``whole`` is named instead if the error concerns no single
+    field."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"

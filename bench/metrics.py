@@ -1,7 +1,7 @@
-"""Every recorded quantity by name: its unit, which direction is better, and its meaning.
+"""All metrics that a run can record: unit, which direction is better, and meaning.
 
-Only these can be recorded. Requests' metrics have the usual names: TTFT, and ITL as the mean time of a token
-after the first (vLLM's TPOT), so that chunks of several tokens, as with speculation, do not distort it.
+Requests' metrics have the usual names. ITL is the mean time of each token after the first (vLLM's TPOT), so
+that chunks of several tokens, as with speculation, do not distort it.
 """
 
 from dataclasses import dataclass

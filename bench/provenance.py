@@ -1,4 +1,4 @@
-"""The conditions of a run: this machine, the card, versions, and what a server says about itself."""
+"""The conditions of a run: the machine, the GPU, versions, and the server's description of itself."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ LOCAL = {"127.0.0.1", "localhost", "::1"}
 
 
 def host() -> dict[str, str]:
-    """This machine, which runs the client: system, processor, cores and memory."""
+    """System, processor, cores and memory of this machine, which runs the client."""
     return {
         "system": platform.platform(),
         "processor": _processor(),
@@ -27,7 +27,7 @@ def host() -> dict[str, str]:
 
 
 def card() -> tuple[str | None, str | None]:
-    """(name and memory, driver) of this machine's cards, according to nvidia-smi; None without cards."""
+    """(name and memory, driver) of this machine's GPUs, from nvidia-smi; (None, None) without GPUs."""
     found = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     if found is None:
         return None, None
@@ -36,12 +36,12 @@ def card() -> tuple[str | None, str | None]:
 
 
 def is_local(url: str) -> bool:
-    """Whether the server at ``url`` runs on this machine, and so uses its card."""
+    """Whether the server at ``url`` runs on this machine, and so uses its GPU."""
     return urlsplit(url).hostname in LOCAL
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the relevant packages that are installed."""
+    """Versions of Python and of the installed packages that matter for a measurement."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -58,7 +58,7 @@ def commit() -> str | None:
 
 
 async def about_server(client: Client) -> dict[str, str]:
-    """The server's URL, Server header and model, and its build if /props or /version gives it."""
+    """The server's URL, Server header and model, and its build if /props or /version reports one."""
     about = {"url": client.url}
     for path, keys in (("/v1/models", ()), ("/version", ("version",)), ("/props", ("build_info",))):
         try:

@@ -1,16 +1,17 @@
-"""The store of all measurements: every run is a folder with a manifest and rows; tables and charts are views.
+"""The store of all measurements. Each run is a folder with a manifest and rows; tables and charts are made
+from them.
 
     STORE/2026-11-22T16-40-12-latency/manifest.json   command, commit, card, driver, versions, settings, date
                                       rows.jsonl      subject, workload, cell, round, metric, value, unit
-                                      ...             what a command adds: replies, server logs
+                                      ...             files of the command: replies, server logs
 
-Rows are written as they are measured, whole lines at a time, so an interrupted run keeps them; the
-manifest is written under a temporary name and renamed. A store is any folder with runs at any depth.
+Rows are written as they are measured, in whole lines, so an interrupted run keeps them. The manifest is
+written under a temporary name and renamed. A store is any folder with runs at any depth.
 
-- ``subject``: what is compared: a server, a variant, a file.
-- ``workload`` and ``cell``: what it did, such as "distinct" and "short", or "random" and "8 concurrent".
-- ``round``: from 1; in a round every subject has its turn, so rounds are what statistics pair.
-- several values of one metric in a round are samples, such as its requests'.
+- ``subject``: the server, variant or file that is measured.
+- ``workload`` and ``cell``: the load, such as "distinct" and "short", or "random" and "8 concurrent".
+- ``round``: from 1. Each subject is measured once a round, so statistics pair the values of a round.
+- Several values of a metric in one round are samples, for instance one for each request.
 """
 
 import json
@@ -44,7 +45,7 @@ Status = Literal["running", "finished", "stopped"]
 class Manifest(BaseModel):
     """The conditions of a run. ``card`` and ``driver`` are the servers', ``host`` the client's machine.
 
-    ``subjects``: facts about each, such as its command line, URL or settings. ``seconds``: wall time.
+    ``subjects``: facts about each subject, such as its command line, URL or settings. ``seconds``: wall time.
     ``status``: "stopped" after an error or an interruption; "running" also if the process was killed.
     """
 
@@ -68,8 +69,7 @@ class Manifest(BaseModel):
 
 
 class Run:
-    """A run while it is measured: ``with Run.begin(store, "latency", settings={...}) as run:
-    run.add(...)``."""
+    """A run in progress: ``with Run.begin(store, "latency", settings={...}) as run: run.add(...)``."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -89,8 +89,8 @@ class Run:
         local: bool = True,
         notes: Sequence[str] = (),
     ) -> Self:
-        """Make the run's folder. ``card``: as the user names it; else this machine's if the servers are
-        ``local``. Raises BenchError when the store cannot be written."""
+        """Create the run's folder. ``card``: the GPU's name; by default this machine's GPU if the servers are
+        ``local``. Raises BenchError if the store cannot be written."""
         started = datetime.now(UTC)
         found, driver = provenance.card() if local else (None, None)
         folder = _make_folder(store, f"{started:%Y-%m-%dT%H-%M-%S}-{verb}")
@@ -113,10 +113,10 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, keep: Callable[[Mapping[str, Any]], bool]) -> Self:
-        """Continue a run that was interrupted, or is to be extended. Rows that should go, such as those of an
+        """Continue an interrupted run, or extend one. Rows for which ``keep`` is false, such as those of an
         incomplete round, are dropped.
 
-        Raises BenchError for a folder that holds no run, or a broken one.
+        Raises BenchError if the folder holds no run, or a broken one.
         """
         manifest = _read_manifest(folder)
         kept = "".join(json.dumps(row) + "\n" for row in _rows_of(folder) if keep(row))
@@ -127,9 +127,9 @@ class Run:
         return cls(folder, manifest)
 
     def add(self, subject: str, workload: str, cell: str, round: int, values: Mapping[str, float]) -> None:
-        """Add the values of one request, or of a whole cell, by the names of `METRICS`.
+        """Record the values of one request, or of a whole cell, by metric (`METRICS`).
 
-        Raises KeyError for an unknown metric, ValueError for a value that is no finite number.
+        Raises KeyError for an unknown metric, ValueError for a value that is not finite.
         """
         head = {"subject": subject, "workload": workload, "cell": cell, "round": round}
         lines = []
@@ -141,24 +141,24 @@ class Run:
             _write_whole(self._rows, "".join(line + "\n" for line in lines).encode())
 
     def describe(self, subject: str, **about: Any) -> None:
-        """Record facts about a subject, in addition to earlier ones."""
+        """Record facts about a subject; they are merged with earlier ones."""
         self.manifest.subjects[subject] = {**self.manifest.subjects.get(subject, {}), **about}
         self._save()
 
     def note(self, text: str) -> None:
-        """Keep a sentence that every view of the run shows, and print it on stderr."""
+        """Record a sentence that every table of the run shows, and print it on stderr."""
         print(f"note: {text}", file=sys.stderr, flush=True)
         self.manifest.notes.append(text)
         self._save()
 
     def close(self, status: Status = "finished") -> None:
-        """End the run; its rows stay."""
+        """End the run and write its manifest."""
         os.close(self._rows)
         self.manifest.status = status
         self._save()
 
     def results(self) -> "Results":
-        """The rows so far."""
+        """The run's rows so far."""
         return load([self.folder])
 
     def __enter__(self) -> Self:
@@ -173,7 +173,7 @@ class Run:
         self.close("finished" if error is None else "stopped")
         files = {path.name: path.stat().st_size for path in self.folder.iterdir()}
         if error is not None and files.keys() == {MANIFEST, ROWS} and files[ROWS] == 0:
-            shutil.rmtree(self.folder)  # nothing was measured, and no log says why
+            shutil.rmtree(self.folder)  # the run has neither measurements nor logs
 
     def _save(self) -> None:
         self.manifest.seconds = perf_counter() - self._began
@@ -182,13 +182,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What lies in a store: ``frame`` has `COLUMNS`, ``manifests`` a manifest for each run, oldest first."""
+    """The contents of a store. ``frame``: the rows, with `COLUMNS`; ``manifests``: by run, oldest first."""
 
     frame: pd.DataFrame
     manifests: dict[str, Manifest]
 
     def only(self, run: str) -> "Results":
-        """One of the runs."""
+        """The results of one run."""
         return Results(self.of(run=run), {run: self.manifests[run]})
 
     def of(self, **columns: str | Sequence[str]) -> pd.DataFrame:
@@ -201,10 +201,10 @@ class Results:
 
 
 def load(paths: Sequence[Path]) -> Results:
-    """All runs in some folders, each a run's own or one that holds runs at any depth.
+    """All runs in ``paths``: folders of runs, or folders that hold runs at any depth.
 
-    Raises BenchError: no run there, a manifest or a row that is none. A last line that was cut by the end of
-    the process that wrote it is left out.
+    Raises BenchError if there is no run, or if a manifest or a row is invalid. An incomplete last line, which
+    a killed process leaves, is ignored.
     """
     folders = list(dict.fromkeys(folder.resolve() for path in paths for folder in _runs_in(path)))
     found = {folder: _read_manifest(folder) for folder in folders}
@@ -217,14 +217,14 @@ def load(paths: Sequence[Path]) -> Results:
 
 
 def manifests(store: Path) -> dict[Path, Manifest]:
-    """Every run in a store by its folder, oldest first, without its rows; none in a folder that is not there.
-    Raises BenchError for a manifest that is none."""
+    """The manifest of each run in a store, by folder, oldest first; empty if the store does not exist. Raises
+    BenchError for an invalid manifest."""
     found = {path.parent: _read_manifest(path.parent) for path in store.rglob(MANIFEST)}
     return dict(sorted(found.items(), key=lambda one: (one[1].started, one[1].run)))
 
 
 def _command_line() -> list[str]:
-    """This process's, with the API key masked."""
+    """This process's command line, with the API key masked."""
     words = sys.argv[1:]
     for number, word in enumerate(words):
         if word == "--api-key" and number + 1 < len(words):
@@ -278,7 +278,7 @@ def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     *lines, rest = path.read_text(encoding="utf-8").split("\n")
-    del rest  # empty, or a line that was cut
+    del rest  # empty, or an incomplete line
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -1,4 +1,4 @@
-"""``python bench/sweep.py``: another spelling of ``qwen-bench sweep``."""
+"""``python bench/sweep.py``: the same as ``qwen-bench sweep``."""
 
 import runpy
 import sys

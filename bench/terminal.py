@@ -1,4 +1,4 @@
-"""What people see: the one table, on the terminal and in Markdown, and the one progress bar."""
+"""Tables, on the terminal and in Markdown, and the progress bar."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ from qwen_serve.convert.progress import Progress
 
 Cell = str | int | float | None
 
-FULL_WIDTH = 240  # where there is no terminal to fit
+FULL_WIDTH = 240  # columns, if stdout is not a terminal
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a header. The first column is a label and stands left, figures stand right.
+    """Rows under a header. The first column and columns of text are left-aligned, figures right-aligned.
 
     A float is shown with three significant digits or in full thousands, None (not measured) as a dash.
     """
@@ -29,13 +29,14 @@ class Table:
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Cell]], *, title: str = "", notes: Sequence[str] = ()) -> Self:
-        """From lines by column; a column in which nothing is known is left out."""
+        """A table of ``lines``, each a mapping from column to value. Columns without any value are left
+        out."""
         columns = dict.fromkeys(name for line in lines for name in line)
         known = [name for name in columns if any(line.get(name) is not None for line in lines)]
         return cls(known, [[line.get(name) for name in known] for line in lines], title, notes)
 
     def print(self) -> None:
-        """To stdout: as wide as the terminal, or as a file needs it."""
+        """Print to stdout, at the terminal's width, or unwrapped into a file."""
         console = Console(highlight=False, width=None if sys.stdout.isatty() else FULL_WIDTH)
         made = RichTable(box=None, header_style="bold")
         for number, name in enumerate(self.header):
@@ -50,7 +51,7 @@ class Table:
         console.print()
 
     def markdown(self) -> str:
-        """The same as a Markdown table, title and notes as paragraphs."""
+        """The table in Markdown, with title and notes as paragraphs."""
         rule = ["---" if self.is_text(number) else "---:" for number in range(len(self.header))]
         rows = [list(self.header), rule, *([show(cell) for cell in row] for row in self.rows)]
         body = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
@@ -58,7 +59,7 @@ class Table:
         return "\n\n".join([*parts, body, *self.notes]) + "\n"
 
     def is_text(self, column: int) -> bool:
-        """Whether a column stands left: the first one, and those that hold words."""
+        """Whether a column is left-aligned: the first one, and those that hold text."""
         cells = [row[column] for row in self.rows]
         return column == 0 or any(isinstance(cell, str) and not cell[:1].isdigit() for cell in cells)
 
@@ -75,13 +76,13 @@ def show(cell: Cell) -> str:
 
 
 class Bar(Progress):
-    """``with Bar("short, official", total=50) as bar: bar.advance()``; on stderr: a bar on a terminal, a line
-    now and then in a log."""
+    """Progress on stderr: ``with Bar("short, official", total=50) as bar: bar.advance()``. A bar on a
+    terminal, occasional lines in a log."""
 
     def __init__(self, what: str, *, total: int, unit: str = "requests") -> None:
         super().__init__(what, total, unit)
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """``count`` more are done; ``note`` is shown beside them."""
+        """Count ``count`` more as done, and show ``note`` beside the bar."""
         self.note(note)
         super().advance(count)

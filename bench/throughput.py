@@ -1,4 +1,4 @@
-"""``python bench/throughput.py``: another spelling of ``qwen-bench throughput``."""
+"""``python bench/throughput.py``: the same as ``qwen-bench throughput``."""
 
 import runpy
 import sys

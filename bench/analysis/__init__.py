@@ -1,1 +1,1 @@
-"""Statistics of measurements, and a model of what a card could do."""
+"""Statistics of measurements, and a performance model of GPUs."""

@@ -12,19 +12,20 @@ from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 if TYPE_CHECKING:
     from pathlib import Path
 
-WINDOW = 512  # tokens before the newest that our server's drafter attends to
-# kernels that llama.cpp's CUDA backend launches for src/models/dflash.cpp, counted as those of geometry.py:
-# a layer with a block and the rows before it, one with rows alone, and what makes those of features
+WINDOW = 512  # number of earlier tokens that qwen-serve's drafter attends to
+# Kernels that llama.cpp's CUDA backend launches for src/models/dflash.cpp, counted as in geometry.py: # a
+# layer with a block and the rows before it, a layer with rows alone, and the fusion of features
 BLOCK_KERNELS, INJECT_KERNELS, FUSE_KERNELS = 27, 9, 4
 
 
 class BlockDrafter:
-    """Layers, fusion and head of a drafter; if it has no embedding and head, those of its target.
+    """Layers, fusion and head of a drafter. A drafter without embedding and head uses its target's.
 
-    What the target's layers made of each token waits on the card, in a ring (the patch layer-inputs-ring).
+    The features that the target's layers compute of each token are kept on the GPU, in a ring (the patch
+    layer-inputs-ring).
 
     Raises:
-        BenchError: the file is no block drafter's.
+        BenchError: the file is not a block drafter.
     """
 
     def __init__(self, path: Path, target: Geometry) -> None:
@@ -42,15 +43,16 @@ class BlockDrafter:
         self._kv = target.kv_bytes * sum(tensor.shape[1] for tensor in self._keys)
         self._features = F32_BYTES * self._fuse.shape[0]
         self._n_target_layers = self._fuse.shape[0] // self._fuse.shape[1]
-        self._fuse_kernels = FUSE_KERNELS + 2 * self._n_target_layers  # gathered, and concatenated
+        self._fuse_kernels = FUSE_KERNELS + 2 * self._n_target_layers  # gathering and concatenation
         self._integer = self._fuse.type not in FLOATS
 
     def keep(self, rows: float, *, passes: int = 1) -> Work:
-        """What the target's passes over `rows` tokens cost more: each token's features go into the ring."""
+        """Additional work of the target's passes over `rows` tokens: writing each token's features into the
+        ring."""
         return Work(self._features * rows, kernels=float(passes * self._n_target_layers))
 
     def draft(self, rows: float, context: float) -> Work:
-        """A pass that fills a block of `rows` and injects as many of the newest tokens, new or not."""
+        """A pass that fills a block of `rows` tokens and injects as many of the newest tokens."""
         seen = min(context, 1.5 * WINDOW) + rows
         weights = [self._fuse, *self._layers, self._head]
         attention = 4.0 * self._queries * rows * seen
@@ -62,7 +64,7 @@ class BlockDrafter:
         )
 
     def inject(self, rows: float) -> Work:
-        """A pass that reads the features of `rows` tokens: the end of a prompt."""
+        """A pass that reads the features of `rows` tokens at the end of a prompt."""
         weights = [self._fuse, *self._keys]
         return Work(
             _bytes(weights) + (self._features + self._kv) * rows,

@@ -1,11 +1,11 @@
-"""What cards can do: published datasheets, and the time of a pass estimated from them.
+"""GPUs' datasheets, and estimates of a pass's time from them.
 
     estimate = kernels x launch + max(bytes / bandwidth, operations / compute)
 
-is a model, not a bound: it adds launches, although a card hides some of them behind work, and uses measured
+is a model, not a bound. It adds launches, although a GPU hides some of them behind work, and it uses measured
 shares of the datasheet's bandwidth and compute. The bound is `least`: the bytes at the datasheet's bandwidth
 or the operations at its highest rate (8-bit integers if the weights are quantized), without launches. With
-drafts it holds for our server's passes; other servers may roll back differently.
+drafts it applies to qwen-serve's passes; other servers may roll back differently.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ from qwen_serve.convert.cards import BANDWIDTH
 
 @dataclass(frozen=True)
 class Card:
-    """Bytes a second, and operations a second of dense F16 and of 8-bit integers on tensor cores."""
+    """A GPU: bandwidth in bytes a second, and dense operations a second on tensor cores in F16 (``compute``)
+    and 8-bit integers (``integer``)."""
 
     name: str
     bandwidth: float
@@ -29,12 +30,12 @@ class Card:
     integer: float
 
     def least(self, work: Work) -> float:
-        """Seconds below which no engine can take the pass on this card, if the datasheet is right."""
+        """Lower bound of the pass's time on this GPU, in seconds, if the datasheet is right."""
         peak = max(self.compute, self.integer) if work.integer else self.compute
         return max(work.n_bytes / self.bandwidth, work.operations / peak)
 
 
-# Published datasheets, dense rates
+# published datasheets, dense rates
 CARDS = {
     name: Card(name, BANDWIDTH[name], compute * 1e12, integer * 1e12)
     for name, compute, integer in (
@@ -48,8 +49,8 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Reached:
-    """What an engine reaches on a card: shares of its bandwidth and of its F16 rate, and seconds to launch a
-    kernel.
+    """Performance that an engine reaches on a GPU: shares of its bandwidth and of its F16 rate, and seconds
+    to launch a kernel.
     """
 
     bandwidth: float = 1.0
@@ -57,7 +58,7 @@ class Reached:
     launch: float = 0.0
 
     def terms(self, card: Card, work: Work) -> NDArray[np.float64]:
-        """An estimate of one pass, in seconds: moving bytes, arithmetic and launches."""
+        """An estimate of a pass in seconds: [memory, compute, launches]."""
         memory = work.n_bytes / (card.bandwidth * self.bandwidth)
         compute = work.operations / (card.compute * self.compute)
         launch = work.kernels * self.launch
@@ -66,10 +67,11 @@ class Reached:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Speculation: `count` drafts a step, each right with probability `acceptance`, if those before it were.
+    """Speculation with `count` drafted tokens a step. Each is right with probability `acceptance` if those
+    before it are.
 
-    `mtp`: the model's MTP block drafts, one step for each token; `block`: a block drafter drafts all in one
-    pass; otherwise drafts cost nothing (n-grams).
+    `mtp`: the model's MTP block drafts, with a pass for each token; `block`: a block drafter, with one pass
+    for all tokens. Otherwise drafts cost nothing (n-grams).
     """
 
     count: int
@@ -79,7 +81,7 @@ class Drafts:
 
     @property
     def tokens(self) -> float:
-        """Expected tokens of a verification, including the one after the accepted drafts."""
+        """Expected tokens of a verification, including the one after the accepted tokens."""
         return sum(self.acceptance**i for i in range(self.count + 1))
 
     @property
@@ -89,19 +91,19 @@ class Drafts:
 
     @property
     def recomputed(self) -> float:
-        """Expected tokens of a verification that were right before a wrong one. After a rollback to a copy of
-        the state they are computed again with the next draft.
+        """Expected right tokens before a wrong one in a verification. After a rollback to a copy of the state
+        they are computed again with the next draft.
         """
         return self.tokens - 1 - self.count * self.acceptance**self.count
 
     def snapshots(self, geometry: Geometry) -> int:
-        """States before the newest one that our server keeps by default. Rejected tokens of a draft no longer
-        than that are rolled back at no cost.
+        """Number of snapshots that qwen-serve keeps by default. Drafts of at most that length are rolled back
+        at no cost.
         """
         if self.block is not None:
             return self.count
         from qwen_serve.server.engine.planning.fit import (
-            SNAPSHOTS,  # loads llama.cpp, which nothing else here needs
+            SNAPSHOTS,  # loads llama.cpp, so it is imported only here
         )
 
         return SNAPSHOTS if geometry.draft is not None else 0
@@ -110,7 +112,7 @@ class Drafts:
 def prefill_passes(
     geometry: Geometry, tokens: int, drafts: Drafts | None = None, *, cached: bool, ubatch: int = UBATCH
 ) -> Iterator[tuple[Work, float]]:
-    """Passes that read a prompt, each with its count; ``cached``: only its last token is missing."""
+    """(pass, count) for reading a prompt. ``cached``: only its last token is read."""
     passes = [geometry.decode(tokens - 1)] if cached else [*geometry.prefill(tokens, ubatch=ubatch)]
     if drafts is not None and drafts.block is not None:
         rows = 1 if cached else tokens
@@ -121,14 +123,12 @@ def prefill_passes(
 def decode_passes(
     geometry: Geometry, prompt: int, tokens: int, drafts: Drafts | None
 ) -> Iterator[tuple[Work, float]]:
-    """Passes for the `tokens - 1` output tokens after the first, which the prefill gives; each with its
-    count.
-    """
+    """(pass, count) for the `tokens - 1` output tokens after the first one, which the prefill gives."""
     done, left = 0.0, float(tokens - 1)
     snapshots = drafts.snapshots(geometry) if drafts is not None else 0
     while left > 1e-9:
         context, gained = prompt + done, drafts.tokens if drafts is not None else 1.0
-        share = min(1.0, left / gained)  # of the last step, only a part may be needed
+        share = min(1.0, left / gained)  # the last step may give more tokens than are needed
         if drafts is None:
             yield geometry.decode(context), share
         else:
@@ -146,6 +146,6 @@ def decode_passes(
 
 
 def _rollback(geometry: Geometry, drafts: Drafts) -> Work:
-    """A sequence's recurrent state, copied on the card before a verification and back after a rejection."""
+    """Copying a sequence's recurrent state on the GPU before a verification, and back after a rejection."""
     copies = 1 + drafts.rejected
     return Work(2 * copies * geometry.state_bytes, kernels=copies)

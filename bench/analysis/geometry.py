@@ -1,8 +1,8 @@
-"""Bytes, operations and kernels of a Qwen3.5 pass, from a GGUF's tensor list.
+"""Bytes, operations and kernels of a pass of Qwen3.5, from a GGUF's tensor list.
 
-A pass reads every weight of the trunk once, the output head if any row is sampled, the KV cache up to the
-position, and reads and writes each sequence's recurrent state. Activations are left out: they stay in the
-card's caches.
+A pass reads every weight of the trunk once, the output head if a row is sampled, and the KV cache up to the
+position. It reads and writes each sequence's recurrent state. Activations are left out, since they stay in
+the GPU's caches.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 F32_BYTES = 4
 FLOATS = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
-UBATCH = 512  # llama.cpp's default for the rows of one pass
-# kernels that llama.cpp's CUDA backend launches for src/models/qwen35.cpp with all patches, of one row, as a
-# profiler counts them (716 a step of Qwen3.5-4B with 8 copies); stock llama.cpp launches 35 and 29 a block
+UBATCH = 512  # llama.cpp's default for the tokens of one pass
+# Kernels of a block that llama.cpp's CUDA backend launches for src/models/qwen35.cpp with all patches and #
+# one row, counted by a profiler (716 a step of Qwen3.5-4B with 8 copies). Stock llama.cpp launches 35 and 29.
 LINEAR_KERNELS, ATTENTION_KERNELS, HEAD_KERNELS, NEXTN_KERNELS = 22, 22, 4, 5
-# more a block for several rows: gate and up, their activation and the sums are not fused (888 with 8 copies)
+# additional kernels of a block for several rows: gate, up, activation and sums are not fused (888 in all)
 SEVERAL_ROWS_KERNELS = 5.4
-DELTA_OPERATIONS = 7  # per element of the recurrent state and token: decay 1, read 2, update 2, query 2
+DELTA_OPERATIONS = 7  # for each element of the recurrent state and token: decay 1, read 2, update 2, query 2
 
 
 @dataclass(frozen=True)
 class Work:
-    """Costs of a pass. `integer`: the weights are quantized, so products may use 8-bit integers."""
+    """The costs of a pass. `integer`: the weights are quantized, so products may use 8-bit integers."""
 
     n_bytes: float = 0.0
     operations: float = 0.0
@@ -44,10 +44,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Block:
-    """One layer: `weights` [bytes], `elements` of its matrices, and of what it keeps for a sequence.
+    """A layer. `weights`: bytes; `elements`: number of elements of its matrices.
 
-    `kv` is [elements a token], `state` [elements] of the recurrence and `conv` of the convolution's window;
-    `queries` is the width of all query heads, 0 for a recurrent layer.
+    `kv`: elements of keys and values for each token. `state` and `conv`: elements of the recurrent state and
+    of the convolution's window, for each sequence. `queries`: width of all query heads, 0 for a recurrent
+    layer.
     """
 
     weights: int
@@ -60,10 +61,10 @@ class Block:
 
 
 class Geometry:
-    """A model's blocks, head and draft head.
+    """A model's blocks, output head and MTP block.
 
     Args:
-        kv_bytes: of one element of the KV cache.
+        kv_bytes: bytes of an element of the KV cache.
 
     Raises:
         BenchError: the tensors are not those of a dense Qwen3.5 model.
@@ -97,7 +98,7 @@ class Geometry:
 
     @classmethod
     def load(cls, path: Path, *, kv_bytes: float = 2.0) -> Geometry:
-        """The shapes of a GGUF file. Raises BenchError if it is unreadable or has another architecture."""
+        """The geometry of a GGUF. Raises BenchError if the file is unreadable or has another architecture."""
         try:
             return cls(read_header(path).tensors.values(), kv_bytes=kv_bytes)
         except (LlamaError, BenchError) as error:
@@ -105,29 +106,31 @@ class Geometry:
 
     @property
     def head(self) -> TensorInfo:
-        """Bytes of the output head, which is the embedding if the two are tied."""
+        """The tensor of the output head, which is the embedding if the two are tied."""
         return self._head
 
     @property
     def state_bytes(self) -> float:
-        """Bytes of the recurrent state of one sequence, all layers."""
+        """Bytes of a sequence's recurrent state, over all layers."""
         return F32_BYTES * sum(block.state + block.conv for block in self.trunk)
 
     def decode(self, context: float, *, sequences: int = 1) -> Work:
-        """A pass of one token for each of `sequences`, which have `context` tokens each before it."""
+        """A pass of one token for each of `sequences`, each with `context` earlier tokens."""
         return self.verify(1, context, sequences=sequences)
 
     def verify(self, rows: float, context: float, *, sequences: int = 1, snapshots: int = 0) -> Work:
-        """`rows` new tokens a sequence, each with its logits: a verification of `rows - 1` drafts.
+        """A verification of `rows - 1` drafted tokens: a pass of `rows` tokens for each sequence, with logits
+        of each.
 
-        It writes the states before its last tokens too, of as many as there are `snapshots`.
+        The pass also writes `snapshots` earlier states.
         """
         work = self._pass(self.trunk, rows, context, outputs=rows, sequences=sequences)
         further = sequences * min(rows - 1, snapshots) * self.state_bytes
         return replace(work, n_bytes=work.n_bytes + further)
 
     def prefill(self, tokens: int, *, start: int = 0, ubatch: int = UBATCH) -> Iterator[Work]:
-        """The passes that read `tokens` prompt tokens after `start`; the last one has logits of one row."""
+        """The passes that read `tokens` prompt tokens after `start` earlier ones. The last pass has logits of
+        one row."""
         for first in range(0, tokens, ubatch):
             rows = min(ubatch, tokens - first)
             last = first + rows == tokens
@@ -156,7 +159,7 @@ class Geometry:
         for block in blocks:
             n_bytes += (
                 sequences * self.kv_bytes * block.kv * (context + 2 * rows)
-            )  # all states read, the new ones written
+            )  # reads all keys and values, and writes the new ones
             n_bytes += sequences * F32_BYTES * 2 * (block.state + block.conv)
             operations += sequences * (4.0 * block.queries * seen + DELTA_OPERATIONS * block.state * rows)
         return Work(n_bytes, operations, kernels, self.quantized)

@@ -1,4 +1,5 @@
-"""Estimates what a request takes on a card from a GGUF's tensors, with a lower bound from the datasheet."""
+"""``qwen-bench engine roofline``: estimates a request's time on a GPU from a GGUF's tensors, with a lower
+bound."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from qwen_serve.bench.load.protocol import CATEGORIES
 from qwen_serve.bench.terminal import Cell, Table
 
 KV_BYTES = {"f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-"""Bytes of one element of the KV cache, block scales included."""
+"""Type -> bytes of an element of the KV cache, with block scales."""
 CASES = ("prompt read", "prompt cached", "prompt read, drafts", "prompt cached, drafts")
 
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
@@ -25,7 +26,7 @@ Reach = Annotated[float, Parameter(validator=Number(gt=0, lte=1))]
 
 
 def card_named(text: str) -> Card:
-    """A card, in upper or lower case; ValueError lists the known ones."""
+    """The GPU of that name, in upper or lower case. Raises ValueError, which lists the known ones."""
     if (name := text.upper()) not in CARDS:
         raise ValueError(f"{text}: want some of {', '.join(CARDS)}")
     return CARDS[name]
@@ -45,40 +46,41 @@ def roofline(
     drafter: Literal["ngram", "mtp", "dflash"] = "ngram",
     draft_model: Path | None = None,
 ) -> int:
-    """What a request would take on a card: an estimate, and a time that no engine can beat.
+    """Estimate a request's time on a GPU, with a lower bound for any engine.
 
     - `qwen-bench engine roofline --model model.gguf --cards A10G`
     - `qwen-bench engine roofline --model model.gguf --cards H100 --bandwidth-share 0.8 --launch-us 2`
 
-    Bytes, operations and kernels of each pass follow from the file's tensors. The bound takes the datasheet's
-    bandwidth and its highest rate of operations (8-bit integers where weights are quantized) and no launches.
-    The estimate takes the given shares of the datasheet's figures and adds launches; it can be wrong either
-    way.
+    Bytes, operations and kernels of each pass are computed from the file's tensors. The bound uses the
+    datasheet's bandwidth and its highest rate of operations (8-bit integers if weights are quantized),
+    without launches. The estimate uses the given shares of the datasheet's figures and adds launches; it may
+    be too high or too low.
 
     Parameters
     ----------
     model
-        The GGUF.
+        The model's GGUF.
     cards
-        One or more of A10G, L4, H100, H200.
+        GPUs: one or more of A10G, L4, H100, H200, separated by commas.
     bandwidth_share
-        Share of the card's bandwidth that kernels reach: a pass's GB over its time in llama-batched-bench.
+        Share of the GPU's bandwidth that kernels reach: the bytes of a pass over its time in
+        llama-batched-bench, relative to the datasheet's bandwidth.
     compute_share
-        Share of its F16 rate that a prompt reaches.
+        Share of the GPU's F16 rate that a prompt reaches.
     launch_us
-        Microseconds that a kernel's launch takes.
+        Time of a kernel's launch, in microseconds.
     kv
         Type of the KV cache.
     ubatch
-        Rows of one prefill pass.
+        Tokens of a prefill pass.
     draft
-        Tokens drafted for each verification; for dflash all of a block but its first.
+        Tokens drafted for each verification; for dflash, all of a block but the first.
     acceptance
-        Probability that a drafted token is right, if those before it were.
+        Probability that a drafted token is right if those before it are.
     drafter
-        The drafter; n-grams cost nothing.
+        Source of drafts; n-grams cost nothing.
     draft_model
-        The GGUF of --drafter dflash.
+        GGUF of the block drafter, for --drafter dflash.
     """
     geometry = Geometry.load(model, kv_bytes=KV_BYTES[kv])
     if (drafter == "dflash") != (draft_model is not None):
@@ -103,7 +105,7 @@ def roofline(
 def predict(
     card: Card, reached: Reached, geometry: Geometry, drafts: Drafts | None, ubatch: int
 ) -> dict[tuple[str, str], dict[str, float]]:
-    """By category and case, the milliseconds of its request on ``card``, by part."""
+    """(category, case) -> milliseconds of a request on ``card``, by part."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for category in CATEGORIES.values():
         prompt, tokens = category.prompt_tokens, category.max_tokens
@@ -132,7 +134,7 @@ def passes_table(
     cards: Sequence[Card],
     reached: Reached,
 ) -> Table:
-    """Bytes, operations and kernels of single passes."""
+    """A table of the bytes, operations and kernels of single passes."""
     rows: list[list[Cell]] = []
     for what, work in passes(geometry, drafts, ubatch):
         row: list[Cell] = [what, work.n_bytes / 1e9, work.operations / 1e9, round(work.kernels)]
@@ -146,7 +148,7 @@ def passes_table(
 
 
 def passes(geometry: Geometry, drafts: Drafts | None, ubatch: int) -> Iterator[tuple[str, Work]]:
-    """The single passes in the table."""
+    """(name, work) of the passes in the table."""
     yield f"prefill, {ubatch} rows from 0", next(geometry.prefill(ubatch, ubatch=ubatch))
     for category in CATEGORIES.values():
         yield f"decode at {category.prompt_tokens:,}", geometry.decode(category.prompt_tokens)

@@ -1,10 +1,9 @@
-"""Ratios with intervals, paired by round; whether two subjects are told apart is decided by the interval
-alone.
+"""Ratios with intervals, paired by round. A difference is significant if the interval excludes 1.
 
-Drift of a machine affects every subject of a round alike, so ratios are paired by round: the medians of a
-round, their log ratio, the mean over cells. The ratio is the geometric mean over rounds. Its 95% interval is
-Student's, of the log ratios. (A bootstrap cannot leave the range of the measured means: with five rounds a
-widened one contained the true value 93% of the time.)
+Drift of a machine affects all subjects of a round alike, so ratios are paired by round: the log ratio of a
+round's medians, averaged over cells. The ratio is the geometric mean over rounds, with Student's 95% interval
+of the log ratios. A bootstrap cannot leave the range of the measured means: with five rounds, a widened one
+contained the true value only 93% of the time.
 """
 
 from collections.abc import Iterable
@@ -18,26 +17,27 @@ from scipy import stats
 from qwen_serve.bench.metrics import METRICS
 
 DEFAULT_ROUNDS = 10
-"""With this many rounds, a difference of 6% is found if rounds scatter by 3%; fewer settle nothing below 10%.
+"""With this many rounds a difference of 6% is found if rounds scatter by 3%. Fewer cannot settle differences
+below 10%.
 """
 
 LEAST_ROUNDS = 8
-"""With fewer rounds there is no interval: their scatter is hardly known, and one outlier decides."""
+"""Minimum rounds for an interval. With fewer, the scatter is hardly known, and one outlier decides."""
 
 LEVEL = 0.95
 ALIKE = 1e-12
-"""Difference between logarithms of equal figures, from rounding."""
+"""Differences between logarithms up to this value are rounding errors."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times as good as the reference: above 1 is better, whichever direction of the metric is
-    better.
+    """How many times as good as the reference a subject is. Above 1 is better, whether the metric is better
+    lower or higher.
 
-    ``low`` and ``high`` bound 95%; None if ``rounds`` are too few for an interval. ``paired`` False: from
-    different runs, so that the ratio contains the machine's drift between them and the interval does not.
+    ``low`` and ``high``: the 95% interval; None if there are too few ``rounds``. ``paired`` False: the ratio
+    is of different runs. It contains the machine's drift between them, which the interval does not cover.
     """
 
     value: float
@@ -48,7 +48,7 @@ class Ratio:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval excludes 1."""
+        """Whether the difference is significant: the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """The ratio with its interval, and what that settles."""
+        """The ratio with its interval, and whether it is significant, in words."""
         if self.low is None:
             return f"{self.value:.3g}x, fewer than {LEAST_ROUNDS} rounds"
         known = "" if self.told_apart or self.low == self.high else ", not told apart"
@@ -68,8 +68,8 @@ class Ratio:
 
 
 def compare_subjects(frame: pd.DataFrame, subject: str, reference: str, metric: str) -> Ratio | None:
-    """One ratio over all cells that both have, all cells with equal weight: paired by round if they were
-    measured in one run, else unpaired. None without any, or if neither direction of the metric is better.
+    """The ratio over all cells that both subjects have, with equal weights: paired by round if they were
+    measured in one run, else unpaired. None without such cells, or if the metric has no better direction.
     """
     better = METRICS[metric].better
     if better is None or subject == reference:
@@ -90,10 +90,11 @@ def compare_subjects(frame: pd.DataFrame, subject: str, reference: str, metric: 
 
 
 def times_as_good(frame: pd.DataFrame, subject: str, reference: str, metric: str) -> Ratio | None:
-    """``subject`` against ``reference`` in one metric, over all cells that both have.
+    """The paired ratio of ``subject`` to ``reference`` in one metric, over all cells that both have.
 
-    ``frame``: rows of the store (`bench.store.COLUMNS`), of one workload or of several with equal weight.
-    Rounds are those of one run; rounds in which either lacks a cell are left out. None without any.
+    ``frame``: rows of the store (`bench.store.COLUMNS`), of one workload or of several with equal weights.
+    Rounds of one run are paired; rounds in which either subject lacks a cell are left out. None if no round
+    is left.
     """
     logs = _log_medians(frame, metric)
     if subject not in logs.columns or reference not in logs.columns:
@@ -106,7 +107,7 @@ def times_as_good(frame: pd.DataFrame, subject: str, reference: str, metric: str
 
 
 def interval(logs: Floats) -> Ratio:
-    """The geometric mean of paired ratios, given as logarithms, one a round."""
+    """The geometric mean of paired ratios with its interval. ``logs``: a log ratio for each round."""
     value, rounds = float(np.exp(logs.mean())), len(logs)
     if rounds < LEAST_ROUNDS:
         return Ratio(value, None, None, rounds)
@@ -117,7 +118,7 @@ def interval(logs: Floats) -> Ratio:
 
 
 def unpaired(subject: Iterable[float], reference: Iterable[float], *, lower_is_better: bool) -> Ratio | None:
-    """A ratio of runs at different times, whose rounds do not belong together (Welch's interval). The
+    """The ratio of runs at different times, whose rounds cannot be paired, with Welch's interval. The
     interval does not cover drift between the runs, so a small difference may be the machine's.
     """
     ours, theirs = (np.log(np.fromiter(values, dtype=np.float64)) for values in (subject, reference))
@@ -135,7 +136,7 @@ def unpaired(subject: Iterable[float], reference: Iterable[float], *, lower_is_b
 
 
 def by_round(frame: pd.DataFrame, metric: str) -> pd.Series:
-    """The median of a metric in each round: indexed by run, workload, cell, round, subject."""
+    """The median of a metric in each round, indexed by run, workload, cell, round, subject."""
     keys = ["run", "workload", "cell", "round", "subject"]
     return frame[frame["metric"] == metric].groupby(keys, sort=False)["value"].median()
 
@@ -152,7 +153,7 @@ class Spread:
 
 
 def percentiles(frame: pd.DataFrame, metric: str, *keys: str) -> dict[tuple[str, ...], Spread]:
-    """Percentiles of all values of a metric, by the columns ``keys``, in the order of measurement."""
+    """Percentiles of a metric's values, grouped by the columns ``keys``, in the order of measurement."""
     groups = frame[frame["metric"] == metric].groupby(list(keys), sort=False)["value"]
     counts = groups.size()
     if counts.empty:

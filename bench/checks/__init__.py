@@ -1,4 +1,4 @@
-"""The server's contract as checks, one module a theme; importing the package registers all, in order."""
+"""The API's contract as checks, one module for each theme. Importing the package registers them in order."""
 
 from qwen_serve.bench.checks import (  # noqa: F401, I001 - the order in which they run
     health,

@@ -1,4 +1,4 @@
-"""Checks, their register, and the server under test as they see it."""
+"""Checks, their registry, and the server under test."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,16 +21,17 @@ Answer = Mapping[str, Any]
 
 
 class FailedError(Exception):
-    """The server breaks the contract; the message says what was expected and what came."""
+    """The server breaks the contract. The message says what was expected and what was returned."""
 
 
 class SkippedError(Exception):
-    """The check cannot be made against this server; the message says why."""
+    """The check does not apply to this server. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server under test. ``context``: tokens of one sequence, if the server tells."""
+    """The server under test. ``context``: maximum tokens of a sequence; None if the server does not report
+    it."""
 
     client: Client
     vocabulary: Vocabulary | None
@@ -39,7 +40,7 @@ class Target:
     oversized_bytes: int
 
     async def ask(self, path: str, **fields: Any) -> Answer:
-        """POST a good request; FailedError unless it returns 200 and an object."""
+        """POST a valid request. Raises FailedError unless it returns 200 and an object."""
         reply = await self.client.request("POST", path, body=fields)
         expect(reply.status == 200, f"want 200, got {reply.status}: {error_text(reply)}")
         answer = reply.json()
@@ -62,20 +63,20 @@ class Target:
         return await self.ask(CHAT, **body)
 
     async def chunks(self, path: str, **fields: Any) -> list[Answer]:
-        """The chunks of a streamed request, in order; FailedError unless it ends with [DONE]."""
+        """The chunks of a streamed request, in order. Raises FailedError unless it ends with [DONE]."""
         events = [data async for _, data in self.client.events(path, {**fields, "stream": True})]
         expect(bool(events) and events[-1] == "[DONE]", "the stream does not end with `data: [DONE]`")
         expect("[DONE]" not in events[:-1], "[DONE] comes before the end of the stream")
         return [json.loads(data) for data in events[:-1]]
 
     async def needs(self, method: str, path: str) -> None:
-        """SkippedError if the server has no such endpoint."""
+        """Raises SkippedError if the server has no such endpoint."""
         reply = await self.client.request(method, path, body={} if method == "POST" else None)
         if reply.status in (404, 405, 501):
             raise SkippedError(f"the server has no {method} {path}")
 
     def tokenizer(self) -> Vocabulary:
-        """The independent tokenizer; SkippedError without one."""
+        """The independent tokenizer. Raises SkippedError without one."""
         if self.vocabulary is None:
             raise SkippedError("needs a tokenizer: the server has no /tokenize, and --tokenizer names none")
         return self.vocabulary
@@ -83,7 +84,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One rule of the contract: ``name`` is theme.rule, ``what`` the rule in words."""
+    """One rule of the contract. ``name``: theme.rule; ``what``: the rule in words."""
 
     name: str
     what: str
@@ -94,7 +95,7 @@ CHECKS: list[Check] = []
 
 
 def check(what: str) -> Callable[[Callable[[Target], Awaitable[None]]], Callable[[Target], Awaitable[None]]]:
-    """Register a function as a check, named after its module and itself."""
+    """Register a function as a check. Its name is MODULE.FUNCTION."""
 
     def register(function: Callable[[Target], Awaitable[None]]) -> Callable[[Target], Awaitable[None]]:
         theme = function.__module__.rpartition(".")[2]
@@ -105,13 +106,13 @@ def check(what: str) -> Callable[[Callable[[Target], Awaitable[None]]], Callable
 
 
 def expect(condition: object, message: str) -> None:
-    """FailedError with ``message`` if the condition is false."""
+    """Raises FailedError with ``message`` if the condition is false."""
     if not condition:
         raise FailedError(message)
 
 
 def expect_equal(found: object, wanted: object, what: str) -> None:
-    """FailedError that shows both sides if they differ."""
+    """Raises FailedError, which shows both values, if they differ."""
     expect(found == wanted, f"{what}: want {_show(wanted)}, got {_show(found)}")
 
 

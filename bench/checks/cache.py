@@ -1,4 +1,4 @@
-"""The prefix cache: who shares prefixes with whom, and what responses reveal of it."""
+"""The prefix cache: which requests share prefixes, and what responses say about it."""
 
 from uuid import uuid4
 

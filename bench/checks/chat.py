@@ -1,4 +1,4 @@
-"""Conversations: roles, content parts, tools, and content that imitates control tokens."""
+"""Chats: roles, content parts, tools, and content that imitates control tokens."""
 
 import json
 from typing import Any

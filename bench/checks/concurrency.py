@@ -34,8 +34,8 @@ async def no_mixing(target: Target) -> None:
 
     alone = [await whole(index) for index in range(CLIENTS)]
     together = await asyncio.gather(*((whole if index % 2 else streamed)(index) for index in range(CLIENTS)))
-    # In another batch a near-tie may fall the other way (not in F32). One such answer is allowed; mixed-up
-    # answers would be many.
+    # Another batch may decide a near-tie differently (not in F32), so one different answer is allowed. #
+    # Mixed-up answers would be many.
     other = [index for index in range(CLIENTS) if alone[index] != together[index]]
     expect(
         len(other) <= 1,

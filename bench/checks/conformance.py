@@ -1,4 +1,4 @@
-"""``qwen-bench conformance``: runs the checks, prints a line for each, and records the outcomes."""
+"""``qwen-bench conformance``: runs the checks, prints a line for each and records the outcomes."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ VALUES: Mapping[Status, dict[str, float]] = {
     "FAIL": {"passed": 0},
     "skip": {"skipped": 1},
 }
-"""How a row names each outcome."""
+"""Outcome -> the metric that records it."""
 
 
 @Parameter(name="*", group=SERVER_GROUP)
@@ -38,12 +38,12 @@ class CheckedServer(ServerOptions):
     """The server to check."""
 
     timeout: float = 120.0
-    """Seconds that a check may take."""
+    """Time limit of a check, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One check's outcome: ``detail`` says what was wrong, or why it was skipped."""
+    """A check's outcome. ``detail``: what was wrong, or why the check was skipped."""
 
     status: Status
     detail: str
@@ -61,28 +61,28 @@ async def conformance(
     oversized_mib: Positive = 64,
     tokenizer: str | None = None,
 ) -> int:
-    """Check a server's API: pass or fail, a line for each check. Exit status 1 if a check failed.
+    """Check a server's API, with a line for each check. The exit status is 1 if a check failed.
 
     - `qwen-bench conformance --url http://127.0.0.1:8080`
     - `qwen-bench conformance --only 'errors.*' --skip thinking.on`
 
-    Every check sends real requests and reads the answers, so any server can be checked. Checks that
-    need an independent tokenizer are skipped without one.
+    Checks send requests and read the answers, so any server can be checked. Those that need an independent
+    tokenizer are skipped without one.
 
     Parameters
     ----------
     only
-        Run only the checks with these names, such as 'errors.*'; may be repeated.
+        Run only the checks whose names match this pattern, such as 'errors.*'; may be repeated.
     skip
-        Checks to leave out, such as thinking.on; may be repeated.
+        Leave out the checks whose names match this pattern, such as thinking.on; may be repeated.
     list_
-        Print the checks and stop.
+        Print the names of the checks, and exit.
     thinking_tokens
         Maximum tokens of an answer with thinking.
     oversized_mib
-        MiB of the body that is too large.
+        Size of the request body that must be refused, in MiB.
     tokenizer
-        A .gguf, a folder with tokenizer.json, or a hub id (default: the server's /tokenize).
+        Tokenizer: a GGUF, a folder with tokenizer.json, or a hub id (default: the server's /tokenize).
     """
     checks = selected(only, skip)
     if list_:
@@ -122,7 +122,7 @@ async def conformance(
 
 
 async def run_check(check: Check, target: Target, limit: float) -> Outcome:
-    """Run one check; a broken connection or more than ``limit`` seconds is a failure, too."""
+    """Run one check. A broken connection, or more than ``limit`` seconds, is a failure."""
     began = perf_counter()
     status: Status = "pass"
     detail = ""
@@ -140,7 +140,7 @@ async def run_check(check: Check, target: Target, limit: float) -> Outcome:
 
 
 def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Check]:
-    """The checks that --only and --skip leave. Raises BenchError for a pattern that matches none."""
+    """The checks that --only and --skip select. Raises BenchError for a pattern that matches no check."""
     for pattern in (*only, *skip):
         if not any(fnmatch(check.name, pattern) for check in CHECKS):
             raise BenchError(f"no check is named {pattern!r}: see --list")
@@ -153,7 +153,8 @@ def selected(only: tuple[str, ...], skip: tuple[str, ...]) -> list[Check]:
 
 
 async def context_of(client: Client) -> int | None:
-    """Maximum tokens of one sequence, as vLLM's or llama-server's model card says."""
+    """Maximum tokens of a sequence, from the fields of vLLM's or llama-server's /v1/models; None without
+    them."""
     reply = await client.request("GET", "/v1/models")
     try:
         card = json.loads(reply.text)["data"][0]
@@ -171,7 +172,7 @@ async def _is_up(client: Client) -> bool:
 
 
 def conformance_tables(results: Results) -> list[Table]:
-    """For each run and server the counts by theme; its notes are the failures with their reasons."""
+    """A table for each run and server: counts by theme, with the failures and their reasons as notes."""
     made: list[Table] = []
     for (run, subject), rows in results.of(workload=WORKLOAD).groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]

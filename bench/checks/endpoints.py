@@ -1,4 +1,4 @@
-"""Tokens and properties as in vLLM and llama-server; endpoints that are not served."""
+"""Tokenizing and properties as in vLLM and llama-server; endpoints that are not served."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Bad input: always a 4xx with the OpenAI error object, never a 5xx, never a hang. One row is one rule."""
+"""Bad input gets a 4xx with OpenAI's error object, never a 5xx or a hang. Each row of the tables is a
+rule."""
 
 import asyncio
 import json
@@ -28,7 +29,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A bad field: ``on`` says which kind of request gets it; the error must name it."""
+    """A bad value of a field, which the error must name. ``on``: the kind of request that gets it."""
 
     name: str
     field: str
@@ -109,7 +110,7 @@ ROWS = (
 )
 
 JSON = "application/json"
-# name, what, the raw body, its content type
+# name, description, raw body, content type
 RAW: tuple[tuple[str, str, bytes, str], ...] = (
     ("json_broken", "broken JSON", b'{"prompt": "Hello"', JSON),
     ("json_empty", "an empty body", b"", JSON),
@@ -137,7 +138,8 @@ BASES["any"] = BASES["prompt"] + BASES["messages"]
 
 
 def expect_refusal(reply: Reply, where: str, field: str | None = None) -> None:
-    """A 4xx with a complete error object that names ``field`` in `param` or in the message."""
+    """Raises FailedError unless the reply is a 4xx with a complete error object that names ``field`` in
+    `param` or in the message."""
     expect(400 <= reply.status < 500, f"{where}: want a 4xx, got {reply.status}: {clip(reply.text, 120)}")
     error = reply.json().get("error")
     expect(isinstance(error, dict), f"{where}: want an error object, got {clip(reply.text, 120)}")
@@ -155,13 +157,13 @@ async def _post(target: Target, path: str, **sent: Any) -> Reply:
 
 
 def bad_field(row: Row) -> Callable[[Target], Awaitable[None]]:
-    """A check that puts the row's value into valid requests."""
+    """A check that sends valid requests with the row's value in them."""
     key = "messages" if row.on == "messages" and row.field in ("role", "content") else row.field
 
     async def run(target: Target) -> None:
         for path, base in BASES[row.on]:
             if path == INVOCATIONS and row.value in (MISSING, None):
-                continue  # `request_empty` has this case: the error may name either field
+                continue  # `request_empty` covers this case: the error may name either field
             body = {"max_tokens": 4, **base, key: row.value}
             if row.value is MISSING:
                 del body[key]

@@ -1,4 +1,4 @@
-"""Log-probabilities of generated and of given tokens, in OpenAI's two shapes and vLLM's."""
+"""Log-probabilities of generated tokens and of the prompt's, in OpenAI's two formats and vLLM's."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from qwen_serve.bench.checks.base import CHAT, COMPLETIONS, MESSAGES, PROMPT, An
 from qwen_serve.bench.checks.base import expect_equal as equal
 
 SHAPE_NOISE = 0.5
-"""Allowed difference of a log-probability if the same tokens are computed in batches of another shape."""
+"""Allowed difference of a log-probability between batches of different shapes."""
 
 
 def _of(answer: Answer) -> Any:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: their shape, events and counts. Skipped where there is no such endpoint."""
+"""Anthropic's Messages API: answers, events and token counts. Skipped for servers without the endpoint."""
 
 import json
 from typing import Any
@@ -27,7 +27,7 @@ async def ask(target: Target, **fields: Any) -> Answer:
 
 
 async def events_of(target: Target, **fields: Any) -> list[Answer]:
-    """A stream's events, without pings."""
+    """The events of a stream, without pings."""
     await target.needs("POST", PATH)
     body = body_of(**fields, stream=True)
     events = [json_of(data) async for _, data in target.client.events(PATH, body)]

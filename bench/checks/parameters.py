@@ -1,11 +1,11 @@
-"""Parameters: each one's effect is seen in the text or in the counts."""
+"""Sampling parameters, each checked by its effect on the text or the token counts."""
 
 from typing import Any
 
 from qwen_serve.bench.checks.base import CHAT, INVOCATIONS, MESSAGES, PROMPT, Target, check, expect
 from qwen_serve.bench.checks.base import expect_equal as equal
 
-# Each leaves one candidate at any temperature, so the text equals the greedy one.
+# Each leaves one candidate, so the text equals the greedy one at any temperature.
 NARROW: tuple[dict[str, float], ...] = ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0})
 OPEN_PROMPT = "Once upon a time"
 
@@ -53,7 +53,7 @@ async def additive_penalties(target: Target) -> None:
 @check("repetition_penalty and repeat_penalty are two names of one thing, which changes repeating text")
 async def repetition_penalty(target: Target) -> None:
     text = await target.text(max_tokens=100, ignore_eos=True)
-    for _ in range(3):  # drafts change the shape of a batch, so a near-tie may fall the other way
+    for _ in range(3):  # drafts change the batch's shape, which may decide a near-tie differently
         one = await target.text(max_tokens=100, ignore_eos=True, repetition_penalty=10.0)
         two = await target.text(max_tokens=100, ignore_eos=True, repeat_penalty=10.0)
         if one == two:
@@ -102,7 +102,7 @@ async def max_completion_tokens(target: Target) -> None:
 @check("a max_tokens beyond the context is clamped; absent on /invocations, it is all of the context")
 async def max_tokens_unbounded(target: Target) -> None:
     text = await target.text(max_tokens=40)
-    late = text[20:]  # complete early, but not before a default of 16 tokens would end the text
+    late = text[20:]  # occurs early, but after 16 tokens, a usual default of max_tokens
     wanted = text[: text.index(late)]
     for fields in ({"max_tokens": 10**9}, {}):
         body = {"prompt": PROMPT, "temperature": 0.0, "ignore_eos": True, "stop": [late], **fields}

@@ -1,4 +1,4 @@
-"""The forms of a prompt, and several choices at once."""
+"""The types of a prompt, and several choices in one request."""
 
 from qwen_serve.bench.checks.base import PROMPT, Target, check, expect
 from qwen_serve.bench.checks.base import expect_equal as equal
@@ -17,7 +17,7 @@ async def strings(target: Target) -> None:
     for name in ("prompt_tokens", "completion_tokens"):
         equal(both["usage"][name], sum(answer["usage"][name] for answer in alone), f"usage.{name}")
     for choice, answer in zip(both["choices"], alone, strict=True):
-        # In batches a greedy near-tie may fall the other way after some tokens; the beginning is equal.
+        # A batch may decide a near-tie differently after some tokens; the beginning is equal.
         equal(choice["text"][:12], answer["choices"][0]["text"][:12], f"text of choice {choice['index']}")
 
 
@@ -60,7 +60,7 @@ async def echo(target: Target) -> None:
     plain = await target.complete()
     echoed = await target.complete(echo=True)
     equal(echoed["choices"][0]["text"], PROMPT + plain["choices"][0]["text"], "text")
-    # excluding cached and drafted tokens
+    # the numbers of cached and drafted tokens may differ
     for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
         equal(echoed["usage"][count], plain["usage"][count], f"usage.{count}")
 

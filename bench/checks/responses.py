@@ -1,4 +1,4 @@
-"""OpenAI's Responses, stateless: their shape and their events. Skipped where there is no such endpoint."""
+"""OpenAI's Responses API, stateless: answers and events. Skipped for servers without the endpoint."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whole answers: their fields, their usage, their finish reasons."""
+"""Answers that are not streamed: fields, usage, finish reasons."""
 
 from time import time
 from typing import Any
@@ -20,7 +20,7 @@ REASONS = ("stop", "length", "tool_calls")
 
 
 def completion_shape(answer: Answer) -> None:
-    """Every field of a text completion."""
+    """Check every field of a text completion."""
     _head(answer, "text_completion")
     for index, choice in enumerate(answer["choices"]):
         equal(choice.get("index"), index, f"choices[{index}].index")
@@ -30,7 +30,7 @@ def completion_shape(answer: Answer) -> None:
 
 
 def chat_shape(answer: Answer) -> None:
-    """Every field of a chat completion."""
+    """Check every field of a chat completion."""
     _head(answer, "chat.completion")
     for index, choice in enumerate(answer["choices"]):
         equal(choice.get("index"), index, f"choices[{index}].index")
@@ -43,7 +43,7 @@ def chat_shape(answer: Answer) -> None:
 
 
 def usage_shape(answer: Answer) -> None:
-    """The usage block: whole numbers that add up."""
+    """Check the usage: integers that add up."""
     usage: Any = answer.get("usage")
     expect(isinstance(usage, dict), "usage is missing")
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):

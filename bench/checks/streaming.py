@@ -1,4 +1,4 @@
-"""Server-sent events: their format, their concatenation, usage, clients that leave early."""
+"""Server-sent events: format, concatenated text, usage, clients that disconnect."""
 
 import asyncio
 from contextlib import aclosing
@@ -119,7 +119,8 @@ async def characters(target: Target) -> None:
     chunks = await target.chunks(COMPLETIONS, prompt=prompt, echo=True, max_tokens=24, temperature=0.0)
     expect(_text(chunks).startswith(prompt), f"echoed prompt: got {_text(chunks)[:60]!r}")
     streamed, whole = _text(chunks)[len(prompt) :], await target.text(prompt, max_tokens=24)
-    # two greedy runs may diverge by rounding; then only the end may differ, and nothing may be broken
+    # Rounding may make two greedy runs diverge. U+FFFD before the end is a broken character unless both #
+    # have it.
     if "\ufffd" in streamed.rstrip("\ufffd"):
         equal(streamed, whole, "text")
 

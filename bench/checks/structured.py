@@ -1,4 +1,4 @@
-"""Answers in a given format, forced tool calls, and thinking budgets."""
+"""Structured output, forced tool calls, and thinking budgets."""
 
 import json
 import re

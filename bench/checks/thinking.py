@@ -1,4 +1,4 @@
-"""Thinking: off by default, on by any of three fields, and separate from the answer."""
+"""Thinking: off by default, switched on by any of three fields, and separate from the answer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rules about single tokens, and limits on the number of tokens."""
+"""Rules about single tokens (bias, bans, stops), and limits on the number of tokens."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from qwen_serve.bench.checks.base import expect_equal as equal
 
 
 async def _ids(target: Target, **fields: Any) -> list[int]:
-    """The tokens of a greedy completion, by the names that `return_tokens_as_token_ids` gives them."""
+    """The token ids of a greedy completion, from the names that `return_tokens_as_token_ids` gives."""
     body = {"logprobs": 0, "return_tokens_as_token_ids": True, "max_tokens": 12, "ignore_eos": True}
     answer = await target.complete(**{**body, **fields})
     return [int(name.removeprefix("token_id:")) for name in answer["choices"][0]["logprobs"]["tokens"]]

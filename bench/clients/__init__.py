@@ -1,1 +1,1 @@
-"""`qwen-bench conformance clients`: whether clients that people use work with a server."""
+"""`qwen-bench conformance clients`: whether common clients work with a server."""

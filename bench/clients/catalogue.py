@@ -1,8 +1,8 @@
-"""The clients, their packages, and what must hold after each of their snippets in docs/clients.md has run.
+"""The clients: their packages, and a check for each of their snippets in docs/clients.md.
 
-A client has an environment of its own (pip requirements, or npm packages) and a check for each snippet:
-Python that runs after a Python snippet, with its variables, or after one in another language, whose output is
-``printed``. To add one: a section in docs/clients.md, and an entry here.
+A client has an environment of its own (pip requirements, or npm packages). A check is Python code. After a
+Python snippet it runs with the snippet's variables. After a snippet in another language ``printed`` is the
+snippet's output. A new client needs a section in docs/clients.md and an entry here.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ClientProgram:
-    """A client."""
+    """A client, its packages, and its snippets' checks by name."""
 
     checks: Mapping[str, str]
     pip: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""A folder for each client, with the packages it needs and nothing else."""
+"""Installs each client's packages in a folder of its own."""
 
 import json
 import os
@@ -11,12 +11,13 @@ from qwen_serve.bench.errors import BenchError
 
 
 def cache_folder() -> Path:
-    """Default folder for the clients."""
+    """The default folder in which clients are installed."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen-bench" / "clients"
 
 
 def install(program: ClientProgram, folder: Path) -> None:
-    """Fills ``folder``, once for each list of packages. Raises BenchError with the installer's message."""
+    """Install a client's packages in ``folder``, unless the same list is installed. Raises BenchError with
+    the installer's message."""
     done = folder / "installed.json"
     wanted = json.dumps([program.pip, program.npm])
     if done.is_file() and done.read_text() == wanted:
@@ -43,7 +44,7 @@ def version_of(program: ClientProgram, folder: Path) -> str:
 
 
 def run(command: list[str], folder: Path) -> str:
-    """The command's output. Raises BenchError."""
+    """The command's output. Raises BenchError if it fails."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError:

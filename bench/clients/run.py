@@ -1,4 +1,4 @@
-"""``qwen-bench conformance clients``: runs each snippet of docs/clients.md with its client."""
+"""``qwen-bench conformance clients``: runs the snippets of docs/clients.md with their clients."""
 
 import contextlib
 import os
@@ -30,15 +30,15 @@ EXTENSIONS = {"python": "py", "bash": "sh", "javascript": "mjs"}
 @Parameter(name="*", group=SERVER_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class ServedTo(ServerOptions):
-    """The server that the clients talk to."""
+    """The server that the clients use."""
 
     timeout: float = 180.0
-    """Seconds that a snippet may take."""
+    """Time limit of a snippet, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One snippet's outcome: ``detail`` says what was wrong."""
+    """A snippet's outcome. ``detail``: what was wrong, or why the snippet was skipped."""
 
     status: Literal["pass", "FAIL", "skip"]
     detail: str
@@ -52,21 +52,21 @@ def clients(
     cache: Path | None = None,
     list_: Annotated[bool, Parameter(name="--list", negative=())] = False,
 ) -> int:
-    """Run the snippets of docs/clients.md, each with its client. Exit status 1 if one failed.
+    """Run the snippets of docs/clients.md, each with its client. The exit status is 1 if one failed.
 
     - `qwen-bench conformance clients --url http://127.0.0.1:8080`
     - `qwen-bench conformance clients --only 'openai.*'`
 
-    pip and npm install each client in a folder of its own when it is first needed.
+    pip or npm installs each client in a folder of its own when it is first needed.
 
     Parameters
     ----------
     only
-        Run only the snippets with these names, such as 'openai.*'; may be repeated.
+        Run only the snippets whose names match this pattern, such as 'openai.*'; may be repeated.
     cache
         Folder in which clients are installed (default: ~/.cache/qwen-bench/clients).
     list_
-        Print the snippets and stop.
+        Print the names of the snippets, and exit.
     """
     snippets = [s for s in read_snippets() if not only or any(fnmatch(s.label, pattern) for pattern in only)]
     if not snippets:
@@ -92,7 +92,7 @@ def clients(
 
 
 def prepare(client: str, folder: Path) -> tuple[str, str]:
-    """Installs a client; returns its version, or why it cannot run here."""
+    """Install a client. Returns (version, ""), or ("", why it cannot run here)."""
     try:
         install(CLIENTS[client], folder)
         return version_of(CLIENTS[client], folder), ""
@@ -101,7 +101,7 @@ def prepare(client: str, folder: Path) -> tuple[str, str]:
 
 
 def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
-    """Runs one snippet and its check."""
+    """Run one snippet and its check."""
     program, folder = CLIENTS[snippet.client], root / snippet.client
     text = snippet.pointed_at(server.url.rstrip("/"), server.api_key, TASKS)
     check = program.checks[snippet.name]
@@ -109,7 +109,7 @@ def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
     with tempfile.TemporaryDirectory() as work:
         if snippet.language == "python":
             text += f"\n{check}\n"
-        # a module finds node_modules in its own folder, or above
+        # Node.js looks for node_modules in the script's folder and above
         home = folder if snippet.language == "javascript" else Path(work)
         script = home / f"snippet-{snippet.name}.{EXTENSIONS[snippet.language]}"
         script.write_text(text, encoding="utf-8")
@@ -126,7 +126,7 @@ def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
         detail = last_line(errors or printed) or f"exit status {status}"
     elif snippet.language != "python":
         try:
-            exec(check, {"printed": printed})  # the catalogue's Python
+            exec(check, {"printed": printed})  # code of catalogue.py
         except Exception as error:
             detail = f"{type(error).__name__}: {error} {last_line(errors)}"
     seconds = perf_counter() - began
@@ -134,8 +134,8 @@ def attempt(snippet: Snippet, server: ServedTo, root: Path) -> Outcome:
 
 
 def environment(program: ClientProgram, folder: Path, work: str) -> dict[str, str]:
-    """An environment with the client's programs first on the path, a home of its own, and no keys of other
-    services.
+    """Environment variables with the client's programs first on the path, a home of its own, and no keys of
+    other services.
     """
     path = f"{folder / 'bin'}:{folder / 'node_modules' / '.bin'}:{os.environ['PATH']}"
     kept = {
@@ -149,8 +149,8 @@ def environment(program: ClientProgram, folder: Path, work: str) -> dict[str, st
 def execute(
     command: list[str], folder: Path, variables: dict[str, str], limit: float
 ) -> tuple[int | None, str, str]:
-    """Exit status (None after a timeout), stdout and stderr. Everything that the command started ends with
-    it.
+    """(exit status, stdout, stderr); the status is None after ``limit`` seconds. All processes that the
+    command started are ended.
     """
     with (folder / "stdout").open("w+b") as out, (folder / "stderr").open("w+b") as err:
         process = subprocess.Popen(
@@ -178,7 +178,7 @@ def execute(
 
 
 def last_line(text: str) -> str:
-    """The line that most programs explain an error in: the last that names an error, else the last one."""
+    """The line that probably explains an error: the last one that names an error, else the last one."""
     lines = [line.strip() for line in text.splitlines() if any(char.isalnum() for char in line)]
     wrong = [line for line in lines if ERROR.search(line)]
     return (wrong or lines or [""])[-1][:300]

@@ -1,4 +1,4 @@
-"""The snippets of docs/clients.md, as they are copied and run."""
+"""Reads the snippets of docs/clients.md."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ FENCE = re.compile(r"^```(\w+) ([\w-]+)\.(\w+)\n(.*?)^```$", re.MULTILINE | re.D
 SETUP = "setup"
 URL = "http://127.0.0.1:8080"
 TASKS = {"gsm8k": "clients_generate", "arc_easy": "clients_loglikelihood"}
-"""lm-eval's tasks on the page, and the tasks used instead, which fetch no data set."""
+"""Task of lm-eval on the page -> task that is run instead, which fetches no data set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Snippet:
         return f"{self.client}.{self.name}"
 
     def pointed_at(self, url: str, key: str | None, tasks: Path) -> str:
-        """The text with another server's address."""
+        """The text with another server's address, key and lm-eval tasks."""
         text = self.text.replace(URL, url)
         if key:
             text = re.sub(r'("|Bearer |TOKEN=)none\b', lambda found: found[1] + key, text)
@@ -41,9 +41,9 @@ class Snippet:
 
 
 def read_snippets(page: Path = PAGE) -> list[Snippet]:
-    """In the order of the page, a client's `setup` before each of its other snippets.
+    """The page's snippets, in order. A client's `setup` snippet is put before each of its others.
 
-    Raises BenchError without the page, as in an installed package.
+    Raises BenchError if the page is missing, as in an installed package.
     """
     if not page.is_file():
         raise BenchError(f"{page} is not there: run this from a checkout")

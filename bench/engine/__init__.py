@@ -1,3 +1,1 @@
-"""Measurements of the engine without a server: costs of single operations of llama.cpp contexts on this
-machine.
-"""
+"""Measurements of the engine without a server: costs of single operations on this machine."""

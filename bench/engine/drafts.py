@@ -1,4 +1,4 @@
-"""What each way to draft gains, and the parts of its steps."""
+"""``qwen-bench engine drafts``: gains of each value of speculation, and the parts of its steps."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -29,18 +29,18 @@ from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.settings import Speculation
 
 ROOM = 256
-"""Cells of a sequence beyond its own tokens, for drafts and for llama.cpp's allocation granularity."""
+"""KV cells of a sequence beyond its tokens: for drafts, and because llama.cpp allocates in multiples."""
 
 PARAMS = SamplingParams(ignore_eos=True)
 
 DRAFT = "draft"
 
 OWN = ("speculation", "draft_model")
-"""Settings that differ between the ways."""
+"""Settings that differ between the engines."""
 
 
 def read_way(text: str) -> str:
-    """A value of the engine's `speculation`, with +draft to add the draft model; ValueError otherwise."""
+    """Parse a value of the engine's `speculation`, with +draft to add the draft model. Raises ValueError."""
     speculation, plus, beside = text.partition("+")
     known = get_args(Speculation)
     if speculation not in known or (plus and (beside != DRAFT or speculation in ("off", DRAFT))):
@@ -53,8 +53,8 @@ Ways = Annotated[tuple[str, ...], comma_separated(read_way)]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Requests of one length, ``at_once`` of them in each of ``waves``: a wave begins when the last has
-    ended.
+    """Requests of one length. ``at_once`` requests are sent in each of ``waves``; a wave begins when the one
+    before has ended.
     """
 
     input_tokens: int
@@ -67,12 +67,12 @@ class Cell:
 
     @property
     def prompt_tokens(self) -> int:
-        """Requests of a turn, including the untimed wave."""
+        """Prompt tokens of a turn, including the untimed wave."""
         return (1 + self.waves) * self.at_once * self.input_tokens
 
 
 def make_cells(input_tokens: Positives, concurrency: Positives, requests: int) -> list[Cell]:
-    """A load for each length and concurrency, with at least this many requests."""
+    """A cell for each length and concurrency, with at least ``requests`` requests."""
     return [Cell(length, n, -(-requests // n)) for length in input_tokens for n in concurrency]
 
 
@@ -91,38 +91,39 @@ def drafts(
     set: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Time to the first token and time per token for each way to draft, and what steps spend it on.
+    """Compare drafters: time to the first token, time per token, and the parts of a step.
 
     - `qwen-bench engine drafts model.gguf --text model.words.txt`
     - `qwen-bench engine drafts model.gguf --text model.words.txt --draft-model drafter.gguf --concurrency 1`
 
-    Times are in milliseconds. Each way has an engine of its own, without a prefix cache. All engines are
-    loaded at once and answer the same requests in turns, each turn after an untimed wave. Ratios are against
-    "off".
+    Times are in milliseconds. Each value of --speculation has an engine of its own, without a prefix cache.
+    All engines are loaded at once and answer the same requests in turns, each turn after an untimed wave.
+    Ratios are against "off".
 
     Parameters
     ----------
     gguf
-        The model.
+        The model's GGUF.
     text
-        UTF-8 text, from which prompts are cut without repetition, such as the one of `build synthetic`.
+        Text in UTF-8 from which prompts are cut without repetition, such as the one of `qwen-bench build
+        synthetic`.
     draft_model
-        GGUF of a draft model.
+        GGUF of a draft model (default: none).
     speculation
-        Ways to draft: off, mtp, ngram or both, with +draft to add the draft model, or draft for it alone
-        (default: off, and those of mtp, draft and mtp+draft that the files allow).
+        Drafters to compare: off, mtp, ngram or both, with +draft to add the draft model, or draft for it
+        alone (default: off, and those of mtp, draft and mtp+draft that the files allow).
     input_tokens
-        Tokens of a prompt.
+        Tokens of a prompt; several, separated by commas.
     output_tokens
-        Tokens of an answer; the end-of-text token does not end it.
+        Tokens of an answer; end-of-sequence tokens are ignored.
     concurrency
-        Concurrent requests.
+        Numbers of concurrent requests.
     requests
-        Minimum requests in a turn; they are sent in waves of --concurrency.
+        Minimum number of requests in a turn; they are sent in waves of --concurrency.
     rounds
-        Turns of each way; fewer than 10 do not settle differences below 10%.
+        Turns of each engine; fewer than 10 cannot settle differences below 10%.
     set
-        NAME=VALUE for another setting of the engines, such as mtp_depth=4, draft_always=true or parallel=64;
+        Another setting of the engines, as NAME=VALUE, such as mtp_depth=4, draft_always=true or parallel=64;
         may be repeated.
     """
     cells = make_cells(input_tokens, concurrency, requests)
@@ -172,7 +173,7 @@ def _possible_ways(gguf: Path, draft_model: Path | None) -> list[str]:
 
 
 def _start(way: str, given: dict[str, Any], draft_model: Path | None, stack: ExitStack) -> Engine:
-    """A warm engine that drafts this way; the stack closes it."""
+    """A warm engine with the drafter ``way``; the stack closes it."""
     speculation, _, beside = way.partition("+")
     wanted = DRAFT in (speculation, beside)
     if wanted and draft_model is None:
@@ -191,7 +192,7 @@ def _start(way: str, given: dict[str, Any], draft_model: Path | None, stack: Exi
 
 
 def _cut(engine: Engine, text: Path, count: int) -> Iterator[int]:
-    """The first ``count`` tokens of the text. Raises BenchError if it is shorter."""
+    """The first ``count`` tokens of the text. Raises BenchError if the text is shorter."""
     try:
         ids = engine.vocab.tokenize(text.read_text(encoding="utf-8"), special=False)
     except (OSError, UnicodeDecodeError) as error:
@@ -240,7 +241,7 @@ async def _wave(engine: Engine, prompts: Sequence[Prompt], tokens: int) -> list[
 
 
 async def answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]:
-    """TTFT and ITL of a request, as its listener measures them."""
+    """Send a request. Returns its TTFT and ITL, as a client measures them."""
     submitted = perf_counter()
     arrivals = [
         (perf_counter(), len(tokens)) async for tokens in engine.submit(prompt, PARAMS, max_tokens=count)
@@ -250,9 +251,8 @@ async def answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]
 
 
 async def _counters(engine: Engine) -> Counters:
-    """The figures of a server's /metrics, once the last step is counted, which happens after its tokens are
-    sent.
-    """
+    """The counters of /metrics, once the last step is counted: steps are counted after their tokens are
+    sent."""
     stats = engine.stats()
     while sum(totals.steps for totals in stats.step_totals) < stats.steps:
         await asyncio.sleep(0.001)

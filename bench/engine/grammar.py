@@ -1,4 +1,4 @@
-"""What constrained output costs a token."""
+"""``qwen-bench engine grammar``: costs of constrained output."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,8 +30,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "minItems": 100_000,
     },
 }
-"""Schemas whose end is out of reach. In a text nearly every token is allowed, as in most real answers. In the
-lists few are, hardly any of them likely for an untrained model."""
+"""Schemas whose answers do not end within the measurement. In a string nearly every token is allowed, as in
+most real answers. In the lists few tokens are allowed, and an untrained model gives hardly any of them a high
+probability."""
 
 FREE = "free"
 
@@ -52,16 +53,17 @@ def grammar(
     times: Positive = 5,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds of a step of several answers together, unconstrained and with JSON schemas, in turns.
+    """Compare steps of concurrent answers without constraints and with JSON schemas, in milliseconds, in
+    turns.
 
     - `qwen-bench engine grammar models/nano-Q4_K_M.gguf --sequences 1,8`
 
     Parameters
     ----------
     gguf
-        The model.
+        The model's GGUF.
     sequences
-        Concurrent answers.
+        Numbers of concurrent answers.
     tokens
         Tokens of each answer.
     times
@@ -88,9 +90,7 @@ def grammar(
 
 
 def _watch(engine: Engine) -> list[float]:
-    """From now on, record for each step the processor seconds that choosing its tokens takes on the engine's
-    thread.
-    """
+    """Record the CPU seconds of choosing tokens, on the engine's thread, for each step from now on."""
     runner, speculator = engine._runner, engine._speculator
     collect, verify = runner.collect, speculator.verify
     choosing: list[float] = []
@@ -148,7 +148,7 @@ async def _compare(
 async def _answer(
     engine: Engine, n: int, tokens: int, params: SamplingParams, begin: Callable[[], Constraint | None]
 ) -> float:
-    """Median seconds of a step of `n` answers."""
+    """Median seconds of a step with `n` answers."""
     moments: list[float] = []
 
     async def one(index: int) -> None:

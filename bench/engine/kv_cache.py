@@ -1,6 +1,6 @@
-"""``qwen-bench engine kv-cache``: what a type of the KV cache costs and saves compared with f16.
+"""``qwen-bench engine kv-cache``: compares types of the KV cache with f16.
 
-Every type reads the same tokens with the same model, so only the storage of keys and values differs.
+The same model reads the same tokens with each type, so only the storage of keys and values differs.
 """
 
 import os
@@ -30,13 +30,14 @@ from qwen_serve.server.engine.settings import EngineSettings
 VERB = "kv-cache"
 PLAIN = "plain"
 ROTATION = "LLAMA_ATTN_ROT_DISABLE"
-"""llama.cpp rotates heads by a Hadamard matrix before it quantizes them, unless this variable forbids it."""
+"""Environment variable that disables llama.cpp's rotation of heads by a Hadamard matrix before
+quantization."""
 
 LOGIT_BYTES = 64 * 2**20
-"""Memory for one cache's logits at a time."""
+"""Memory for the logits of one cache, in bytes."""
 
 MARGIN = 64
-"""Cells beyond the text, for the timed steps."""
+"""KV cells beyond the text, for the timed steps."""
 
 Rows = NDArray[np.float32]
 Tokens = NDArray[np.int32]
@@ -44,7 +45,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class KvType:
-    """Types of keys and values; ``rotated``: with llama.cpp's rotation of quantized ones."""
+    """Types of keys and values. ``rotated``: with llama.cpp's rotation of quantized heads."""
 
     keys: str
     values: str
@@ -52,13 +53,13 @@ class KvType:
 
     @property
     def name(self) -> str:
-        """The name that `read_kv_type` reads."""
+        """The text that `read_kv_type` parses."""
         both = self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
         return both if self.rotated else f"{both}:{PLAIN}"
 
 
 def read_kv_type(text: str) -> KvType:
-    """TYPE or KEYS/VALUES, with :plain for no rotation; ValueError otherwise."""
+    """Parse TYPE or KEYS/VALUES, with :plain for no rotation. Raises ValueError."""
     types, colon, rotation = text.partition(":")
     keys, _, values = types.partition("/")
     if {keys, values or keys} - set(CACHE_TYPES) or (colon and rotation != PLAIN):
@@ -89,29 +90,29 @@ def kv_cache(
     threads: Annotated[int | None, Parameter(name="--threads")] = None,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """What does a quantized KV cache lose? Divergence from f16, retrieval from far back, bytes and time.
+    """Compare types of the KV cache with f16: divergence, retrieval from far back, bytes and time.
 
     - `qwen-bench engine kv-cache model-F16.gguf --text model.evaluation.txt --types q8_0,q5_1,q4_0`
 
-    Divergence: KL of the next token's distribution from that with f16 keys and values, over the second halves
-    of chunks of a text. Retrieval: a list of random numbers is read twice; a token counts as retrieved if it
-    is the model's first choice the second time, --context / 2 tokens after the first. Time: a step of one
+    Divergence: KL divergence of the next token's distribution from that with f16 keys and values, over the
+    second halves of a text's chunks. Retrieval: a list of random numbers is read twice, and a token counts as
+    retrieved if the model predicts it the second time, --context / 2 tokens later. Time: a step of one
     sequence with --context tokens. Flash attention is on, since quantized values need it.
 
     Parameters
     ----------
     gguf
-        The model.
+        The model's GGUF.
     text
-        UTF-8 text, best written by the model itself (qwen-convert writes one: NAME.evaluation.txt).
+        Text in UTF-8, preferably written by the model itself, such as qwen-convert's NAME.evaluation.txt.
     types
-        TYPE or KEYS/VALUES, separated by commas; with :plain without llama.cpp's rotation of the heads.
+        Types to compare, as TYPE or KEYS/VALUES, separated by commas; with :plain, heads are not rotated.
     context
-        Tokens of a chunk and of a passage with its repetition.
+        Tokens of a chunk, and of a list with its repetition.
     chunks
-        Maximum chunks of the text that are compared.
+        Maximum number of chunks to compare.
     passages
-        Lists of random numbers.
+        Number of lists of random numbers.
     times
         Timed steps of each type.
     threads
@@ -151,7 +152,8 @@ def settings_of(gguf: Path, kv_type: KvType) -> EngineSettings:
 def read_text(
     model: Model, text: Path, context: int, chunks: int, passages: int
 ) -> tuple[list[Tokens], list[Tokens]]:
-    """Chunks of the text, and lists of random numbers, each twice in a row. BenchError if too short."""
+    """Chunks of the text, and lists of random numbers, each twice in a row. Raises BenchError if the text is
+    too short."""
     try:
         content = text.read_text(encoding="utf-8")
     except OSError as error:
@@ -170,7 +172,7 @@ def read_text(
 
 
 class Cache:
-    """A context with one type of cache, and the logits of tokens that it reads."""
+    """A context with one type of cache; computes logits of the tokens that it reads."""
 
     def __init__(self, model: Model, kv_type: KvType, n_ctx: int, threads: int) -> None:
         self.kv_type = kv_type
@@ -194,7 +196,8 @@ class Cache:
             )
 
     def read(self, tokens: Tokens, start: int, *, scored: bool) -> Rows:
-        """Read these tokens from position ``start`` on; return their logits [tokens, n_vocab], or none."""
+        """Read tokens from position ``start`` on. Returns their logits [tokens, n_vocab], no rows unless
+        ``scored``."""
         context, n = self.context, len(tokens)
         context.tokens[:n] = tokens
         context.positions[:n] = range(start, start + n)
@@ -208,7 +211,7 @@ class Cache:
         self.context.remove(0)
 
     def time(self, recorder: Recorder, times: int) -> None:
-        """Seconds of steps of one token each, after the text that was read last."""
+        """Time steps of one token, after the text that was read last."""
         token = np.zeros(1, np.int32)
         for at in range(-UNTIMED, min(times, MARGIN - UNTIMED)):
             began = perf_counter()
@@ -219,7 +222,7 @@ class Cache:
 
 @contextmanager
 def rotation(wanted: bool) -> Iterator[None]:
-    """While this is active, new contexts rotate the heads of quantized caches, or do not."""
+    """In this block new contexts rotate the heads of quantized caches, or do not."""
     before = os.environ.get(ROTATION)
     os.environ[ROTATION] = "0" if wanted else "1"
     try:
@@ -232,7 +235,7 @@ def rotation(wanted: bool) -> Iterator[None]:
 
 
 def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[list[Rows]]:
-    """The second half's logits of every cache, a piece at a time."""
+    """The logits of the second half of ``tokens``, in pieces: for each piece a list of rows by cache."""
     middle, size = len(tokens) // 2, caches[0].rows
     for cache in caches:
         cache.forget()
@@ -246,8 +249,8 @@ def second_halves(caches: Sequence[Cache], tokens: Tokens) -> Iterator[list[Rows
 def score(
     caches: Sequence[Cache], chunks: Sequence[Tokens], what: str
 ) -> list[tuple[NDArray[np.float32], NDArray[np.int64]]]:
-    """By cache, for every token of the second halves [chunks, tokens]: the KL divergence of the next token's
-    distribution from the first cache's, and the first choice.
+    """For each cache, two arrays [chunks, tokens] over the second halves: KL divergence of the next token's
+    distribution from the first cache's, and most likely token.
     """
     found: list[tuple[list[Rows], list[NDArray[np.int64]]]] = [([], []) for _ in caches]
     with Bar(what, total=len(chunks), unit="chunks") as bar:
@@ -264,7 +267,8 @@ def score(
 
 
 def diverge(caches: Sequence[Cache], chunks: Sequence[Tokens], recorder: Recorder) -> None:
-    """KL divergence from the first cache's distributions, and the share of equal first choices."""
+    """Record KL divergence from the first cache's distributions, and the share of equal most likely
+    tokens."""
     found = score(caches, chunks, "divergence")
     for cache, (divergence, choices) in zip(caches, found, strict=True):
         name = cache.kv_type.name
@@ -275,7 +279,7 @@ def diverge(caches: Sequence[Cache], chunks: Sequence[Tokens], recorder: Recorde
 
 
 def retrieve(caches: Sequence[Cache], passages: Sequence[Tokens], recorder: Recorder) -> None:
-    """For every token of a passage's second reading except the first: whether it was predicted."""
+    """Record the share of tokens that were predicted when a list was read again, without its first token."""
     following = np.stack([passage[len(passage) // 2 + 1 :] for passage in passages])
     right = [choices[:, :-1] == following for _, choices in score(caches, passages, "retrieval")]
     for cache, found in zip(caches, right, strict=True):

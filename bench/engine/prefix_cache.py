@@ -1,4 +1,4 @@
-"""Costs of holding and sharing states."""
+"""``qwen-bench engine prefix-cache``: costs of keeping, sharing and restoring states."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,16 @@ from qwen_serve.bench.engine.recording import UNTIMED, Recorder, make_context, r
 from qwen_serve.llamacpp import Model
 
 STREAMS = 8
-"""Sequences that decode together."""
+"""Number of sequences that decode together."""
 
 TOKEN = 300
-"""Any token will do: it does not affect the time of a step."""
+"""A token; its value does not affect the time of a step."""
 
 RESTORES = 3
 
 
 class Bench:
-    """A context with one pool of cells for all sequences, and the number of tokens of each."""
+    """A context whose sequences share one pool of cells, and the number of tokens of each sequence."""
 
     def __init__(self, model: Model, recorder: Recorder, *, cells: int, sequences: int, ubatch: int) -> None:
         self.context = make_context(
@@ -34,8 +34,8 @@ class Bench:
         self._lengths = [0] * sequences
 
     def run(self, sequences: Sequence[int], length: int = 1, rows: int = 1) -> float:
-        """Milliseconds to decode ``length`` tokens of each sequence, with logits for the last ``rows`` of
-        each."""
+        """Decode ``length`` tokens of each sequence, with logits for the last ``rows`` of each. Returns
+        milliseconds."""
         context, n = self.context, 0
         for sequence in sequences:
             start = self._lengths[sequence]
@@ -61,7 +61,7 @@ class Bench:
         rows: int = 1,
         forget: bool = False,
     ) -> None:
-        """Record several runs after some untimed others; ``forget`` the sequences after each, if asked to."""
+        """Record several runs after some untimed ones. ``forget``: remove the sequences after each run."""
         for round in range(1 - UNTIMED, times + 1):
             spent = self.run(sequences, length, rows)
             if round >= 1:
@@ -70,7 +70,7 @@ class Bench:
                 self.remove(sequence)
 
     def fill(self, sequence: int, count: int) -> None:
-        """Add this many tokens to a sequence."""
+        """Add ``count`` tokens to a sequence."""
         for start in range(0, count, self.context.n_batch):
             self.run([sequence], min(count - start, self.context.n_batch))
 
@@ -93,23 +93,23 @@ def prefix_cache(
     times: Positive = 20,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds of a decode step by the number of occupied cells that it does not use, of reading a
-    prompt, and of copying, saving and restoring a sequence.
+    """Time decode steps by the number of occupied cells that they do not use, prompts, and copying, saving
+    and restoring a sequence, in milliseconds.
 
     - `qwen-bench engine prefix-cache model.gguf --resident 8192,65536`
 
-    The defaults of the prefix cache's settings come from these figures.
+    The defaults of the prefix cache's settings are based on these figures.
 
     Parameters
     ----------
     gguf
-        The model.
+        The model's GGUF.
     resident
-        Occupied cells that a step does not use, multiples of --piece; 0 is always measured, too.
+        Numbers of occupied cells that a step does not use, multiples of --piece; 0 is always measured, too.
     piece
         Tokens of a checkpoint.
     ubatch
-        Tokens of a pass.
+        Maximum tokens of a pass (ubatch).
     times
         Timed steps of each case.
     """
@@ -122,7 +122,8 @@ def prefix_cache(
 def _measure(
     model: Model, recorder: Recorder, resident: Sequence[int], piece: int, ubatch: int, times: int
 ) -> None:
-    """Record steps by the cells that checkpoints occupy, and the costs to share, save and restore one."""
+    """Record steps by the number of cells that checkpoints occupy, and costs of sharing, saving and restoring
+    one."""
     pieces = resident[-1] // piece
     first = STREAMS + 4
     cells = resident[-1] + piece + 256 * first + 4 * 2048

@@ -1,4 +1,4 @@
-"""Shared by the engine's measurements: the model, timing, and rows in the store."""
+"""Common parts of the engine's measurements: the model, timing, and rows in the store."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,19 +16,19 @@ from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.server.engine.errors import EngineError
 
 UNTIMED = 3
-"""Untimed runs of a shape: they load kernels, and build and capture graphs."""
+"""Number of untimed runs of each shape. They load kernels, and build and capture graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorder:
-    """Adds timings of one workload to a run."""
+    """Records timings of one workload in a run."""
 
     run: Run
     subject: str
     workload: str
 
     def time(self, cell: str, action: Callable[[], object], times: int, *, metric: str = "step_time") -> None:
-        """Run it untimed, then ``times`` times, each time as a round."""
+        """Run ``action`` untimed, then time it ``times`` times; each time is a round."""
         for _ in range(UNTIMED):
             action()
         for round in range(1, times + 1):
@@ -37,19 +37,19 @@ class Recorder:
     def once(
         self, cell: str, action: Callable[[], object], round: int = 1, *, metric: str = "step_time"
     ) -> None:
-        """Time a single run."""
+        """Run ``action`` once and record its time, in milliseconds."""
         started = perf_counter()
         action()
         self.add(cell, round, metric, 1000 * (perf_counter() - started))
 
     def add(self, cell: str, round: int, metric: str, value: float) -> None:
-        """Add a value that was measured elsewhere."""
+        """Record a value."""
         self.run.add(self.subject, self.workload, cell, round, {metric: value})
 
 
 @contextmanager
 def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) -> Iterator[Run]:
-    """A run for figures of a model; at the end, its tables are printed.
+    """A run for measurements of a model. Its tables are printed at the end.
 
     Raises BenchError if the file is missing or cannot be loaded, or llama.cpp refuses a call.
     """
@@ -67,7 +67,7 @@ def begun(gguf: Path, verb: str, store: StoreOptions, settings: dict[str, Any]) 
 def recorded(
     gguf: Path, verb: str, workload: str, store: StoreOptions, settings: dict[str, Any]
 ) -> Iterator[tuple[Model, Recorder]]:
-    """The model, on the GPU if there is one, and a run for its figures; raises as `begun`."""
+    """The model, on the GPU if there is one, and a recorder of its measurements. Raises as `begun` does."""
     with begun(gguf, verb, store, settings) as run:
         model = Model(gguf, n_gpu_layers=-1 if supports_gpu() else 0)
         try:

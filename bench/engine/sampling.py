@@ -1,4 +1,4 @@
-"""Costs of each way to sample: a step that decodes a token of each of several sequences."""
+"""``qwen-bench engine sampling``: costs of sampling on the device and on the host."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ DRAWS = {
     ),
     "top-p 0.95": SamplingParams(temperature=1.0, top_p=0.95),
 }
-"""Samplers at temperature 1: over candidates, and the last over whole rows."""
+"""Name -> sampling parameters at temperature 1. The last one needs whole rows, the others only candidates."""
 
 
 def sampling(
@@ -34,20 +34,20 @@ def sampling(
     times: Positive = 10,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """Milliseconds of a step until a token of each sequence is on the host, by where it is sampled.
+    """Time a step until a token of each sequence is on the host, by where it is sampled, in milliseconds.
 
     - `qwen-bench engine sampling model.gguf --rows 1,64`
 
-    Tokens come from raw rows, from each device sampler, or from llama.cpp's own greedy samplers. There are
-    two further cases: one request needs its whole row, which is read alone or with all the others; and a slot
-    changes its device sampler. The host's CPU time to sample these tokens is measured, too.
+    Tokens come from raw rows, from each device sampler, or from llama.cpp's greedy samplers. Two further
+    cases: one request needs its whole row, which is read alone or with all others; and a slot changes its
+    device sampler. The host's CPU time to sample the tokens is measured, too.
 
     Parameters
     ----------
     gguf
-        The model.
+        The model's GGUF.
     rows
-        Sequences in a step.
+        Numbers of sequences in a step.
     times
         Timed steps of each case.
     """
@@ -77,7 +77,8 @@ def sampling(
 
 
 def _draw(context: Context, vocab: Vocab, recorder: Recorder, rows: Positives, times: int) -> None:
-    """Host time to sample a step's tokens at a temperature, each with a sampler of its own."""
+    """Record the host's CPU time to sample a step's tokens at a temperature, each with a sampler of its
+    own."""
     for what, params in DRAWS.items():
         for n in sorted(rows):
             samplers = [Sampler(params, vocab, []) for _ in range(n)]
@@ -94,10 +95,10 @@ def _draw(context: Context, vocab: Vocab, recorder: Recorder, rows: Positives, t
 
 
 def _one_other(context: Context, recorder: Recorder, most: int, times: int) -> None:
-    """One request among the others that needs its whole row; and a change of device sampler."""
+    """Time steps in which one request needs its whole row, and changes of the device sampler."""
     context.set_sampler(most - 1, DeviceSampler.ROW)
     recorder.time(f"device sampler BEST and one ROW, {most} rows", lambda: decode(context, most), times)
-    # if an id has no sampler, llama.cpp copies whole rows of all ids to the host
+    # if one sequence id has no sampler, llama.cpp copies the whole rows of all ids to the host
     C.llama_set_sampler(context._handle, most - 1, None)
     cell = f"device sampler BEST and one row without a sampler, {most} rows"
     recorder.time(cell, lambda: decode(context, most), times)
@@ -118,8 +119,8 @@ def _context(model: Model, most: int, *, samplers: bool) -> Iterator[Context]:
 
 @contextmanager
 def _greedy_chains(context: Context, n: int) -> Iterator[None]:
-    """llama.cpp's greedy sampler on the first ``n`` sequence ids of a context without device samplers, as
-    llama-server's ``--backend-sampling`` has it. The context is closed in the end, before the samplers."""
+    """Set llama.cpp's greedy sampler on the first ``n`` sequence ids of a context without device samplers, as
+    llama-server's ``--backend-sampling`` does. At the end the context is closed before the samplers."""
     chains = []
     for sequence in range(n):
         chain = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
@@ -141,7 +142,7 @@ def _sampled_by_llama_cpp(context: Context, n: int) -> None:
 
 
 def _take(rows: Rows) -> None:
-    """The part of each row that a sampler reads."""
+    """Read the part of each row that a sampler needs."""
     for row, kind in enumerate(rows.kinds):
         if kind in (DeviceSampler.TOP_K, DeviceSampler.LOGPROBS):
             rows.candidates(row)

@@ -1,1 +1,1 @@
-"""Series of measurements: each a TOML file here, run by ``qwen-bench experiment NAME``."""
+"""Series of measurements. ``qwen-bench experiment NAME`` runs the TOML file of that name."""

@@ -1,11 +1,11 @@
-"""A series of measurements from a TOML file: commands with their options, one after the other.
+"""Runs a series of measurements from a TOML file: commands with options, one after the other.
 
     title = "..."
-    [needs]                      # values that --set must give: name = what it is
+    [needs]                      # values that --set must give: name = description
     models = "folder of F16.gguf and Q4_K_M.gguf"
-    [options]                    # of every part
+    [options]                    # of every `peers` part
     residency = "all"
-    [peers]                      # by name, as --peer has them
+    [peers]                      # by name, with the syntax of --peer
     tuned = "llama-server:tuned"
     [[parts]]
     name = "distinct"            # its folder in the store
@@ -41,8 +41,8 @@ Option = bool | int | float | str | list[str | int | float]
 
 
 class Part(BaseModel):
-    """A command, such as "latency" or "engine drafts". ``peers``: names of the experiment's peers, for the
-    command of that name.
+    """A command, such as "latency" or "engine drafts". ``peers``: for the command peers, names of the
+    experiment's peers.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -66,7 +66,7 @@ class Experiment(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> "Experiment":
-        """The contents of a file, given by path or by a bundled name. Raises BenchError that names what is
+        """Read a file, given by path or by the name of a bundled one. Raises BenchError, which says what is
         wrong.
         """
         if not path.is_file():
@@ -107,8 +107,7 @@ def experiment(
     option: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Run a series of measurements that a TOML file describes. Parts that the store already has are not run
-    again.
+    """Run a series of measurements that a TOML file describes. Finished parts in the store are not run again.
 
     - `qwen-bench experiment hackathon --set url=http://127.0.0.1:8080`
     - `qwen-bench experiment ./mine.toml --part latency --dry-run`
@@ -116,15 +115,15 @@ def experiment(
     Parameters
     ----------
     file
-        A TOML file, or the name of a bundled one.
+        TOML file, or the name of a bundled one.
     set
-        NAME=VALUE for a value that the file needs, such as models=/data; may be repeated.
+        Value that the file needs, as NAME=VALUE, such as models=/data; may be repeated.
     part
         Run only these parts, separated by commas.
     option
-        NAME=VALUE overrides an option of every part, such as rounds=1; may be repeated.
+        Option that overrides the file's in every part, as NAME=VALUE, such as rounds=1; may be repeated.
     dry_run
-        Print the commands and run nothing.
+        Print the commands without running them.
     """
     described = Experiment.read(file)
     variables = named_values(set, "--set")
@@ -154,7 +153,7 @@ def experiment(
 
 
 def run_part(words: Sequence[str]) -> str:
-    """Run a part in a separate process. Returns its outcome."""
+    """Run a part in a separate process. Returns its outcome in words."""
     process = subprocess.Popen(
         [sys.executable, "-m", "qwen_serve.bench", *words],
         env={**os.environ, **PYTHON_PATH},
@@ -170,7 +169,7 @@ def run_part(words: Sequence[str]) -> str:
 
 
 def finished_run(words: Sequence[str], folder: Path) -> Path | None:
-    """The last finished run of a command in a part's store; None without one."""
+    """The folder of a command's last finished run in ``folder``; None without one."""
     wanted = ["qwen-bench", *words]
     found = manifests(folder).items()
     done = [run for run, one in found if one.command == wanted and one.status == "finished"]

@@ -1,8 +1,7 @@
-"""The quality gates: the questions, how a chat server is asked, and how answers are scored.
+"""The quality gates: their items, requests to a chat server, and the scoring of answers.
 
-``gate`` says what a gate is, ``tasks`` builds lm-eval's tasks for it, ``chat_model`` lets lm-eval talk to a
-server, ``estimate`` computes a score with an interval, ``nano`` has the bundled model's
-held-out items and recorded answers, ``runner`` asks one gate of a server, ``measure`` all of them, and
-``score`` and ``samples`` are what they write to the store. ``quality``, ``paired`` and
-``perplexity`` are commands.
+``gate`` defines a gate, ``tasks`` builds lm-eval's tasks for it, and ``chat_model`` connects lm-eval to a
+server. ``estimate`` computes a score with an interval. ``nano`` has the gates on the bundled model's held-out
+items and their recorded outcomes. ``runner`` runs one gate, ``measure`` several, and ``score`` and
+``samples`` are the results in the store. ``quality``, ``paired`` and ``perplexity`` are commands.
 """

@@ -1,4 +1,4 @@
-"""An lm-eval model that asks a server's chat endpoint: streamed or not, thinking on or off.
+"""An lm-eval model for a server's chat endpoint, with or without streaming and thinking.
 
 lm-eval's own ``local-chat-completions`` can neither stream nor separate thinking from the answer, and it
 scores an unreadable reply as an empty one. Here a request that keeps failing ends the run.
@@ -22,7 +22,7 @@ from qwen_serve.bench.terminal import Bar
 
 PATH = "/v1/chat/completions"
 THINK_START, THINK_END = "<think>", "</think>"
-# 200: a stream that broke off or a body cut short
+# 200: an incomplete stream or body
 TRANSIENT = {200, 408, 425, 429, 500, 502, 503, 504}
 FIRST_DELAY = 0.5  # seconds before the second attempt; doubled for each one after it
 MAX_DELAY = 30.0
@@ -30,9 +30,9 @@ MAX_DELAY = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One reply: the thinking, the text that is scored, how it ended, and what it took.
+    """A reply: thinking, scored text, finish reason, and costs.
 
-    ``truncated``: the token limit came before requested thinking had ended.
+    ``truncated``: the reply reached the token limit before the requested thinking had ended.
     """
 
     reasoning: str
@@ -46,14 +46,15 @@ class Answer:
 
 @register_model("qwen-serve-chat")
 class ChatModel(LM):  # type: ignore[misc]
-    """``/v1/chat/completions`` of one server. `answers` keeps every reply by (task, document number).
+    """``/v1/chat/completions`` of one server. `answers`: all replies, by (task, document number).
 
-    ``thinking`` None sends no field for it. ``concurrency`` requests run at any time. A transient failure
-    (no connection, 429, 5xx, a broken stream) is tried ``retries`` more times; anything else raises at once.
+    ``thinking`` None: requests have no such field. ``concurrency``: concurrent requests. ``retries``: further
+    attempts after a transient failure (no connection, 429, 5xx, a broken stream). Other failures raise at
+    once.
     """
 
     MULTIMODAL = True
-    """What lm-eval requires of a model that takes pictures."""
+    """lm-eval requires this attribute of a model that takes pictures."""
 
     def __init__(
         self,
@@ -82,13 +83,14 @@ class ChatModel(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """The server has the tokenizer; lm-eval needs a name for its cache keys."""
+        """A name for lm-eval's cache keys; the server has the tokenizer."""
         return self.model
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The messages as JSON: the server has the template. Raises BenchError for a prefilled answer."""
+        """The messages as JSON, since the server has the template. Raises BenchError for a prefilled
+        answer."""
         if not add_generation_prompt:
             raise BenchError(
                 "this task prefills the assistant's message, which a chat endpoint cannot continue"
@@ -96,20 +98,20 @@ class ChatModel(LM):  # type: ignore[misc]
         return json.dumps(chat_history, ensure_ascii=False)
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """Send all requests and return the texts to score, in order. Raises BenchError when one fails."""
+        """Send all requests. Returns the texts to score, in order. Raises BenchError if a request fails."""
         answers = asyncio.run(self._ask_all(requests))
         for request, answer in zip(requests, answers, strict=True):
             self.answers[request.task_name, request.doc_id] = answer
         return [answer.text for answer in answers]
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Not possible: a chat endpoint gives no likelihood of a given text."""
+        """Raises BenchError, since a chat endpoint gives no likelihood of a given text."""
         raise BenchError(
             "this task scores likelihoods, which a chat endpoint cannot give; choose one that generates"
         )
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Not possible, as for `loglikelihood`."""
+        """Raises BenchError, as `loglikelihood` does."""
         raise BenchError(
             "this task scores likelihoods, which a chat endpoint cannot give; choose one that generates"
         )
@@ -129,7 +131,7 @@ class ChatModel(LM):  # type: ignore[misc]
                     async with asyncio.TaskGroup() as group:
                         tasks = [group.create_task(ask(request)) for request in requests]
                 except BaseExceptionGroup as failures:
-                    # the first failure cancelled the others
+                    # the first failure is the cause: it cancelled the other requests
                     raise failures.exceptions[0] from failures
         return [task.result() for task in tasks]
 
@@ -151,8 +153,8 @@ class ChatModel(LM):  # type: ignore[misc]
     def _body(
         self, messages: str, settings: Mapping[str, Any], media: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """A request from lm-eval's ``messages`` and generation settings, with OpenAI's names. ``media``: the
-        pictures of the last message under "visual", as data URLs.
+        """A request's body from lm-eval's ``messages`` and generation settings, with OpenAI's names.
+        ``media``: under "visual", the pictures of the last message as data URLs.
         """
         rest = dict(settings)
         stop = rest.pop("until", None) or []
@@ -176,7 +178,7 @@ class ChatModel(LM):  # type: ignore[misc]
         truncated = self.thinking is True and cut and not ended
         return Answer(
             reasoning=text if truncated and not reasoning else reasoning,
-            # unfinished thinking is not an answer
+            # unfinished thinking is not scored
             text="" if truncated else text,
             finish_reason=completion.finish_reason,
             truncated=truncated,
@@ -189,8 +191,8 @@ class ChatModel(LM):  # type: ignore[misc]
 def split_thinking(text: str, reasoning: str) -> tuple[str, str, bool]:
     """(thinking, answer, whether the end of thinking was found).
 
-    Servers separate the two, or leave ``...</think>`` inline, with or without its opening tag
-    (the template has it already).
+    Some servers separate the two. Others leave ``...</think>`` in the text, without the opening tag if it is
+    part of the template's prompt.
     """
     if reasoning:
         return reasoning, text, bool(text)

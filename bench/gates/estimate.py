@@ -1,4 +1,4 @@
-"""Computes a score with a 95% interval from right and wrong answers, and losses against a reference."""
+"""Computes scores with 95% intervals from right and wrong answers, and losses against a reference."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from scipy.stats import binomtest, norm
 
 Z = float(norm.ppf(0.975))  # two-sided 95%
 
-# one item's outcomes, each 0 to 1: one, or in IFEval one for each instruction
+# an item's outcomes, each from 0 to 1; IFEval has one for each instruction, others one for the item
 Outcomes = Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A score between 0 and 1, and an interval for the whole benchmark, given the drawn items."""
+    """A score from 0 to 1, with the 95% interval of the whole benchmark's score."""
 
     score: float
     low: float
@@ -23,14 +23,16 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """The same items answered twice: the items that only the reference got right, and the reverse."""
+    """Two models' answers to the same items. ``lost``: items that only the reference got right; ``gained``:
+    the reverse."""
 
     lost: int
     gained: int
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Outcomes, Outcomes]]) -> "Paired":
-        """Counts (answer, reference) pairs; for an item with several outcomes, which one had more right."""
+        """Count (answer, reference) pairs. Of an item with several outcomes, the side with more right ones
+        wins."""
         differences = [sum(found) - sum(known) for found, known in pairs]
         return cls(sum(one < 0 for one in differences), sum(one > 0 for one in differences))
 
@@ -39,18 +41,19 @@ class Paired:
 
     @property
     def p_value(self) -> float:
-        """How often two equally good models would differ by as much: McNemar's test, exact, two-sided."""
+        """The probability that two equally good models differ by at least as much: McNemar's exact two-sided
+        test."""
         trials = self.lost + self.gained
         return float(binomtest(self.lost, trials).pvalue) if trials else 1.0
 
     @property
     def worse(self) -> bool:
-        """Whether the loss is more than chance explains, at 5%."""
+        """Whether the loss is significant at 5%."""
         return self.lost > self.gained and self.p_value < 0.05
 
     @property
     def p_text(self) -> str:
-        """The p value in words, as precise as useful."""
+        """The p value as text, with a sensible number of digits."""
         p = self.p_value
         return f"p = {p:.2g}" if p >= 0.001 else "p < 0.001"
 
@@ -59,12 +62,12 @@ class Paired:
 
 
 def estimate(strata: Sequence[Sequence[Outcomes]]) -> Estimate:
-    """The mean of the strata's (subtasks') mean outcomes, with a Wilson interval.
+    """The mean of the strata's (subtasks') mean outcomes, with Wilson's interval.
 
-    A plain proportion gets Wilson's interval (J. Am. Stat. Assoc. 22, 1927) on its number of items. Where
-    items bring several outcomes or strata weigh the same whatever their size, the number of items is replaced
-    by the effective one, p (1 - p) / variance, with the variance of the ratio estimator (Korn and Graubard,
-    Survey Methodology 24, 1998). Never fewer than one item a stratum and one outcome an item.
+    A plain proportion gets Wilson's interval (J. Am. Stat. Assoc. 22, 1927) for its number of items. If items
+    have several outcomes, or if strata of different sizes weigh the same, the effective number of items is
+    used, p (1 - p) / variance, with the variance of the ratio estimator (Korn and Graubard, Survey
+    Methodology 24, 1998). Each stratum needs at least one item, each item at least one outcome.
     """
     rates: list[float] = []
     variance = 0.0
@@ -85,8 +88,9 @@ def estimate(strata: Sequence[Sequence[Outcomes]]) -> Estimate:
 
 
 def wilson(rate: float, size: float) -> tuple[float, float]:
-    """The 95% score interval of a proportion seen in ``size`` trials; scipy's wants a whole number."""
+    """Wilson's 95% interval of a proportion in ``size`` trials. scipy's function accepts only an integer
+    size."""
     centre = (rate + Z**2 / (2 * size)) / (1 + Z**2 / size)
     half = Z / (1 + Z**2 / size) * sqrt(rate * (1 - rate) / size + Z**2 / (4 * size**2))
-    # the bounds are within 0 and 1 except for rounding at a rate of 0 or 1
+    # rounding may put the bounds outside of 0 and 1 at a rate of 0 or 1
     return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))

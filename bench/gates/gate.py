@@ -1,4 +1,4 @@
-"""A gate: lm-eval tasks, a metric, how to ask, and a threshold."""
+"""Quality gates: lm-eval tasks, a metric, settings of requests, and a threshold."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +9,11 @@ Verdict = Literal["pass", "fail", "undecided"]
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """One benchmark with its mode, as the competition runs it.
+    """A benchmark with its settings, as the competition runs it.
 
-    ``metric`` is spelled as lm-eval does, ``name,filter``. The score is the mean over ``tasks`` of each
-    task's mean; an item with several outcomes (IFEval's instructions) counts with each of them.
-    ``max_tokens`` and ``thinking`` None leave the task's own limit and the server's own default. ``baseline``
-    is the published score of the unquantized model.
+    ``metric``: lm-eval's ``name,filter``. The score is the mean over ``tasks`` of each task's mean; every
+    outcome of an item (IFEval's instructions) counts. ``max_tokens`` None: the task's limit. ``thinking``
+    None: the server's default. ``baseline``: the published score of the unquantized model.
     """
 
     name: str
@@ -27,11 +26,12 @@ class Gate:
 
     @property
     def streamed(self) -> bool:
-        """Long thinking is streamed, so that no proxy or client gives up on a silent connection."""
+        """Whether requests are streamed. With thinking they are, because proxies and clients may close a
+        connection that is silent for long."""
         return self.thinking is True
 
     def against(self, baseline: float, share: float) -> "Gate":
-        """The same gate with its threshold at ``share`` of a measured baseline."""
+        """The same gate with a measured baseline, and a threshold at ``share`` of it."""
         return replace(self, baseline=baseline, threshold=share * baseline)
 
 
@@ -52,7 +52,7 @@ MMLU_PRO_SUBJECTS = (
     "psychology",
 )
 
-# Thresholds and baselines: the competition's for Qwen3.5-4B in BF16; gsm8k: the hackathon's check.
+# Thresholds and baselines are the competition's, for Qwen3.5-4B in BF16; gsm8k is the hackathon's check.
 OFFICIAL = (
     Gate(
         name="mmlu_pro",
@@ -91,17 +91,17 @@ OFFICIAL = (
     ),
 )
 
-# The first three gates on the bundled model's held-out items.
+# Gates like the first three, on the bundled model's held-out items.
 NANO_NAMES = ("nano_knowledge", "nano_instructions", "nano_reasoning")
-# Questions about pictures, for a server with the vision tower; only if asked for by name.
+# Questions about pictures, for a server with a vision tower; runs only if --tasks names it.
 NANO_PICTURES = "nano_pictures"
 NANO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "nano"
 
 
 def verdict(score: float, low: float, high: float, threshold: float, *, complete: bool) -> Verdict:
-    """Pass or fail when the 95% interval lies on one side of the threshold.
+    """Pass or fail if the 95% interval is on one side of the threshold, else undecided.
 
-    If every item of the benchmark was asked, the score itself decides.
+    ``complete``: every item of the benchmark was asked, so the score itself decides.
     """
     if complete:
         return "pass" if score >= threshold else "fail"

@@ -1,6 +1,4 @@
-"""Runs all gates against one server: loads all data first, then asks gate by gate and records each when it is
-done.
-"""
+"""Runs gates against one server: loads all data, then runs one gate after the other and records each."""
 
 import asyncio
 import logging
@@ -27,7 +25,8 @@ NANOS = (*NANO_NAMES, NANO_PICTURES)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A gate with its data. ``recorded``: outcomes of the full-precision model by item id, where known."""
+    """A gate with its data. ``recorded``: outcomes of the full-precision model by item id; None if
+    unknown."""
 
     gate: Gate
     tasks: Tasks
@@ -35,9 +34,9 @@ class Loaded:
 
 
 def probe(server: ServerOptions) -> tuple[str, dict[str, str]]:
-    """One short chat. Returns the model's name for requests and what the server says about itself.
+    """Send a short chat. Returns the model's name for requests, and the server's description of itself.
 
-    Raises BenchError if nothing answers, or if the answer is wrong.
+    Raises BenchError if the server does not answer, or answers with an error.
     """
 
     async def ask() -> tuple[str, dict[str, str]]:
@@ -52,7 +51,8 @@ def probe(server: ServerOptions) -> tuple[str, dict[str, str]]:
 
 
 def load_gates(options: GateOptions) -> list[Loaded]:
-    """Load every gate's datasets first, so that a missing one ends no run of hours. Raises BenchError."""
+    """Load the datasets of all gates, so that a missing one is found before the first request. Raises
+    BenchError."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     gates, reference = choose_gates(options.tasks, options.nano)
     return [
@@ -68,7 +68,7 @@ def load_gates(options: GateOptions) -> list[Loaded]:
 
 
 def choose_gates(names: str, folder: Path) -> tuple[list[Gate], nano.Reference | None]:
-    """The gates that ``--tasks`` names, in order, and the reference if one of them is nano's."""
+    """The gates that ``--tasks`` names, in order, and nano's reference if one of its gates is among them."""
     official = {gate.name: gate for gate in OFFICIAL}
     sets = {"official": tuple(official), "nano": NANO_NAMES}
     parts = [part.strip() for part in names.split(",") if part.strip()]
@@ -93,7 +93,7 @@ def ask_gates(
     model: str,
     samples: Path,
 ) -> None:
-    """Run each gate against the server. Its rows and replies are kept if a later one fails.
+    """Run the gates against the server. A gate's rows and replies are kept if a later gate fails.
 
     Raises BenchError if a request keeps failing.
     """

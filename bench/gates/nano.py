@@ -1,8 +1,8 @@
-"""The gates' shapes on the bundled model's held-out items, and the answers it is known to give in full
-precision; and questions about pictures, which no official gate has.
+"""Gates on the bundled model's held-out items, in the official gates' formats, with recorded outcomes of the
+full-precision model; and questions about pictures, which no official gate has.
 
-Prompts, few-shot form, filters, metrics and scorers are those of lm-eval's mmlu_pro, ifeval and gpqa; only
-the data differ. Thresholds are shares of the model's own full-precision scores.
+Prompts, few-shot format, filters, metrics and scorers are those of lm-eval's mmlu_pro, ifeval and gpqa; only
+the data differ. Thresholds are shares of the model's full-precision scores.
 """
 
 import json
@@ -19,23 +19,23 @@ from qwen_serve.bench.gates.gate import NANO_NAMES, NANO_PICTURES, Gate
 from qwen_serve.bench.gates.tasks import Config, Tasks, definition, make_task
 
 SHARES = {"nano_knowledge": 0.90, "nano_instructions": 0.95, "nano_reasoning": 0.90, NANO_PICTURES: 0.95}
-THINKING_TOKENS = 2_048  # ten times as long as its worked answers
+THINKING_TOKENS = 2_048  # ten times the length of the data's worked answers
 CATEGORY_PREFIX = "nano_knowledge_"
 
 
-Recorded = Mapping[str, list[float]]  # outcomes, by item id
+Recorded = Mapping[str, list[float]]  # outcomes by item id
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Recorded outcomes of the full-precision model, greedy, by gate and item id."""
+    """Recorded outcomes of the full-precision model with greedy sampling, by gate and item id."""
 
     about: str
     outcomes: Mapping[str, Recorded]
 
 
 def read_reference(folder: Path) -> Reference:
-    """``reference.json`` of a model's folder. Raises BenchError that names what is missing in it."""
+    """Read ``reference.json`` in a model's folder. Raises BenchError, which names what is missing."""
     path = folder / "reference.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -43,7 +43,7 @@ def read_reference(folder: Path) -> Reference:
         raise BenchError(f"{path}: the recorded full-precision answers cannot be read: {error}") from error
     outcomes: dict[str, Recorded] = {}
     for name in (*NANO_NAMES, NANO_PICTURES):
-        if name == NANO_PICTURES and "pictures" not in content:  # from a model without a vision tower
+        if name == NANO_PICTURES and "pictures" not in content:  # the model has no vision tower
             continue
         family = name.removeprefix("nano_")
         try:
@@ -58,7 +58,7 @@ def read_reference(folder: Path) -> Reference:
 
 
 def read_items(path: Path) -> list[dict[str, Any]]:
-    """A file of held-out items, one JSON object a line. Raises BenchError when it cannot be read."""
+    """Read a file of held-out items, one JSON object a line. Raises BenchError if it cannot be read."""
     try:
         with path.open(encoding="utf-8") as lines:
             return [json.loads(line) for line in lines]
@@ -67,7 +67,7 @@ def read_items(path: Path) -> list[dict[str, Any]]:
 
 
 def nano_gates(folder: Path, reference: Reference) -> list[Gate]:
-    """The gates that ``reference`` has, with thresholds as shares of its score on all held-out items."""
+    """The gates in ``reference``. Thresholds are shares of its score on all held-out items."""
     questions = read_items(folder / "heldout" / "knowledge.jsonl")
     subjects = {str(question["question_id"]): str(question["category"]) for question in questions}
     subtasks = tuple(CATEGORY_PREFIX + subject for subject in sorted(set(subjects.values())))
@@ -112,7 +112,7 @@ def nano_gates(folder: Path, reference: Reference) -> list[Gate]:
 
 
 def nano_tasks(gate: Gate, folder: Path) -> Tasks:
-    """The tasks of one of `nano_gates`, on the files in ``folder``/heldout."""
+    """The tasks of one of `nano_gates`, with the files in ``folder``/heldout."""
     return BUILDERS[gate.name](gate, folder / "heldout")
 
 
@@ -143,7 +143,7 @@ def reasoning_tasks(gate: Gate, files: Path) -> Tasks:
 
 
 def picture_tasks(gate: Gate, files: Path) -> Tasks:
-    """A picture, a question about it, and an answer of one word."""
+    """Questions about a picture, each with an answer of one word."""
     config = local(test=files / "pictures.jsonl") | {
         "test_split": "test",
         "output_type": "generate_until",
@@ -179,10 +179,10 @@ def local(**splits: Path) -> Config:
 
 
 def only(category: str) -> Callable[[datasets.Dataset], datasets.Dataset]:
-    """Keeps one category's questions."""
+    """A filter that keeps one category's questions."""
     return lambda rows: rows.filter(lambda row: row["category"] == category)
 
 
 def with_choices(rows: datasets.Dataset) -> datasets.Dataset:
-    """Adds the list of choices that GPQA's filter looks for."""
+    """Add the list of choices that GPQA's filter reads."""
     return rows.map(lambda row: {"choices": [row[f"choice{number}"] for number in range(1, 5)]})

@@ -1,4 +1,4 @@
-"""Options of the gates: the server, the tasks, and the number of items."""
+"""Options of the gates: server, tasks, and number of items."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ ALL = "all"
 
 
 def read_limit(text: str) -> float | None:
-    """A share in (0, 1), a whole number of at least 1, or "all" (None); ValueError otherwise."""
+    """Parse a share in (0, 1), an integer of at least 1, or "all" (None). Raises ValueError."""
     if text == ALL:
         return None
     try:
@@ -34,7 +34,7 @@ def read_limit(text: str) -> float | None:
 
 
 def gate_folder(text: str) -> tuple[str, Path]:
-    """GATE=FOLDER; ValueError otherwise."""
+    """Parse GATE=FOLDER. Raises ValueError."""
     name, equals, folder = text.partition("=")
     if not equals:
         raise ValueError(f"{text}: want GATE=FOLDER")
@@ -48,36 +48,38 @@ Data = Annotated[tuple[tuple[str, Path], ...], repeated(gate_folder)]
 @Parameter(name="*", group=SERVER_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class GateServer(ServerOptions):
-    """The server that is asked, with a timeout for long thinking."""
+    """The server, with a time limit for long thinking."""
 
     timeout: float = 3600.0
-    """Seconds a request may take."""
+    """Time limit of a request, in seconds."""
 
 
 @Parameter(name="*", group=GATES_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class GateOptions:
-    """Which gates are asked, and how."""
+    """The gates, and settings of their requests."""
 
     tasks: str = "nano"
-    """nano, official, gates (mmlu_pro, ifeval, gpqa_diamond, gsm8k, nano_knowledge, nano_instructions,
-    nano_reasoning, nano_pictures), or tasks of lm-eval that generate text."""
+    """Gates to run: nano, official, or names separated by commas: mmlu_pro, ifeval, gpqa_diamond, gsm8k,
+    nano_knowledge, nano_instructions, nano_reasoning, nano_pictures, or tasks of lm-eval that generate
+    text."""
     limit: Limit = None
-    """Items of each subtask: a share below 1, a number, or all (default)."""
+    """Number of items of each subtask, a share of them below 1, or all (default: all)."""
     seed: int = 0
-    """Seed for drawing the items of a limited run."""
+    """Seed for drawing items with --limit."""
     first: Annotated[bool, Parameter(negative=())] = False
-    """Take the first items, as lm-eval's own --limit does, instead of drawing them."""
+    """Take the first items instead of drawing them, as lm-eval's own --limit does."""
     concurrency: Positive = 8
-    """Concurrent requests."""
+    """Number of concurrent requests."""
     retries: Natural = 4
-    """Further attempts after a transient failure."""
+    """Number of further attempts after a transient failure."""
     single_turn: Annotated[bool, Parameter(negative=())] = False
-    """Few-shot examples in one message with the question (default: a message each, as in lm-eval)."""
+    """Put few-shot examples into one message with the question (default: a message for each, as in
+    lm-eval)."""
     data: Data = ()
-    """GATE=FOLDER: a dataset's local copy in Hugging Face's layout, instead of the hub; may be repeated."""
+    """Local copy of a gate's dataset in Hugging Face's layout, as GATE=FOLDER; may be repeated."""
     nano: Path = NANO_FOLDER
-    """A model's folder with heldout/ and reference.json, for the nano gates."""
+    """Folder of a model with heldout/ and reference.json, for the nano gates."""
 
     def settings(self) -> dict[str, Any]:
         """The settings that affect scores, for the manifest."""

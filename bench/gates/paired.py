@@ -1,4 +1,4 @@
-"""``qwen-bench quality paired``: two models' answers to the same items, item by item."""
+"""``qwen-bench quality paired``: compares two models' answers to the same items, item by item."""
 
 from pathlib import Path
 
@@ -10,21 +10,22 @@ from qwen_serve.bench.terminal import Cell, Table
 
 
 def paired(first: Path, second: Path, /) -> int:
-    """Is one of two models better, item by item? Which items did only the first get right, which only the
-    second?
+    """Compare two models item by item: the items that only the first got right, and those that only the
+    second did.
 
     - `qwen-bench quality paired results/RUN-A/samples.jsonl results/RUN-B/samples.jsonl`
 
-    An item with several outcomes (IFEval's instructions) counts for the model with more of them right. p: how
-    often two equally good models would differ by as much (McNemar's exact test). p holds for a single gate:
-    of twenty gates, one is below 0.05 by chance.
+    An item with several outcomes (IFEval's instructions) counts for the model with more right ones. p is the
+    probability that two equally good models differ by at least as much (McNemar's exact test). It applies to
+    a single gate: of twenty gates, one is below 0.05 by chance.
 
     Parameters
     ----------
     first
-        Replies: samples.jsonl in a run of `quality`, NAME.samples.jsonl in a run of `sweep`.
+        Replies of the first model: samples.jsonl in a run of `quality`, NAME.samples.jsonl in a run of
+        `sweep`.
     second
-        The other model's, to the same items.
+        Replies of the second model to the same items.
     """
     answers = [{(one.gate, one.task, one.id): one for one in read_samples(path)} for path in (first, second)]
     shared = [key for key in answers[0] if key in answers[1]]
@@ -35,7 +36,7 @@ def paired(first: Path, second: Path, /) -> int:
 
 
 def table(first: str, second: str, pairs: list[tuple[Sample, Sample]]) -> Table:
-    """A row for each gate: both scores, the items that only one got right, and p."""
+    """A table with a row for each gate: both scores, the items that only one model got right, and p."""
     gates = list(dict.fromkeys(one.gate for one, _ in pairs))
     rows = [_row(gate, [pair for pair in pairs if pair[0].gate == gate]) for gate in gates]
     if len(gates) > 1:

@@ -29,33 +29,34 @@ QUANTILES = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p99": 0.99, "kld_p999": 0.9
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the text is read."""
+    """Settings for reading the text."""
 
     context: Positive = 512
-    """Tokens of a chunk."""
+    """Tokens of each chunk."""
     skip: Natural | None = None
-    """Tokens at the start of each chunk that are not scored (default: half)."""
+    """Tokens at the start of each chunk that are not scored (default: half of the chunk)."""
     batch: Positive = MAX_BATCH
-    """Maximum tokens of a call."""
+    """Maximum tokens of a batch."""
     threads: Positive | None = None
     """CPU threads (default: all CPUs)."""
     gpu_layers: int = -1
-    """Layers on the GPU, -1 for all."""
+    """Number of layers on the GPU; -1: all."""
 
     @property
     def unscored(self) -> int:
-        """``skip``, or half a chunk."""
+        """Tokens at the start of each chunk that are not scored."""
         return self.context // 2 if self.skip is None else self.skip
 
     @property
     def cell(self) -> str:
-        """Number of scored positions; a chunk's last has no next token."""
+        """The store's cell: the range of scored positions. A chunk's last position has no next token."""
         return positions(self.unscored, self.context - 2, self.context)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its standard error, taken over chunks, since tokens of one text are correlated."""
+    """A mean with its standard error. The error is computed over chunks, since tokens of one text are
+    correlated."""
 
     value: float
     error: float | None
@@ -63,7 +64,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``values`` by the names of `bench.metrics`; ``about``: other facts about the comparison."""
+    """``values``: by metric (`bench.metrics`); ``about``: other facts about the comparison."""
 
     values: dict[str, float]
     about: dict[str, Any]
@@ -78,26 +79,26 @@ def perplexity(
     store: StoreOptions = StoreOptions(),
     reading: Reading = Reading(),
 ) -> int:
-    """How far is a GGUF from its reference? Perplexity, KL divergence and top-1 agreement over a text.
+    """Compare a GGUF with its reference: perplexity, KL divergence and top-1 agreement over a text.
 
     - `qwen-bench quality perplexity model-Q4_K_M.gguf --reference model-F16.gguf --text model.evaluation.txt`
 
-    The text is cut into chunks of --context tokens. The second half of each chunk is scored, so that every
-    scored token has at least half a chunk before it, as in llama-perplexity; --skip changes that. Both files
-    are loaded at once and their logits compared as they come, so memory does not grow with the text.
+    The text is cut into chunks of --context tokens. As in llama-perplexity, the second half of each chunk is
+    scored, so that every scored token has at least half a chunk before it; --skip changes that. Both files
+    are loaded at once, and logits are compared batch by batch, so memory does not grow with the text.
 
-    A model with a pruned vocabulary (qwen-convert --keep-vocab) tokenizes the text with its own vocabulary,
-    and the reference reads the same tokens. Divergence is then over the tokens that both have, with the
-    reference's distribution normalised over those.
+    If the model has a pruned vocabulary (qwen-convert --keep-vocab), the text is tokenized with that
+    vocabulary, and the reference reads the same tokens. Divergence then covers the tokens that both have,
+    with the reference's distribution normalized over them.
 
     Parameters
     ----------
     gguf
-        The model to judge.
+        The model's GGUF.
     reference
-        The GGUF it was made from.
+        The reference's GGUF, such as the F16 file that the model was made from.
     text
-        UTF-8 text; special tokens in it count as such.
+        Text in UTF-8; special tokens in it are parsed.
     """
     measured = measure(gguf, reference, text, reading)
     settings = {"context": reading.context, "skip": reading.unscored, "text": text.name}
@@ -114,10 +115,10 @@ def perplexity(
 
 
 def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = None) -> Measured:
-    """Runs both models over the text.
+    """Run both models over the text.
 
     Raises:
-        BenchError: a file is missing or no GGUF, the vocabularies do not fit, or the text is too short.
+        BenchError: a file is missing or not a GGUF, the vocabularies do not match, or the text is too short.
     """
     reading = reading or Reading()
     if reading.unscored > reading.context - 2:
@@ -160,7 +161,7 @@ def measure(gguf: Path, reference: Path, text: Path, reading: Reading | None = N
 
 
 def summarize(scores: Scores) -> dict[str, float]:
-    """The figures by metric, over all scored positions except each chunk's last, which has no next token."""
+    """Values by metric, over all scored positions except each chunk's last, which has no next token."""
     divergence = scores.divergence[:, :-1]
     loss, reference_loss = scores.loss[:, :-1], scores.reference_loss[:, :-1]
     same_top = estimate(scores.same_top[:, :-1].astype(np.float64))
@@ -182,13 +183,14 @@ def summarize(scores: Scores) -> dict[str, float]:
 
 
 def estimate(values: NDArray[np.float64]) -> Estimate:
-    """The mean over [chunks, positions] with its error from the spread between chunks; one chunk has none."""
+    """The mean of values [chunks, positions], with the standard error between chunks (None for a single
+    chunk)."""
     means = values.mean(axis=1)
     error = float(sem(means)) if len(means) > 1 else None
     return Estimate(value=float(means.mean()), error=error)
 
 
 def exponential(logarithm: Estimate) -> Estimate:
-    """e to the power of an estimate, with the error propagated to first order."""
+    """The exponential of an estimate, with its error to first order."""
     value = float(np.exp(logarithm.value))
     return Estimate(value=value, error=None if logarithm.error is None else value * logarithm.error)

@@ -1,4 +1,4 @@
-"""``qwen-bench quality``: the quality gates through one server."""
+"""``qwen-bench quality``: the quality gates, against one server."""
 
 from qwen_serve.bench.arguments import StoreOptions
 from qwen_serve.bench.gates.options import GateOptions, GateServer
@@ -15,19 +15,19 @@ def quality(
     store: StoreOptions = StoreOptions(),
     gates: GateOptions = GateOptions(),
 ) -> int:
-    """Does a server still answer well? The competition's quality gates through lm-eval, with 95% intervals.
+    """Run the competition's quality gates against a server, through lm-eval, with 95% intervals.
 
     - `qwen-bench quality --url http://127.0.0.1:8080 --tasks nano`
     - `qwen-bench quality --tasks official --limit 0.1`
     - `qwen-bench quality --tasks gsm8k --limit 200 --concurrency 64`
 
-    official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: gates of the same kinds as
-    the first three on the bundled model's held-out items, without a network.
+    official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: gates like the first
+    three, on the bundled model's held-out items, without a network.
 
-    The interval of a score is Wilson's. If subtasks weigh the same or an item has several outcomes, it is
-    computed for the effective number of items. The verdict is undecided if the interval contains the
-    threshold; if every item was asked, the score itself decides. The run's samples.jsonl has every reply.
-    The exit status is 0 if every gate was measured, whatever the verdicts.
+    Intervals are Wilson's, for the effective number of items if subtasks weigh the same or an item has
+    several outcomes. The verdict is undecided if the interval contains the threshold. If every item was
+    asked, the score itself decides. The run's samples.jsonl has all replies. The exit status is 0 if every
+    gate was measured, whatever the verdicts.
     """
     from qwen_serve.bench.gates.measure import ask_gates, load_gates, probe  # lm-eval takes seconds to import
 

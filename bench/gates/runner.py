@@ -1,4 +1,4 @@
-"""Runs one gate against one server: asks, scores, counts."""
+"""Runs one gate against one server: sends the items, scores the answers, and summarizes them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from qwen_serve.bench.gates.samples import Sample
 from qwen_serve.bench.gates.score import GateScore
 from qwen_serve.bench.gates.tasks import Tasks
 
-# lm-eval's own bar, for writing a task's prompts: only on a terminal, and removed when it is done
+# lm-eval's progress bar for building prompts: only on a terminal, and removed at the end
 lm_eval_task.tqdm = partial(tqdm, desc="prompts", leave=False, disable=None)
 
 
 @dataclass(frozen=True, slots=True)
 class GateRun:
-    """What `run_gate` brings back. ``about``: how it was asked, and lm-eval's own aggregates by task;
-    ``subtasks``: the scores of a gate's tasks, shares of 1, where it has several."""
+    """The result of `run_gate`. ``about``: settings of the requests, and lm-eval's aggregates by task;
+    ``subtasks``: scores of a gate's tasks, as shares of 1, if it has several."""
 
     score: GateScore
     about: dict[str, Any]
@@ -42,10 +42,10 @@ def run_gate(
     multiturn: bool,
     reference: Mapping[str, Outcomes] | None = None,
 ) -> GateRun:
-    """Ask the ``chosen`` documents of each task and score them with lm-eval's filters and metrics.
+    """Send the ``chosen`` documents of each task, and score the answers with lm-eval's filters and metrics.
 
-    ``multiturn``: few-shot examples as messages of their own, lm-eval's default. ``reference``: recorded
-    outcomes by item id. Raises BenchError if a request keeps failing.
+    ``chosen``: document numbers by task; ``multiturn``: a message for each few-shot example, lm-eval's
+    default; ``reference``: recorded outcomes by item id. Raises BenchError if a request keeps failing.
     """
     started = monotonic()
     results = evaluate(
@@ -85,7 +85,7 @@ def read_sample(
     answer: Answer,
     reference: Mapping[str, Outcomes] | None,
 ) -> Sample:
-    """lm-eval's log of an item, with the whole reply."""
+    """A sample from lm-eval's log of an item, with the whole reply."""
     value = row[metric]
     messages = json.loads(row["arguments"][0][0])
     identity = item_id(row["doc"], row["doc_id"])
@@ -112,7 +112,7 @@ def read_sample(
 
 
 def item_id(document: Mapping[str, Any], number: int) -> str:
-    """An item's id in its benchmark, else its place in the dataset."""
+    """An item's id in its benchmark, else its index in the dataset."""
     for name in ("question_id", "key", "id"):
         if name in document:
             return str(document[name])
@@ -120,7 +120,7 @@ def item_id(document: Mapping[str, Any], number: int) -> str:
 
 
 def summarize(gate: Gate, tasks: Tasks, samples: Sequence[Sample], seconds: float) -> GateScore:
-    """The gate's figures, from its samples."""
+    """A gate's score from its samples; ``seconds``: wall time."""
     asked = [[sample for sample in samples if sample.task == task] for task in gate.tasks]
     known = [[sample for sample in of_task if sample.reference is not None] for of_task in asked]
     recorded = [[sample.reference or [] for sample in of_task] for of_task in known]
@@ -159,7 +159,7 @@ def scores_by_task(gate: Gate, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def metrics(aggregate: Mapping[str, Any]) -> dict[str, float]:
-    """A task's aggregates, by ``metric,filter``."""
+    """A task's aggregates that are numbers, by ``metric,filter``."""
     return {
         name: float(value)
         for name, value in aggregate.items()

@@ -1,4 +1,4 @@
-"""Every asked item with its whole reply: JSON lines beside a run's rows."""
+"""Items with their whole replies, as JSON lines beside a run's rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +9,9 @@ from qwen_serve.bench.errors import BenchError
 
 
 class Sample(BaseModel):
-    """One item asked, answered and scored. ``prompt`` is the last message, after ``earlier_messages``.
+    """An item with its answer and score. ``prompt``: the last message, after ``earlier_messages``.
 
-    ``outcomes`` are what the metric made of the answer, ``reference`` the recorded full-precision model's.
+    ``outcomes``: the metric's values for the answer; ``reference``: those of the full-precision model's.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -36,13 +36,13 @@ class Sample(BaseModel):
 
 
 def append_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Add a gate's samples to the file."""
+    """Append a gate's samples to the file."""
     with path.open("a", encoding="utf-8") as lines:
         lines.write("".join(one.model_dump_json() + "\n" for one in samples))
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All samples in the file. Raises BenchError when it cannot be read."""
+    """All samples in the file. Raises BenchError if it cannot be read."""
     try:
         with path.open(encoding="utf-8") as lines:
             return [Sample.model_validate_json(line) for line in lines]

@@ -9,7 +9,8 @@ from qwen_serve.bench.gates.estimate import Paired
 from qwen_serve.bench.gates.gate import Verdict, verdict
 
 WORKLOAD, SUBTASKS = "gates", "subtasks"
-"""The store's workloads: a cell for each gate, and one for each subtask of a gate with several."""
+"""The store's workloads: with a cell for each gate, and with one for each subtask of a gate that has
+several."""
 
 SHARES = ("score", "low", "high", "threshold", "baseline", "reference_score")
 METRIC_OF = {
@@ -29,16 +30,16 @@ METRIC_OF = {
     "retries": "retries",
     "seconds": "seconds",
 }
-"""The metric of each field; shares of 1 are stored as percentages."""
+"""Field of `GateScore` -> metric of the store, where shares of 1 are percentages."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateScore:
-    """A gate's score and how it came about. Scores are shares of 1; ``low`` and ``high`` bound 95%.
+    """A gate's score. Scores are shares of 1; ``low`` and ``high``: the 95% interval.
 
-    ``cut``: replies that reached the token limit; ``truncated_thinking``: those of them that were still
-    thinking; ``empty``: replies without an answer. ``reference_score``: of the recorded full-precision model
-    on the same items; ``lost`` and ``gained``: items that only it, or only this model, got right.
+    ``cut``: replies that reached the token limit; ``truncated_thinking``: those that reached it while
+    thinking; ``empty``: replies without an answer. ``reference_score``: the full-precision model's on the
+    same items; ``lost``: items that only that model got right; ``gained``: items that only this one did.
     """
 
     gate: str
@@ -60,19 +61,20 @@ class GateScore:
 
     @property
     def paired(self) -> Paired | None:
-        """Item by item against the recorded full-precision model; None without a record."""
+        """The comparison with the full-precision model, item by item; None if its outcomes are not
+        recorded."""
         return None if self.lost is None or self.gained is None else Paired(self.lost, self.gained)
 
     @property
     def verdict(self) -> Verdict | None:
-        """Whether the score reaches the threshold; None without one."""
+        """Whether the score reaches the threshold; None without a threshold."""
         if self.threshold is None:
             return None
         low, high = (self.score if end is None else end for end in (self.low, self.high))
         return verdict(self.score, low, high, self.threshold, complete=self.items == self.items_in_all)
 
     def values(self) -> dict[str, float]:
-        """The values for a row of the store."""
+        """Values by metric, for the store."""
         known = {field: getattr(self, field) for field in METRIC_OF}
         return {
             METRIC_OF[field]: 100 * value if field in SHARES else value
@@ -91,7 +93,7 @@ class GateScore:
 
 
 def gate_scores(rows: pd.DataFrame) -> list[GateScore]:
-    """Every gate of one subject in one run's rows, in the order in which they were asked."""
+    """The gates of one subject in one run's rows, in the order of measurement."""
     asked = rows[rows["workload"] == WORKLOAD]
     return [
         GateScore.of_values(str(gate), dict(zip(of_gate["metric"], of_gate["value"], strict=True)))

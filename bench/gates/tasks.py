@@ -1,7 +1,7 @@
-"""lm-eval's tasks for a gate: lm-eval's definitions, with our data, limits and sample.
+"""lm-eval's tasks for a gate: lm-eval's definitions with a gate's data, limits and sample.
 
-Loading is reproducible: the choices that GPQA's definition shuffles come in the same order on every machine,
-so runs can be compared item by item.
+Loading is reproducible. GPQA's definition shuffles choices, but their order is the same on every machine, so
+runs can be compared item by item.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from lm_eval.utils import load_yaml_config
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.gate import Gate
 
-FEWSHOT_SEED = 1234  # lm-eval's own default
-SHUFFLE_SEED = 0  # lm-eval's own default for `random`
+FEWSHOT_SEED = 1234  # lm-eval's default
+SHUFFLE_SEED = 0  # lm-eval's default for `random`
 GATE_FOLDERS = ("mmlu_pro", "ifeval", "gpqa", "gsm8k")
-# these two count with nltk's sentence and word tokenizer, which needs its own data
+# these instructions use nltk's sentence and word tokenizer, which needs data files
 NEED_PUNKT = {"length_constraints:number_sentences", "change_case:capital_word_frequency"}
 LM_EVAL = f"lm-eval {version('lm_eval')}"
 
@@ -38,16 +38,16 @@ Config = dict[str, Any]
 
 # IFEval's language detection draws random numbers
 langdetect.DetectorFactory.seed = 0
-# its scorer downloads data when it is imported; `check_punkt` reports what is then missing
+# IFEval's scorer downloads data when it is imported; `check_punkt` reports what is missing afterwards
 nltk.download = partial(nltk.download, quiet=True, print_error_to=io.StringIO())
 
 
 def hub_tasks(gate: Gate, data: Mapping[str, Path]) -> Tasks:
-    """The tasks of a gate whose datasets are on the hub, by name.
+    """The tasks of a gate whose datasets are on the hub, by task name.
 
-    ``data`` may name a local folder instead, for a gate or a task: a dataset in Hugging Face's layout, such
-    as test.jsonl and validation.jsonl, or the hub's .parquet files. Raises BenchError when one cannot be
-    loaded.
+    ``data``: local folder of a gate or a task, used instead of the hub. A folder has a dataset in Hugging
+    Face's layout, such as test.jsonl and validation.jsonl, or the hub's .parquet files. Raises BenchError if
+    a dataset cannot be loaded.
     """
     tasks: Tasks = {}
     for name in gate.tasks:
@@ -62,21 +62,22 @@ def hub_tasks(gate: Gate, data: Mapping[str, Path]) -> Tasks:
 
 
 def other_gates(name: str) -> list[Gate]:
-    """Any task, group or tag of lm-eval as gates without a threshold, one for each task. Raises BenchError if
-    unknown.
+    """A task, group or tag of lm-eval as gates without a threshold, one for each task. Raises BenchError for
+    an unknown name.
     """
     entry = index_entry(name)
     if entry["type"] == "task":
         return [Gate(name, (name,), main_metric(name), thinking=None, max_tokens=None)]
     members = entry["task"]
-    if members == -1:  # a group; its members are in its file
+    if members == -1:  # a group, whose members are in its file
         members = load_yaml_config(entry["yaml_path"], mode="full")["task"]
     names = [member if isinstance(member, str) else member["task"] for member in members]
     return [gate for member in names for gate in other_gates(member)]
 
 
 def main_metric(name: str) -> str:
-    """A task's first metric with its first filter. BenchError for a task that does not generate text."""
+    """A task's first metric with its first filter. Raises BenchError for a task that does not generate
+    text."""
     config = definition(name)
     kind = config.get("output_type", "generate_until")
     if kind != "generate_until":
@@ -89,13 +90,13 @@ def main_metric(name: str) -> str:
 
 
 def definition(name: str) -> Config:
-    """A copy of lm-eval's definition of a task, which may be changed."""
-    with contextlib.redirect_stdout(io.StringIO()):  # IFEval's scorer reports its download
+    """A copy of lm-eval's definition of a task."""
+    with contextlib.redirect_stdout(io.StringIO()):  # IFEval's scorer prints its download
         return dict(load_yaml_config(index_entry(name)["yaml_path"], mode="full"))
 
 
 def index_entry(name: str) -> dict[str, Any]:
-    """lm-eval's index entry of a name. Raises BenchError for an unknown one."""
+    """lm-eval's index entry of a name. Raises BenchError for an unknown name."""
     for everything in (False, True):
         index = task_index(everything=everything).task_index
         if name in index:
@@ -109,7 +110,7 @@ def index_entry(name: str) -> dict[str, Any]:
 
 @cache
 def task_index(*, everything: bool) -> TaskManager:
-    """lm-eval's index. Reading all definitions takes a quarter of a minute, those of the gates no time."""
+    """lm-eval's index, of all tasks (``everything``, 15 s to read) or only of the gates' tasks."""
     if everything:
         return TaskManager()
     root = Path(lm_eval_tasks.__file__).parent
@@ -117,7 +118,7 @@ def task_index(*, everything: bool) -> TaskManager:
 
 
 def make_task(name: str, config: Config, gate: Gate) -> ConfigurableTask:
-    """A task with its documents fixed. Raises BenchError when the dataset cannot be loaded."""
+    """A task whose documents are processed once. Raises BenchError if the dataset cannot be loaded."""
     if gate.max_tokens is not None:
         config["generation_kwargs"] = {**config["generation_kwargs"], "max_gen_toks": gate.max_tokens}
     try:
@@ -125,13 +126,13 @@ def make_task(name: str, config: Config, gate: Gate) -> ConfigurableTask:
             task = ConfigurableTask(config={**config, "task": name})
             fix_documents(task)
     except Exception as error:
-        # `datasets` raises many types: no network, a gated or renamed dataset, a broken file
+        # `datasets` raises many types, for a missing network, a gated dataset, a broken file
         reason = " ".join(str(error).split()) or type(error).__name__
         raise BenchError(
             f"{name}: the dataset {config.get('dataset_path')} cannot be loaded: {reason}"
         ) from error
     try:
-        # a missing column would show only when an answer is scored, after all requests
+        # otherwise a missing column would raise only after all requests, when answers are scored
         task.process_results(task.eval_docs[0], [""])
     except Exception as error:
         raise BenchError(f"{name}: the dataset's first row cannot be scored: {error!r}") from error
@@ -143,7 +144,8 @@ def make_task(name: str, config: Config, gate: Gate) -> ConfigurableTask:
 
 
 def fix_documents(task: ConfigurableTask) -> None:
-    """Process the documents once: lm-eval does so at each access, which shuffles GPQA's choices again."""
+    """Process the documents once. lm-eval processes them at each access, which shuffles GPQA's choices
+    again."""
     process = task.config.process_docs
     if process is None:
         return
@@ -155,7 +157,7 @@ def fix_documents(task: ConfigurableTask) -> None:
 
 @contextlib.contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Disable `datasets`' progress bars, and its cache of an earlier shuffle."""
+    """Disable `datasets`' progress bars, and its cache, which may hold another shuffle."""
     datasets.disable_progress_bars()
     datasets.disable_caching()
     try:
@@ -166,7 +168,8 @@ def quiet_datasets() -> Iterator[None]:
 
 
 def check_punkt(task: ConfigurableTask) -> None:
-    """Raise BenchError before asking, rather than after it, if scoring lacks nltk's data."""
+    """Raises BenchError if scoring needs nltk's data and they are missing. This is checked before any
+    request."""
     if "instruction_id_list" not in task.features:
         return
     wanted = {name for names in task.eval_docs["instruction_id_list"] for name in names} & NEED_PUNKT
@@ -182,7 +185,7 @@ def check_punkt(task: ConfigurableTask) -> None:
 
 
 def messages(task: ConfigurableTask, number: int) -> list[dict[str, str]]:
-    """The messages of a document's request, each few-shot example as its own message."""
+    """The messages of a document's request, with a message for each few-shot example."""
 
     def as_json(chat: list[dict[str, str]], add_generation_prompt: bool) -> str:
         return json.dumps(chat)
@@ -198,10 +201,10 @@ def messages(task: ConfigurableTask, number: int) -> list[dict[str, str]]:
 
 
 def sample(task: ConfigurableTask, limit: float | None, *, seed: int, first: bool) -> list[int]:
-    """The document numbers to ask, ascending: all, a share (``limit`` below 1), or that many.
+    """The numbers of the documents to send, ascending. ``limit``: None for all, a share below 1, or a number.
 
-    They are drawn at random (with the same ``seed`` a smaller sample is part of a larger one), or are the
-    ``first``, as with lm-eval's own --limit. Datasets are often sorted, so the first are no fair sample.
+    They are drawn at random; with the same ``seed`` a smaller sample is part of a larger one. ``first``: take
+    the first ones, as lm-eval's --limit does. Datasets are often sorted, so these are not representative.
     """
     order = list(range(len(task.eval_docs)))
     if limit is None:

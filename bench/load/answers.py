@@ -1,9 +1,9 @@
-"""Whether answers depend on other requests: the same requests alone and together, bit for bit.
+"""Checks that answers do not depend on other requests: the same requests, alone and together, bit for bit.
 
-Requests of all kinds are answered one by one by the first server. Then each server answers them one by one
-and many at once, in another order each time, while other clients leave in the middle of their answers. What
-is compared is the whole choice: text, reasoning, calls, and the log-probability of every token and of those
-that might have stood in its place, to the last digit that the server gives.
+The first server answers requests of all kinds one by one. Then each server answers them one by one and many
+at once, each time in another order, while other clients disconnect in the middle of their answers. The whole
+choice is compared: text, reasoning, tool calls, and the log-probabilities of every token and its
+alternatives, to the last digit.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ WORKLOAD = "answers"
 VERDICT = "verdict.json"
 PREFIXES = 3
 LIKELIEST = 3
-"""Alternatives whose log-probabilities are compared at each position."""
+"""Alternative tokens at each position whose log-probabilities are compared."""
 SHOWN = 10
 """Differences that the verdict lists."""
 TURNS = 3
 """Turns of a chat."""
 
 SPECULATION = ("off", "ngram", "mtp", "both")
-"""Ways to draft, each with a server of its own."""
+"""Values of --speculation; each has a server of its own."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -71,7 +71,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
     "tools": {"tools": [TOOL], "tool_choice": "required"},
 }
-"""Fields of the requests of each kind, besides a seed and log-probabilities."""
+"""Kind of request -> its fields, besides the seed and log-probabilities."""
 
 Share = Annotated[float, Parameter(validator=Number(gte=0, lt=1))]
 
@@ -86,19 +86,20 @@ class Asked:
 
 @dataclass
 class Compared:
-    """Results of a server at a level. ``same``: answers equal to those given alone, of the compared ones."""
+    """Results of a server at one level of concurrency. ``same``: how many of the ``compared`` answers equal
+    those given alone."""
 
     compared: int = 0
     same: int = 0
     left: int = 0
-    """Clients that left in the middle of an answer."""
+    """Clients that disconnected in the middle of an answer."""
     differences: list[dict[str, Any]] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
-    """Counts of drafts."""
+    """Draft metrics, by name."""
 
     def add(self, asked: Asked, alone: Sequence[str], found: Sequence[str]) -> None:
-        """Number of turns of a conversation."""
+        """Compare the answers of a conversation, turn by turn, with those given alone."""
         for turn, (before, now) in enumerate(zip(alone, found, strict=False)):
             self.compared += 1
             self.same += before == now
@@ -111,7 +112,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Load:
-    """The load: the same conversations at every level, and clients that leave."""
+    """The load: the same conversations at every level, and clients that disconnect."""
 
     asked: Sequence[Asked]
     tokens: int
@@ -119,7 +120,7 @@ class Load:
     seed: int
 
     async def alone(self, target: Target) -> list[list[str]]:
-        """The answers to each conversation, one after the other. Raises BenchError if one fails."""
+        """The answers to each conversation, requested one after the other. Raises BenchError if one fails."""
         with Bar(f"{target.name}, alone", total=len(self.asked), unit="conversations") as bar:
             found = []
             for one in self.asked:
@@ -128,7 +129,7 @@ class Load:
         return found
 
     async def at(self, target: Target, clients: int, alone: Sequence[Sequence[str]], found: Compared) -> None:
-        """Run all conversations with this many clients, and add to `found` as they end."""
+        """Run all conversations with this many clients, and add the results to `found`."""
         rng = random.Random(f"{self.seed}/{target.name}/{clients}")
         order = rng.sample(range(len(self.asked)), len(self.asked))
         sender, left = Sender(target, self.tokens), iter(order)
@@ -154,7 +155,8 @@ class Load:
 
 
 async def converse(sender: Sender, job: Job) -> list[str]:
-    """The choice of each turn, as JSON without the answer's id. Raises BenchError."""
+    """The choice of each turn, as JSON without the ids of tool calls. Raises BenchError for a failed
+    request."""
     history: list[Mapping[str, Any]] = []
     told: list[str] = []
     for text in job.turns:
@@ -178,7 +180,8 @@ async def converse(sender: Sender, job: Job) -> list[str]:
 
 
 async def conversations(made: Prompts, count: int, tokens: int, rng: random.Random) -> list[Asked]:
-    """Conversations of all kinds, up to so many tokens a turn, the same for an ``rng`` in the same state."""
+    """``count`` conversations of all kinds, with up to ``tokens`` tokens a turn. They depend only on the
+    state of ``rng``."""
     prefixes = [await made.make(tokens, rng) for _ in range(PREFIXES)]
     found = []
     for number in range(count):
@@ -198,7 +201,7 @@ async def conversations(made: Prompts, count: int, tokens: int, rng: random.Rand
 
 
 def usual_peers(draft_model: Path | None, flags: str) -> tuple[str, ...]:
-    """The default servers: one without drafts and cache, and one for each way to draft."""
+    """The default servers: one without drafts and prefix cache, and one for each value of `SPECULATION`."""
     server = f"server --deterministic {flags}".strip()
     peers = [f"alone={server} --speculation off --no-prefix-cache"]
     peers += [f"drafts {way}={server} --speculation {way}" for way in SPECULATION]
@@ -228,7 +231,7 @@ async def answers(
     found, reference = contestants(who)
     if prompts.tokenizer is None and who.gguf is not None:
         prompts = replace(prompts, tokenizer=str(who.gguf))
-    # a prefix or a text twice, a few words a turn, answers, a tool in the prompt
+    # a text twice or behind a prefix, later turns, answers, a tool's description
     longest = 3 * input_tokens + TURNS * (output_tokens + input_tokens // 8) + 512
     setup = make_setup(who, (longest, max(levels)), found)
     settings = {
@@ -265,7 +268,7 @@ async def answers(
         return _verdict(run, told, levels)
 
 
-answers.__doc__ = f"""The same requests alone and together: is every answer the same, bit for bit?
+answers.__doc__ = f"""Check that answers do not depend on other requests: alone and together, bit for bit.
 
 - `qwen-bench soak answers --gguf model.gguf --requests 140`
 - `qwen-bench soak answers --gguf model.gguf --draft-model drafter.gguf --levels 1,64`
@@ -273,9 +276,9 @@ answers.__doc__ = f"""The same requests alone and together: is every answer the 
 The first server answers each request alone. Then every server answers the same requests at each level of
 concurrency. The requests are greedy and seeded: chats, shared prefixes, texts that repeat, schemas, thinking
 and tool calls. Each server is started on a free port, and stopped before the next. Without --peer the first
-is `server --deterministic` without drafts and prefix cache, and the others draft, each in another way.
+is `server --deterministic` without drafts and prefix cache; the others have a value of --speculation each.
 
-The last line is the verdict. {VERDICT} in the run's folder has it in full, also if the run is stopped. The
+The last line is the verdict. {VERDICT} in the run's folder has the details, even if the run is stopped. The
 exit status is 0 if nothing differs.
 
 {SYNTAX}
@@ -283,26 +286,27 @@ exit status is 0 if nothing differs.
 Parameters
 ----------
 draft_model
-    A block drafter; one more default server drafts with it.
+    GGUF of a block drafter, for a further default server.
 flags
     Further flags of each default server.
 requests
-    Number of conversations; a chat has three turns, each with an answer.
+    Number of conversations; a chat has three turns.
 levels
-    Concurrent clients.
+    Numbers of concurrent clients.
 input_tokens
-    Tokens of the longest text in a request.
+    Maximum tokens of a text in a request.
 output_tokens
     Maximum tokens of an answer.
 aborts
     Share of requests before which the client starts another one and disconnects in the middle of its answer.
 start_ahead
-    Start the next server while one answers; faster, but needs memory for two.
+    Start the next server while one answers, which is faster but needs memory for two.
 """
 
 
 async def _each_running(contenders: Sequence[Contender], *, ahead: bool) -> AsyncGenerator[Contender]:
-    """Each one while it runs, one after the other; with ``ahead`` the next one starts meanwhile."""
+    """Each contender while its server runs, one after the other. ``ahead``: the next server starts
+    meanwhile."""
     starting: asyncio.Task[None] | None = None
     try:
         for number, one in enumerate(contenders, start=1):
@@ -341,7 +345,8 @@ async def _levels(
 def _verdict(
     run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Sequence[int], *, stopped: bool = False
 ) -> int:
-    """Print the verdict and write it in full; 0 if all was compared, nothing differs and nothing failed."""
+    """Print the verdict and write it to the run. Returns 0 if everything was compared, no answer differs and
+    no request failed, else 1."""
     parts = [(server, cell, one) for server, cells in told.items() for cell, one in cells.items()]
     sums = Counter[str]()
     for _, _, one in parts:

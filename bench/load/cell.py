@@ -1,7 +1,7 @@
-"""The smallest part of a workload: what one server does before the next has its turn.
+"""The smallest part of a workload: what one server does before the next server is measured.
 
-A cell makes its prompts from the seed, its name and the round, so that every server is sent the same ones;
-the commands for one server and the comparison of several share it.
+The prompts of a cell depend only on the seed, its name and the round, so all servers get the same ones. The
+commands for one server and the comparison of several servers share this code.
 """
 
 import asyncio
@@ -26,19 +26,21 @@ from qwen_serve.bench.store import Run
 from qwen_serve.bench.terminal import Bar
 
 MOST_FAILURES = 3
-"""Failures in a row, each perhaps a time-out of minutes, after which a server is given up."""
+"""Measuring a server ends after this many failed requests in a row, since each may be a timeout of
+minutes."""
 SUM_TOKENS = 64
 
 TOKENS = {"prompt_tokens", "cached_tokens", "claimed_tokens", "recounted_tokens", "verified_tokens"}
 WHOLE = {"failed", "latency", *TOKENS}
 STREAMED = {"failed", "ttft", "itl", "longest_gap", "chunks"}
-"""Metrics of requests that are answered in one piece, and of streamed ones."""
+"""`WHOLE`: metrics of requests that are not streamed. `STREAMED`: additional metrics of streamed ones."""
 LOADED = {*WHOLE, *STREAMED, "lateness"}
 
 
 @dataclass
 class Supply:
-    """Prompts by kind, and the tokenizer that counts them (None: only the server's usage counts)."""
+    """Prompts by kind, and the tokenizer that counts their tokens (None: the server's usage is the only
+    count)."""
 
     vocabulary: Vocabulary | None
     options: PromptOptions
@@ -46,12 +48,12 @@ class Supply:
 
     @classmethod
     async def of(cls, client: Client, model: str | None, options: PromptOptions) -> Self:
-        """The tokenizer that the options name, else the server's."""
+        """Prompts with the tokenizer that the options name, else the server's."""
         return cls(await find_vocabulary(options.tokenizer, client, model), options)
 
     @property
     def counted_by(self) -> str:
-        """Whose token counts the figures use."""
+        """The source of the token counts."""
         return self.vocabulary.source if self.vocabulary is not None else "the server's own usage"
 
     async def prompts(self, kind: Kind | None = None) -> Prompts:
@@ -67,8 +69,8 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a cell found in a round. ``rows``: values of each request, then of the cell; ``answers``: the
-    texts in the order of the prompts, None for those that failed."""
+    """Results of a cell in one round. ``rows``: the values of each request, then those of the cell.
+    ``answers``: texts in the order of the prompts, None for failed requests."""
 
     rows: list[dict[str, float]]
     answers: list[str | None]
@@ -81,12 +83,12 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Cell:
-    """``workload`` and ``name`` are the store's; ``rounds`` the times that it is measured.
+    """One load. ``workload`` and ``name``: as in the store; ``rounds``: how often it is measured.
 
-    ``make``: the jobs of a round; round 0 is the warm-up. They are sent by ``clients``, or at a
-    ``rate`` (then ``clients`` is the concurrency of the warm-up). ``kept``: recorded metrics of a request.
-    ``load``: also record rates of the whole cell. ``spot_checks``: sums asked during the warm-up.
-    ``prime``: untimed requests before a round's jobs.
+    ``make``: makes the jobs of a round; round 0 is the warm-up. ``clients`` send them, or they are sent at a
+    ``rate`` in requests a second (then ``clients`` is the concurrency of the warm-up). ``kept``: the metrics
+    of a request that are recorded. ``load``: also record the rates of the whole cell. ``spot_checks``: number
+    of sums asked during the warm-up. ``prime``: makes untimed requests before a round's jobs.
     """
 
     workload: str
@@ -110,22 +112,21 @@ class Cell:
     _wrong: dict[str, list[str]] = field(default_factory=dict)
 
     async def prepare(self) -> None:
-        """Make every prompt first, so that only requests are timed."""
+        """Make all prompts, so that making them is not timed."""
         self._jobs = [await self.make(round) for round in range(self.rounds + 1)]
         if self.prime is not None:
             self._primes = [await self.prime(round) for round in range(self.rounds + 1)]
 
     @property
     def requests(self) -> int:
-        """Timed requests in a round, for the progress bar."""
+        """Number of timed requests in a round."""
         return sum(len(job.turns) for job in self._jobs[1])
 
     async def warm_up(self, target: Target, *, again: bool = False) -> None:
-        """Untimed requests, as many at once as the load will be, so that what a server does once for each
-        batch size is not timed; fewer where the target has had this cell before (``again``).
+        """Send untimed requests at the concurrency of the load, so that a server's one-time work for a batch
+        size is not timed. ``again``: the target has had this cell before, so fewer are enough.
 
-        Spot checks are among them, within that concurrency. Raises BenchError if a request fails: a server
-        that cannot answer is not measured.
+        Spot checks are sent within that concurrency. Raises BenchError if a request fails.
         """
         jobs = self._jobs[0][: min(WARM_UPS, self.clients)] if again else self._jobs[0]
         checks = [] if again else [Sum.draw(self.rng(0, at)) for at in range(self.spot_checks)]
@@ -149,7 +150,7 @@ class Cell:
         ]
 
     async def measure(self, target: Target, round: int, bar: Bar) -> Measured:
-        """Round ``round``, from 1. A failed request is recorded, whatever the reason."""
+        """Measure round ``round`` (from 1). Failed requests are recorded as such."""
         sender, jobs = self._sender(target), self._jobs[round]
         if self._primes:
             await closed_loop(sender, self._primes[round])
@@ -177,7 +178,7 @@ class Cell:
         return Measured(rows, [one.text for one in sent], [*errors, *wrong])
 
     def rng(self, round: int, *parts: object) -> random.Random:
-        """The random state of this cell in this round, the same for every target."""
+        """A random generator for this cell and round, the same for every target."""
         seed = self.supply.options.seed
         return random.Random("/".join(map(str, (seed, self.workload, self.name, round, *parts))))
 
@@ -185,7 +186,7 @@ class Cell:
         return Sender(target, self.max_tokens, self.ignore_eos, self.stream, self.endpoint)
 
     def _together(self, sent: list[Sent], rows: list[dict[str, float]]) -> dict[str, float]:
-        """Rates over the wall time from the first request's due time to the last one's end."""
+        """Rates over the wall time from the first planned start to the last end of a request."""
         wall = max(one.ended for one in sent) - min(one.planned for one in sent)
         verified, prompts, good = (
             sum(values.get(name, 0.0) for values in rows)
@@ -200,7 +201,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A spot check: right if the sum is the last number of the answer."""
+    """A spot check: a sum to compute. The answer is right if its last number is the sum."""
 
     left: int
     right: int
@@ -214,7 +215,7 @@ class Sum:
         return f"What is {self.left}+{self.right}?"
 
     def is_right(self, answer: str) -> bool:
-        """Whether an answer's last number is the sum."""
+        """Whether the last number in ``answer`` is the sum."""
         numbers = re.findall(r"\d+", answer)
         return bool(numbers) and numbers[-1] == str(self.left + self.right)
 
@@ -229,7 +230,8 @@ async def measuring(
     *,
     chat: bool,
 ) -> AsyncIterator[tuple[Run, Target, Supply]]:
-    """One server under load, and the run that records it. A chat names a model: by default the listed one."""
+    """Connect to a server and begin a run. ``chat``: requests name a model, by default the first in
+    /v1/models."""
     async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
         listed = server.model or await client.model()
         target = Target(server.name or client.url, client, listed if chat else server.model)
@@ -242,7 +244,7 @@ async def measuring(
 
 
 async def measure_counted(run: Run, target: Target, cell: Cell, round: int, bar: Bar) -> Measured:
-    """A round, recorded with the growth of the server's own counters if it has some of ours."""
+    """Measure and record a round, and the growth of the server's counters if it has qwen-serve's."""
     before = await read_counters(target.client)
     found = await cell.measure(target, round, bar)
     for values in found.rows:
@@ -253,9 +255,9 @@ async def measure_counted(run: Run, target: Target, cell: Cell, round: int, bar:
 
 
 async def measure_alone(run: Run, target: Target, cells: Sequence[Cell]) -> list[str]:
-    """Measure one server, cell after cell. Returns the errors of failed requests.
+    """Measure one server, one cell after the other. Returns the errors of failed requests.
 
-    A cell that cannot be warmed up ends the run with BenchError; what was measured before is recorded.
+    Raises BenchError if the warm-up of a cell fails; earlier measurements stay recorded.
     """
     errors: list[str] = []
     for cell in cells:

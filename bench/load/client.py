@@ -1,7 +1,7 @@
-"""A small client for servers with OpenAI's API that records when every piece of a stream arrives.
+"""A client for servers with OpenAI's API that records when each piece of a stream arrives.
 
-Times are ``time.perf_counter`` seconds. A request's clock starts when its encoded bytes are handed to the
-connection and stops when the last byte of the answer has arrived: preparing the body is not part of it.
+Times are ``time.perf_counter`` seconds. A request's time runs from handing the encoded bytes to the
+connection until the last byte of the answer arrives; it does not include encoding the body.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ import aiohttp
 
 from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
 
-# uvicorn and llama-server close an idle connection after 5 s: stop using it well before that.
+# uvicorn and llama-server close a connection that is idle for 5 s.
 KEEP_ALIVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An HTTP answer of any status, unchanged."""
+    """An HTTP response of any status, unchanged."""
 
     status: int
     headers: Mapping[str, str]
@@ -30,7 +30,7 @@ class Reply:
     seconds: float
 
     def json(self) -> Any:
-        """The decoded body; ServerError if it is not JSON."""
+        """The decoded body. Raises ServerError if it is not JSON."""
         try:
             return json.loads(self.text)
         except ValueError as error:
@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The token counts that the server reports; ``cached_tokens`` is None if it does not."""
+    """The server's token counts. ``cached_tokens``: None if it does not report them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -50,7 +50,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation. ``arrivals``: seconds from the start, one for each streamed piece of text."""
+    """A finished generation. ``arrivals``: seconds from the start to each streamed piece of text."""
 
     text: str
     reasoning: str
@@ -62,16 +62,17 @@ class Completion:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean time of each token after the first; None with fewer than two tokens or pieces."""
+        """Mean time of each token after the first, in seconds; None with fewer than two tokens or pieces."""
         if self.usage is None or self.usage.completion_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.usage.completion_tokens - 1)
 
 
 class Client:
-    """One server. Connections are unlimited and kept alive; use as ``async with Client(url) as client``.
+    """Client of one server: ``async with Client(url) as client``. Connections are unlimited and kept alive.
 
-    ``timeout`` bounds a whole request in seconds. A ``url`` that ends in ``/v1`` loses it: paths carry it.
+    ``timeout``: limit of a whole request, in seconds. A ``/v1`` at the end of ``url`` is removed, since paths
+    begin with it.
     """
 
     def __init__(self, url: str, *, timeout: float = 600.0, api_key: str | None = None) -> None:
@@ -109,7 +110,7 @@ class Client:
         data: bytes | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """Send ``body`` as JSON, or ``data`` unchanged. Raises UnreachableError if no answer came."""
+        """Send ``body`` as JSON, or ``data`` unchanged. Raises UnreachableError if there is no response."""
         started, response = await self._send(method, path, body, data, headers)
         async with response:
             try:
@@ -120,7 +121,8 @@ class Client:
             return Reply(response.status, response.headers, raw.decode("utf-8", "replace"), seconds)
 
     async def complete(self, path: str, body: Mapping[str, Any]) -> Completion:
-        """One generation in one piece; ``prompt`` or ``messages`` in ``body`` decides the endpoint's format.
+        """Generate without streaming. ``body`` has ``prompt`` or ``messages``, which decides the response's
+        format.
 
         Raises ServerError for a status other than 200 or a body without a choice.
         """
@@ -144,7 +146,7 @@ class Client:
             raise ServerError(f"POST {path}: no completion in the answer: {clip(reply.text)}", 200) from error
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> Completion:
-        """One streamed generation, with usage. Raises ServerError as `complete` does, or if the stream breaks
+        """Generate with streaming and usage. Raises ServerError as `complete` does, or if the stream breaks
         off.
         """
         text: list[str] = []
@@ -160,7 +162,7 @@ class Client:
         ):
             last = at
             if data == "[DONE]":
-                done = True  # read to the end: only the connection of a finished answer is used again
+                done = True  # read on to the end: only then can the connection be reused
                 continue
             chunk = _decode_event(path, data)
             usage = read_usage(chunk) or usage
@@ -178,10 +180,10 @@ class Client:
         return Completion("".join(text), "".join(reasoning), finish_reason, usage, started, last, arrivals)
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[tuple[float, str], None]:
-        """The stream's events as they arrive: (seconds since the request was sent, what follows ``data:``).
+        """The stream's events as they arrive: (seconds since the request was sent, text after ``data:``).
 
-        Closing the iterator closes the connection (`contextlib.aclosing`). A status other than 200 or
-        another content type raises ServerError.
+        Closing the iterator closes the connection (`contextlib.aclosing`). Raises ServerError for a status
+        other than 200 or another content type.
         """
         started, response = await self._send("POST", path, body, None, {"Accept": "text/event-stream"})
         async with response:
@@ -208,7 +210,7 @@ class Client:
                 raise self._unreachable(path, error) from error
 
     async def model(self) -> str | None:
-        """The id of the first model that the server lists; None without /v1/models."""
+        """The id of the first model in /v1/models; None if the server has none or no such endpoint."""
         reply = await self.request("GET", "/v1/models")
         try:
             return str(reply.json()["data"][0]["id"]) if reply.status == 200 else None
@@ -232,8 +234,8 @@ class Client:
                     method, self.url + path, data=data, headers=sent, trace_request_ctx=connection
                 )
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                # A server may close a kept connection while we write to it (llama-server does after every
-                # fifth request): no answer has begun, so the request is sent anew and timed from there.
+                # A server may close a reused connection while the request is written (llama-server does after
+                # # every fifth request). No answer has begun, so the request is sent and timed again.
                 lost = isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError)
                 if not (lost and connection.pop("reused", False)):
                     raise self._unreachable(path, error) from error
@@ -251,7 +253,8 @@ async def _mark_reused(_: object, context: SimpleNamespace, __: object) -> None:
 
 
 def read_usage(answer: Mapping[str, Any]) -> Usage | None:
-    """The usage block of a response or of a stream's chunk, None without one. Raises ServerError."""
+    """The usage of a response or a stream's chunk; None without one. Raises ServerError if it is
+    malformed."""
     usage = answer.get("usage")
     if not usage:
         return None
@@ -264,12 +267,12 @@ def read_usage(answer: Mapping[str, Any]) -> Usage | None:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """The reasoning in a message or delta; vLLM's newer name is ``reasoning``."""
+    """The reasoning in a message or delta: ``reasoning_content``, or ``reasoning`` as newer vLLM calls it."""
     return str(message.get("reasoning_content") or message.get("reasoning") or "")
 
 
 def error_text(reply: Reply) -> str:
-    """The server's error message: that of an OpenAI error object if there is one."""
+    """The server's error message: from OpenAI's error object if there is one, else the body."""
     try:
         return str(json.loads(reply.text)["error"]["message"])
     except (ValueError, LookupError, TypeError):

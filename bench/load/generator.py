@@ -1,7 +1,7 @@
-"""Sends jobs: in a closed loop of several clients, or in an open loop at a rate.
+"""Sends jobs in a closed loop of several clients, or in an open loop at a rate.
 
-A closed loop sends the next request when one is done, which hides queueing: a slow server is asked
-less. An open loop sends at Poisson arrivals and times a request from when it was due.
+A closed loop sends the next request when one is done. That hides queueing, since a slow server gets fewer
+requests. An open loop sends requests at Poisson arrivals and times each from its arrival.
 """
 
 import asyncio
@@ -17,12 +17,13 @@ from qwen_serve.bench.load.vocabulary import Vocabulary
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COUNT_TOLERANCE = 0.02
-"""Tokenizing a text again may give a few tokens more or fewer than were generated."""
+"""Allowed relative difference: tokenizing a text again may give a few tokens more or fewer than were
+generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server under load. ``model``: of its requests; None: they have none."""
+    """A server under load. ``model``: the requests' model; None: requests have no such field."""
 
     name: str
     client: Client
@@ -31,9 +32,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One client's errand: its turns are sent one after the other, in a chat each with all that was said
-    before, from the messages ``before`` the first on. ``fields`` stand in every request, ``pictures`` (data
-    URLs) before the first turn's text."""
+    """Turns that one client sends one after the other. In a chat each request has all earlier messages,
+    beginning with ``before``. ``fields`` are in every request. ``pictures`` (data URLs) come before the first
+    turn's text."""
 
     turns: tuple[str, ...]
     chat: bool
@@ -44,10 +45,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request that came back, or did not: ``answer`` or ``error``. ``turn``: of its conversation, from 0.
+    """A request that has ended, with an ``answer`` or an ``error``. ``turn``: its index in the conversation,
+    from 0.
 
-    ``planned``: seconds from the load's start to when it was to be sent; ``lateness``: how much later it was;
-    ``ended``: seconds from the load's start to its end.
+    Seconds from the load's start: ``planned``, when it was to be sent, and ``ended``. ``lateness``: seconds
+    from then until it was sent.
     """
 
     turn: int
@@ -68,8 +70,8 @@ OnDone = Callable[[Sent], None]
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """How a job's requests are made: to whom, how long, streamed or not. Without an ``endpoint`` chats and
-    prompts go to their own."""
+    """Sends the requests of jobs. ``endpoint``: None for /v1/chat/completions or /v1/completions, as the job
+    needs."""
 
     target: Target
     max_tokens: int
@@ -81,7 +83,7 @@ class Sender:
         return self.endpoint or (CHAT if job.chat else COMPLETIONS)
 
     def body(self, job: Job, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A request whose prompt is the last message of ``history``."""
+        """A request's body: ``history`` as messages in a chat, else its last message as prompt."""
         asked = {"messages": list(history)} if job.chat else {"prompt": history[-1]["content"]}
         body = {**asked, "max_tokens": self.max_tokens, "temperature": 0.0, **job.fields}
         if self.ignore_eos:
@@ -93,7 +95,8 @@ class Sender:
     async def converse(
         self, job: Job, *, began: float, planned: float | None = None, on_done: OnDone | None = None
     ) -> list[Sent]:
-        """All turns of a job, up to the first that fails. ``planned``: when the first was due; None: now."""
+        """Send all turns of a job, up to the first that fails. ``planned``: when the first is due; None:
+        now."""
         send = self.target.client.stream if self.stream else self.target.client.complete
         history = list(job.before)
         sent: list[Sent] = []
@@ -117,7 +120,7 @@ class Sender:
 
 
 def shown(pictures: Sequence[str], text: str) -> str | list[dict[str, Any]]:
-    """A message's content: the text, after its pictures, if any."""
+    """A message's content: the pictures, if any, then the text."""
     if not pictures:
         return text
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
@@ -127,7 +130,8 @@ def shown(pictures: Sequence[str], text: str) -> str | list[dict[str, Any]]:
 async def closed_loop(
     sender: Sender, jobs: Sequence[Job], clients: int = 1, on_done: OnDone | None = None
 ) -> list[Sent]:
-    """``clients`` each do one job after the other: constant concurrency. Results in the order of the jobs."""
+    """Let each of ``clients`` do one job after the other, at constant concurrency. Returns results in the
+    order of the jobs."""
     began, left = perf_counter(), enumerate(jobs)
     sent: dict[int, list[Sent]] = {}
 
@@ -142,8 +146,8 @@ async def closed_loop(
 async def open_loop(
     sender: Sender, jobs: Sequence[Job], rate: float, rng: random.Random, on_done: OnDone | None = None
 ) -> list[Sent]:
-    """A job begins at each arrival of a Poisson process of ``rate`` a second. Results in the order of the
-    jobs.
+    """Begin jobs at the arrivals of a Poisson process with ``rate`` jobs a second. Returns results in the
+    order of the jobs.
     """
     began = perf_counter()
 
@@ -156,7 +160,7 @@ async def open_loop(
 
 
 def arrivals(rate: float, rng: random.Random) -> Iterator[float]:
-    """Endless times in seconds, from 0 on, with exponential gaps of mean 1 / ``rate``."""
+    """Endless arrival times in seconds, beginning with 0, with exponential gaps of mean 1 / ``rate``."""
     at = 0.0
     while True:
         yield at
@@ -166,7 +170,7 @@ def arrivals(rate: float, rng: random.Random) -> Iterator[float]:
 async def values_of(one: Sent, vocabulary: Vocabulary | None) -> dict[str, float]:
     """The values of a request, by the names of `bench.metrics`.
 
-    Without a tokenizer the claimed tokens are the verified ones: views say whose counts they are.
+    Without a tokenizer the claimed tokens count as verified; tables name the source of the counts.
     """
     answer = one.answer
     if answer is None:

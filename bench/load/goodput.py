@@ -11,14 +11,14 @@ LIMIT = re.compile(r"(?P<name>\w+)[=:](?P<value>\d+(?:\.\d+)?)(?P<unit>ms|s)?")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Milliseconds by metric; a request is good if it exceeds none."""
+    """Limits in milliseconds, by metric. A request is good if it exceeds none."""
 
     milliseconds: Mapping[str, float]
 
     def kept_by(self, values: Mapping[str, float]) -> bool:
-        """Whether a request's values are all known and within their limits.
+        """Whether a request's values are known and within their limits.
 
-        An answer of one token has no inter-token latency, and keeps every limit of it.
+        An answer of one token has no ITL, so it keeps every limit of it.
         """
         if "failed" in values:
             return False
@@ -33,7 +33,8 @@ class Limits:
 
 
 def read_limits(text: str) -> Limits:
-    """``ttft=500ms,itl=50ms``; without a unit milliseconds. ValueError says what is allowed."""
+    """Parse limits such as ``ttft=500ms,itl=50ms``; without a unit they are in milliseconds. Raises
+    ValueError with what is allowed."""
     found: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         match = LIMIT.fullmatch(part.strip())

@@ -1,4 +1,4 @@
-"""Made-up pictures, all different, as data URLs: soft spots of colour, which compress like photographs."""
+"""Generated pictures as data URLs, all different: soft spots of colour, which compress like photographs."""
 
 import base64
 import random
@@ -22,7 +22,7 @@ class Resolution:
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """WIDTHxHEIGHT; ValueError otherwise."""
+        """Parse WIDTHxHEIGHT. Raises ValueError."""
         width, cross, height = text.partition("x")
         if not (cross and width.isdecimal() and height.isdecimal() and int(width) and int(height)):
             raise ValueError(f"{text}: want WIDTHxHEIGHT in pixels, such as 1024x768")
@@ -30,7 +30,7 @@ class Resolution:
 
     @property
     def tokens(self) -> int:
-        """About the number of tokens that Qwen3.5 makes of it: one for 32 by 32 pixels."""
+        """Approximate number of Qwen3.5's tokens for it: one for 32 by 32 pixels."""
         return -(-self.width // 32) * -(-self.height // 32)
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ DEFAULT_SIZE = Resolution(1024, 1024)
 
 
 def data_url(size: Resolution, rng: random.Random) -> str:
-    """A JPEG, the same for an ``rng`` in the same state."""
+    """A JPEG's data URL. The picture depends only on ``size`` and the state of ``rng``."""
     rows, columns = (-(-side // SPOT) + 1 for side in (size.height, size.width))
     colours = np.frombuffer(rng.randbytes(rows * columns * 3), np.uint8).reshape(rows, columns, 3)
     image = Image.fromarray(colours).resize((size.width, size.height), Image.Resampling.BICUBIC)

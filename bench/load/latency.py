@@ -30,7 +30,8 @@ from qwen_serve.bench.report.views import show
 
 Protocol = Literal["both", "official", "distinct", "images"]
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 16
-"""Metrics of questions about pictures: a picture's cost comes before the first token."""
+"""Lengths of questions about pictures and of their answers. Both are short, since a picture's cost comes
+before the first token."""
 QUESTIONS = ("first question", "second question")
 ImageSizes = Annotated[tuple[Resolution, ...], comma_separated(Resolution.read)]
 IMAGE_SIZES = (DEFAULT_SIZE,)
@@ -48,10 +49,10 @@ def latency_cell(
     rounds: int,
     count: int = 1,
 ) -> Cell:
-    """One category under one protocol, ``count`` requests a round, one after the other.
+    """The cell of a category under a protocol: ``count`` requests a round, one after the other.
 
-    Distinct prompts are other ones for every request. ``streamed`` requests bring TTFT and ITL, the others
-    the latency; the two are cells of their own under one name.
+    Under the distinct protocol each request has another prompt. ``streamed`` requests give TTFT and ITL, the
+    others the latency; the two are separate cells under one name.
     """
     seed = supply.options.seed
 
@@ -71,7 +72,7 @@ def latency_cell(
         make=make,
         supply=supply,
         max_tokens=one.max_tokens,
-        # the official body is sent exactly as published
+        # the official body is exactly as published, without ignore_eos
         ignore_eos=protocol == DISTINCT and not supply.options.stop_at_eos,
         stream=streamed,
         endpoint=endpoint,
@@ -80,8 +81,8 @@ def latency_cell(
 
 
 def picture_cells(size: Resolution, supply: Supply, *, warmup: int, rounds: int) -> list[Cell]:
-    """Two questions about a new picture in each round: the second finds the picture read. Streamed, for the
-    time to the first token.
+    """Cells of two streamed questions about a new picture in each round. For the second question the server
+    has the picture cached.
     """
 
     async def ask(round: int, number: int) -> list[Job]:
@@ -124,8 +125,9 @@ def latency_cells(
     counts: tuple[int, int] = (1, 1),
     images: Sequence[Resolution] = (),
 ) -> list[Cell]:
-    """For every category and protocol a cell of whole answers and one of streamed ones, if any;
-    ``endpoints``, ``rounds`` and ``counts`` are for either. For pictures the cells of `picture_cells`.
+    """For each category and protocol a cell of whole answers and one of streamed ones. ``endpoints``,
+    ``rounds`` and ``counts``: for whole and for streamed answers. The images protocol has the cells of
+    `picture_cells`.
     """
     if protocol == IMAGES:
         return [
@@ -150,7 +152,7 @@ def latency_cells(
 
 
 def protocols_of(protocol: Protocol) -> Sequence[str]:
-    """The protocols that --protocol means."""
+    """The protocols that a value of --protocol stands for."""
     return (OFFICIAL, DISTINCT) if protocol == "both" else (protocol,)
 
 
@@ -176,31 +178,31 @@ async def latency(
     - `qwen-bench latency --protocol distinct --categories short --stream-runs 0`
     - `qwen-bench latency --protocol images --image-resolution 1024x1024`
 
-    The official protocol sends the same repeated filler every time, so prompt caches and lossless speculation
-    decide the result. The distinct protocol sends another prompt of exactly the same length each time. The
-    images protocol asks two questions about each of --stream-runs pictures; for the second question the
+    The official protocol sends the same repeated filler every time, so the result depends on prompt caches
+    and lossless speculation. The distinct protocol sends another prompt of exactly the same length each time.
+    The images protocol asks two questions about each of --stream-runs pictures; for the second question the
     picture is cached.
 
     Parameters
     ----------
     protocol
-        See above; both: official and distinct.
+        Protocol, see above; both: official and distinct.
     runs
-        Timed requests per category and protocol.
+        Timed requests of each category and protocol.
     warmup
-        Untimed requests before them.
+        Untimed requests before the timed ones.
     stream_runs
         Streamed requests, for TTFT and ITL; 0: none (default: as many as --runs).
     categories
-        One or more of short, medium and long.
+        Lengths of prompt and answer: one or more of short, medium and long, separated by commas.
     endpoint
-        The timed endpoint.
+        Endpoint whose latency is measured.
     stream_endpoint
-        The endpoint for TTFT and ITL.
+        Endpoint of the streamed requests.
     baseline
-        Reference of speed-ups: official (BF16 on an A10G), none, or short=MS,medium=MS,long=MS.
+        Latencies that speed-ups refer to: official (BF16 on an A10G), none, or short=MS,medium=MS,long=MS.
     image_resolution
-        images: WIDTHxHEIGHT of pictures, in pixels; several with commas.
+        images: size of pictures, WIDTHxHEIGHT in pixels; several, separated by commas.
     """
     streams = runs if stream_runs is None else stream_runs
     settings: dict[str, Any] = {
@@ -234,8 +236,8 @@ async def latency(
 
 
 def read_baseline(text: str) -> dict[str, float]:
-    """Milliseconds by category: "official", "none", or short=2582,medium=5441,long=6576. Raises
-    BenchError.
+    """Milliseconds by category, from "official", "none", or a text such as short=2582,medium=5441,long=6576.
+    Raises BenchError for any other text.
     """
     if text == "official":
         return {name: one.official_ms for name, one in CATEGORIES.items()}

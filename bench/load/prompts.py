@@ -1,4 +1,4 @@
-"""Prompts of exact token lengths, all different: natural text, random words, random tokens, or a
+"""Prompts with an exact number of tokens, all different: natural text, random words, random tokens, or a
 user's text.
 """
 
@@ -17,28 +17,28 @@ Kind = Literal["natural", "words", "tokens"]
 
 POOL_SIZE = 2048
 FIXES = 50
-CHARACTERS_A_TOKEN = 6  # more than a token of English has, so that one piece of text usually suffices
+CHARACTERS_A_TOKEN = 6  # more than an English token has, so that one draw usually suffices
 WORD = re.compile(r" [A-Za-z]{2,}")
 SPECIAL = re.compile(r"\s*<.*>\s*", re.DOTALL)
 PROSE = re.compile(r"[A-Z][^\n]*(?:\n[^\n]+)*[.!?]")
 
 
 class Prompts(ABC):
-    """A source of prompts: ids are drawn, decoded and encoded again, then cut or extended until the length is
-    right.
+    """A source of prompts. Token ids are drawn, decoded and encoded again, then cut or extended until the
+    number is right.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     async def make(self, tokens: int, rng: random.Random) -> str:
-        """A new text of exactly ``tokens`` tokens, the same for an ``rng`` in the same state.
+        """A text of exactly ``tokens`` tokens, which depends only on the state of ``rng``.
 
-        Raises BenchError when it cannot be had.
+        Raises BenchError if none is found.
         """
         ids = await self._draw(tokens, rng)
         for _ in range(FIXES):
-            # characters that were cut in two
+            # U+FFFD at the ends: characters that were cut in two
             text = (await self._vocabulary.decode(ids[:tokens])).strip("\ufffd")
             ids = await self._vocabulary.encode(text)
             if len(ids) == tokens:
@@ -53,9 +53,10 @@ class Prompts(ABC):
 
 
 class NaturalPrompts(Prompts):
-    """Paragraphs of English prose in a new order for every prompt, so that no two begin alike.
+    """Paragraphs of English prose in a random order, so that no two prompts begin alike.
 
-    They are those of the Python language reference, which every Python brings along (``pydoc_data.topics``).
+    The paragraphs are from the Python language reference, which is part of every Python
+    (``pydoc_data.topics``).
     """
 
     async def _draw(self, count: int, rng: random.Random) -> list[int]:
@@ -67,7 +68,7 @@ class NaturalPrompts(Prompts):
 
 @cache
 def prose() -> tuple[str, ...]:
-    """The paragraphs of plain sentences, without code and tables."""
+    """The reference's paragraphs of plain sentences, without code and tables."""
     from pydoc_data.topics import topics
 
     paragraphs = (part.strip() for topic in topics.values() for part in topic.split("\n\n"))
@@ -78,7 +79,7 @@ def prose() -> tuple[str, ...]:
 class RandomPrompts(Prompts):
     """Random tokens of the model's vocabulary, without special ones.
 
-    ``words`` keeps to tokens that are a whole word with its space, which read like text.
+    ``words``: only tokens that are a whole word with its space.
     """
 
     def __init__(self, vocabulary: Vocabulary, pool: Sequence[int]) -> None:
@@ -87,7 +88,7 @@ class RandomPrompts(Prompts):
 
     @classmethod
     async def build(cls, vocabulary: Vocabulary, rng: random.Random, *, words: bool) -> "RandomPrompts":
-        """Draw the pool of tokens: those with a text of their own that are not special."""
+        """Draw the pool of tokens: those that decode to plain text and are not special."""
         drawn = rng.sample(range(vocabulary.size), min(POOL_SIZE, vocabulary.size))
         pool = [token for token in drawn if _is_plain(await vocabulary.decode([token]), words)]
         if len(pool) < 16:
@@ -108,7 +109,7 @@ class TextPrompts(Prompts):
 
     @classmethod
     async def build(cls, vocabulary: Vocabulary, path: Path) -> "TextPrompts":
-        """Tokenize the whole text once. Raises BenchError when it cannot be read."""
+        """Tokenize the whole text. Raises BenchError if it cannot be read."""
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -129,7 +130,8 @@ class TextPrompts(Prompts):
 async def find_prompts(
     vocabulary: Vocabulary | None, *, kind: Kind, seed: int, text: Path | None = None
 ) -> Prompts:
-    """Prompts cut from the user's ``text``, else of the ``kind``. Raises BenchError without a tokenizer."""
+    """Prompts cut from the user's ``text``, else prompts of ``kind``. Raises BenchError without a
+    tokenizer."""
     if vocabulary is None:
         raise BenchError("the server offers no tokenizer to count prompts with: name one with --tokenizer")
     if text is not None:

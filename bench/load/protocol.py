@@ -1,4 +1,4 @@
-"""The protocols of the competition and the hackathon as published: categories, levels and their scores."""
+"""The published protocols of the competition and the hackathon: categories, levels and their scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ OFFICIAL, DISTINCT, IMAGES = "official", "distinct", "images"
 
 @dataclass(frozen=True, slots=True)
 class Category:
-    """One line of the latency protocol: tokens in (nominal) and out, and the published baseline in ms (BF16
+    """A category of the latency protocol: tokens in (nominal) and out, and the published baseline in ms (BF16
     on an A10G)."""
 
     name: str
@@ -35,23 +35,23 @@ CATEGORIES = {
 
 ALL_CATEGORIES = tuple(CATEGORIES.values())
 
-# The hackathon's concurrency levels and their weights in the score.
+# The hackathon's concurrency level -> its weight in the score.
 WEIGHTS: Mapping[int, int] = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 TOKENS, REQUESTS, WARM_UPS = 1024, 64, 2
 
 
 def category(name: str) -> Category:
-    """Categories by name; ValueError lists the known ones."""
+    """The category of that name. Raises ValueError, which lists the known ones."""
     if name not in CATEGORIES:
         raise ValueError(f"{name}: want some of {', '.join(CATEGORIES)}")
     return CATEGORIES[name]
 
 
 def at_concurrency(level: int) -> str:
-    """The name of a closed loop's cell."""
+    """The cell's name for a closed loop."""
     return f"{level} concurrent"
 
 
 def at_rate(rate: float) -> str:
-    """The name of an open loop's cell."""
+    """The cell's name for an open loop."""
     return f"{rate:g} req/s"

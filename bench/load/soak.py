@@ -1,10 +1,10 @@
 """Mixed load for minutes or hours: does anything fail, slow down, or leak?
 
-Clients send growing chats, new prompts and prompts behind a shared prefix, of random lengths; some
-disconnect in the middle of a stream. A round is a window of time. At the end the last quarter of
-the windows is compared with the first one after the warm-up, as is the server's memory on /metrics.
-With ``--deterministic`` some requests are answered one by one first; under load their answers must
-have the same text.
+Clients send growing chats, new prompts and prompts behind a shared prefix, of random lengths. Some disconnect
+in the middle of a stream. Each window of time is a round. At the end the last quarter of the windows is
+compared with the first quarter after the warm-up: rates, latencies, and the server's memory from /metrics.
+With ``--deterministic`` some requests are first answered one by one; under load their answers must have the
+same text.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from qwen_serve.bench.terminal import Bar, Table
 WORKLOAD = "soak"
 PREFIXES = 4
 REFERENCES = 150
-"""Jobs that are first done alone, to compare with."""
+"""Jobs that are first answered alone, as references."""
 KNOWN = 0.7
-"""Share of these under load; the rest is new, so that the server's caches change."""
+"""Share of references under load. The other jobs are new, so that the server's caches change."""
 MOST_FAILURES = 100
-"""Failures in a row after which the server counts as gone."""
+"""The load stops after this many failures in a row."""
 DRIFTS = ("output_rate", "itl", "ttft", "resident_memory")
 TOLERATED = 1.1
 
@@ -50,7 +50,7 @@ Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 
 @dataclass
 class Window:
-    """Results of a round. ``same``: answers equal to the reference, of the compared ones."""
+    """Results of a round. ``same``: how many of the ``compared`` answers equal the reference's."""
 
     sent: list[Sent] = field(default_factory=list)
     aborted: int = 0
@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Task:
-    """A job with its length; ``texts``: the server's answer to each turn when it was done alone."""
+    """A job and its ``max_tokens``. ``texts``: the answer to each turn, alone; empty for a new job."""
 
     job: Job
     tokens: int
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass
 class MixedLoad:
-    """Endless tasks of all kinds, the same for a seed, among them those that were done alone."""
+    """Endless tasks of all kinds, new ones and references. They depend only on the seed."""
 
     target: Target
     prompts: Prompts
@@ -84,13 +84,13 @@ class MixedLoad:
     references: list[Task] = field(default_factory=list)
 
     async def task(self) -> Task:
-        """A known task, or a new one."""
+        """A reference, or a new task."""
         if self.references and self.rng.random() < KNOWN:
             return self.rng.choice(self.references)
         return Task(await self._job(), self.rng.randint(1, self.output_tokens))
 
     async def _job(self) -> Job:
-        """A chat of one to four turns, a question behind a prefix, or a prompt of its own."""
+        """A chat of one to four turns, a question behind a shared prefix, or a new prompt."""
         make, length = self.prompts.make, self.rng.randint(max(1, self.input_tokens // 8), self.input_tokens)
         kind = self.rng.choice(("chat", "shared", "alone"))
         if kind == "chat":
@@ -104,7 +104,7 @@ class MixedLoad:
         return Job((text,), chat=False)
 
     async def add_reference(self) -> None:
-        """Do a new task alone. Raises BenchError if the server fails."""
+        """Run a new task alone and keep it as a reference. Raises BenchError if the server fails."""
         job, tokens = await self._job(), self.rng.randint(1, self.output_tokens)
         sent = await closed_loop(self.sender(tokens), [job])
         if sent[-1].error is not None:
@@ -133,27 +133,27 @@ async def soak(
     - `qwen-bench soak --url http://127.0.0.1:8080 --minutes 30 --concurrency 32`
     - `qwen-bench soak --deterministic`
 
-    It fails if a request fails, or if the last quarter of the windows is slower than the first or takes more
-    memory, by more than chance and by more than a tenth. With --deterministic it also fails if an answer
+    The command fails if a request fails, or if the last quarter of the windows is slower than the first or
+    takes more memory, significantly and by more than a tenth. With --deterministic it also fails if an answer
     depends on the load.
 
     Parameters
     ----------
     minutes
-        Duration in minutes.
+        Duration, in minutes.
     window
-        Seconds of a window; each window is recorded as a round.
+        Length of a window, in seconds; each window is recorded as a round.
     concurrency
         Concurrent clients.
     input_tokens
-        Tokens of the longest prompt.
+        Maximum tokens of a prompt; each has a random length.
     output_tokens
         Maximum tokens of an answer; each has a random limit.
     aborts
         Share of requests whose client disconnects in the middle of the answer.
     deterministic
-        Compare answers with those to the same requests sent alone, which takes some minutes at the start. For
-        a server that runs with --deterministic.
+        Compare answers with those to the same requests sent alone, which takes some minutes at the start. The
+        server must run with --deterministic.
     """
     settings = {
         "minutes": minutes,
@@ -223,7 +223,8 @@ async def _window(mixed: MixedLoad, seconds: float, clients: int, aborts: float)
 
 
 async def leave(sender: Sender, job: Job, events: int) -> int:
-    """Leave after so many events of the stream. Returns 1, or 0 if the server did not begin."""
+    """Send a request and disconnect after ``events`` events of its stream. Returns 1, or 0 if the request
+    failed."""
     body = {**sender.body(job, [{"role": "user", "content": job.turns[0]}]), "stream": True}
     try:
         async with aclosing(sender.target.client.events(sender.path(job), body)) as stream:
@@ -260,7 +261,8 @@ def by_window(rows: pd.DataFrame, metric: str) -> "pd.Series[float]":
 
 
 def drift(rows: pd.DataFrame, metric: str) -> Ratio | None:
-    """The last quarter of the windows against the first quarter after the first window: above 1 is better."""
+    """The last quarter of the windows against the first quarter, without the first window. Above 1 is
+    better."""
     medians = by_window(rows, metric).iloc[1:]
     quarter = len(medians) // 4
     if quarter < LEAST_ROUNDS:
@@ -270,7 +272,7 @@ def drift(rows: pd.DataFrame, metric: str) -> Ratio | None:
 
 
 def drifts(results: Results) -> Iterator[str]:
-    """What became worse by more than chance and a tenth, in words."""
+    """A sentence for each metric that became worse, significantly and by more than a tenth."""
     for metric in DRIFTS:
         ratio = drift(results.frame, metric)
         if ratio is not None and ratio.high is not None and ratio.high < 1 / TOLERATED:
@@ -278,7 +280,7 @@ def drifts(results: Results) -> Iterator[str]:
 
 
 def soak_tables(results: Results) -> list[Table]:
-    """One table: each quantity over all windows, in the first quarter and the last."""
+    """A table of each metric over all windows, in the first quarter and in the last."""
     rows = results.frame
     lines = [
         {

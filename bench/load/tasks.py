@@ -1,7 +1,7 @@
-"""Held-out tasks as a workload, one greedy request at a time, because drafts need meaningful texts.
+"""Held-out tasks as a workload, one greedy request at a time. Drafts need meaningful texts.
 
-A cell is one of nano's quality gates, with the gate's own prompts, shots and thinking, or texts to
-continue: sums in a chat, and raw text that repeats itself.
+A cell is one of nano's quality gates, with the gate's prompts, shots and thinking, or texts to continue: sums
+in a chat, or raw text that repeats itself.
 """
 
 import random
@@ -15,7 +15,7 @@ from qwen_serve.bench.load.generator import Job
 
 
 def task_cells(folder: Path, items: int, supply: Supply, *, max_tokens: int, rounds: int) -> list[Cell]:
-    """A cell for each group. Raises BenchError for a folder without tasks."""
+    """A cell for each group of tasks. Raises BenchError for a folder without tasks."""
     return [
         _cell(group, jobs, supply, max_tokens, rounds)
         for group, jobs in read_tasks(folder, items, supply.options.seed).items()
@@ -39,11 +39,11 @@ def _cell(group: str, jobs: list[Job], supply: Supply, max_tokens: int, rounds: 
 
 
 def read_tasks(folder: Path, items: int, seed: int) -> dict[str, list[Job]]:
-    """By gate without pictures, ``items`` of its tasks, drawn with a seed; and as many texts to continue, by
-    kind.
+    """``items`` tasks of each gate without pictures, by gate, drawn with ``seed``; and as many texts to
+    continue, by kind.
 
-    ``folder``: a model's, with heldout/ and reference.json. Raises BenchError where a file is missing or has
-    other fields.
+    ``folder``: a model's folder with heldout/ and reference.json. Raises BenchError if a file is missing or
+    has other fields.
     """
     from qwen_serve.bench.gates import nano  # lm-eval takes seconds to import
     from qwen_serve.bench.gates.gate import NANO_PICTURES

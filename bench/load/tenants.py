@@ -1,13 +1,14 @@
-"""Several clients of one server, each with an API key: who waits for whom.
+"""Several clients of one server, each with an API key, to see how they delay each other.
 
-- A short request now and then, beside a few long ones of another key, then beside hundreds.
+- A short request every second, beside a few long ones of another key, then beside hundreds.
 - Two tenants with equal load.
 - Ten tenants with equal load, then with hundreds of additional requests from one of them.
 
-Tokens count that are generated in a window of time, also those of answers that end after it. First answers
-have random lengths up to the usual one. Otherwise all would end together, and a window would contain one
-round of prompts more or less. To compare a `--scheduling-policy` with another, measure one server after the
-other, and compare rates and the share of cached prompts; on a busy machine also steps and their tokens.
+All tokens that are generated in a window of time count, including those of answers that end after it. Each
+client's first answer has a random length. Otherwise all answers would end together, and a window would
+contain one round of prompts more or less. To compare two values of `--scheduling-policy`, measure one server
+after the other, and compare rates and the share of cached prompts; on a busy machine also steps and their
+tokens.
 """
 
 import asyncio
@@ -46,11 +47,12 @@ from qwen_serve.bench.terminal import Cell, Table
 WORKLOAD = "tenants"
 TENANTS = 10
 PREFIXES, TAILS = 4, 8
-"""Of each tenant: half of a prompt is one of so many beginnings, the rest follows a number."""
+"""Number of different beginnings and of different ends of each tenant's prompts. Each is half of a prompt; a
+request's number stands between them."""
 AGAIN_S = 1.0
 """Seconds until a refused request is sent again."""
 RAMP = 0.5
-"""Windows of time before the measured one."""
+"""Length of the warm-up, as a share of the window."""
 RUNNING = ("qwen_running_sequences", ())
 
 AboveZero = Annotated[float, Parameter(validator=Number(gt=0))]
@@ -62,13 +64,13 @@ class TenantOptions:
     """The tenants' loads."""
 
     keys: Path | None = None
-    """File of API keys, the server's --api-key-file; the first ten are used."""
+    """File of API keys, the same as the server's --api-key-file; the first ten are used."""
     window: AboveZero = 20.0
-    """Seconds that each load is measured, after half as many of warm-up."""
+    """Seconds for which each load is measured, after a warm-up of half that time."""
     flood: Positive = 200
     """Concurrent requests of the busiest tenant."""
     beside: Positive = 8
-    """Concurrent long requests in the load that a short request's latency is compared with."""
+    """Concurrent long requests in the reference load for the latency of short requests."""
     clients: Positive = 8
     """Concurrent requests of each of ten tenants."""
     long_tokens: Positives = (2048, 512)
@@ -76,7 +78,7 @@ class TenantOptions:
     short_tokens: Positives = (64, 32)
     """Tokens in and out of a short request."""
     even_tokens: Positives = (512, 128)
-    """Tokens in and out of a request of tenants with equal load."""
+    """Tokens in and out of a request in the loads of equal tenants."""
     every: AboveZero = 1.0
     """Seconds between two short requests."""
 
@@ -86,7 +88,7 @@ class TenantOptions:
                 raise BenchError(f"--{name.replace('_', '-')}: want tokens in and out, such as 64,32")
 
     def read_keys(self) -> list[str]:
-        """The API keys. BenchError if there are too few."""
+        """The API keys. Raises BenchError if there are too few."""
         if self.keys is None or not self.keys.is_file():
             raise BenchError("--workload tenants needs --keys FILE, the server's --api-key-file")
         lines = (line.partition("#")[0].split() for line in self.keys.read_text("utf-8").splitlines())
@@ -98,7 +100,7 @@ class TenantOptions:
 
 @dataclass
 class Tenant:
-    """One key, its prompts, and the answers so far."""
+    """One API key, its prompts, and counts of its answers so far."""
 
     client: Client
     prefixes: Sequence[str]
@@ -110,21 +112,21 @@ class Tenant:
     refused: int = 0
     ended: int = 0
     ttfts: list[float] = field(default_factory=list)
-    """Latencies, in milliseconds."""
+    """Times to the first token, in milliseconds."""
     failures: list[str] = field(default_factory=list)
 
     @classmethod
     async def of(
         cls, client: Client, supply: Supply, tokens: int, numbers: Iterator[int], rng: random.Random
     ) -> Self:
-        """A source of requests with prompts of so many tokens."""
+        """A tenant whose prompts have ``tokens`` tokens."""
         prompts = await supply.prompts()
         prefixes = [await prompts.make(max(1, tokens // 2), rng) for _ in range(PREFIXES)]
         tails = [await prompts.make(max(1, tokens - tokens // 2), rng) for _ in range(TAILS)]
         return cls(client, prefixes, tails, numbers)
 
     async def ask(self, max_tokens: int) -> None:
-        """Send one request and wait for its end."""
+        """Send one request and wait until it ends."""
         number = next(self.numbers)
         prefix, tail = self.prefixes[number % PREFIXES], self.tails[number % TAILS]
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -163,13 +165,13 @@ class Tenant:
             self.failures.append(str(error))
 
     async def keep_asking(self, max_tokens: int, rng: random.Random) -> None:
-        """Send one request after the other; the first answer has any length up to that of the others."""
+        """Send one request after the other. The first answer has a random length of up to ``max_tokens``."""
         await self.ask(rng.randint(1, max_tokens))
         while len(self.failures) < 3:
             await self.ask(max_tokens)
 
     async def ask_every(self, seconds: float, max_tokens: int) -> None:
-        """Send a request at each multiple of so many seconds, even if others are running."""
+        """Send a request every ``seconds`` seconds, even if others are running."""
         began = perf_counter()
         async with asyncio.TaskGroup() as group:
             for turn in count():
@@ -190,7 +192,7 @@ class Stage:
     errors: list[str] = field(default_factory=list)
 
     async def measure(self, cell: str, tenants: dict[str, Tenant], loads: Sequence[Any]) -> None:
-        """Let the tenants send for a while, then for a window of time, which is recorded."""
+        """Run the loads: first for the warm-up, then for a window of time, which is recorded."""
         tasks = [asyncio.create_task(load) for load in loads]
         await asyncio.sleep(RAMP * self.options.window)
         counters = await read_counters(self.admin)
@@ -232,7 +234,7 @@ class Stage:
 async def measure_tenants(
     server: ServerOptions, store: StoreOptions, prompts: PromptOptions, options: TenantOptions
 ) -> int:
-    """All loads, one after the other. Raises BenchError after the first failed request."""
+    """Measure all loads, one after the other. Raises BenchError if a request fails."""
     keys = options.read_keys()
     server = replace(server, api_key=server.api_key or keys[0])
     settings = {**vars(options), "keys": str(options.keys)}
@@ -294,7 +296,7 @@ async def _ten(stage: Stage) -> None:
 
 
 def tenant_tables(results: Results) -> list[Table]:
-    """The results of each load, and the figures computed from them."""
+    """Tables of the results of each load, and of figures computed from them."""
     frame = results.frame[results.frame["workload"] == WORKLOAD]
     cells = {str(cell): rows for cell, rows in frame.groupby("cell", sort=False)}
     lines: list[dict[str, Cell]] = []

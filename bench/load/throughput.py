@@ -1,4 +1,4 @@
-"""Throughput and latency under load: a closed loop at levels of concurrency, or an open loop at request
+"""Throughput and latency under load, in a closed loop at levels of concurrency or an open loop at request
 rates.
 """
 
@@ -33,7 +33,7 @@ Kind = Literal["random", "distinct", "shared-prefix", "chat", "images"]
 CHATS = ("shared-prefix", "chat", "images")
 ImageSize = Annotated[Resolution, parsed_by(Resolution.read)]
 AT_A_RATE = 8
-"""Concurrent requests in the warm-up of an open loop, whose concurrency is unknown."""
+"""Concurrency of an open loop's warm-up."""
 LEAST_REQUESTS = 4
 
 
@@ -43,18 +43,18 @@ class LoadOptions:
     """A load, for one server or for several."""
 
     levels: Positives | None = None
-    """Concurrent requests, such as 1,4,16."""
+    """Numbers of concurrent requests, such as 1,4,16."""
     rate: Rates | None = None
-    """Requests a second, such as 0.5,2,4 (for chat: conversations)."""
+    """Rates in requests a second, such as 0.5,2,4 (for chat: conversations a second)."""
     goodput: Annotated[Limits | None, parsed_by(read_limits)] = None
-    """Limits such as ttft=500ms,itl=50ms: also report the requests a second that stay within all of them."""
+    """Limits such as ttft=500ms,itl=50ms; also reports the requests a second that stay within all of them."""
     requests: Positive = REQUESTS
     """Requests in each round of each level or rate."""
     waves: Natural = 0
-    """Requests for each client of a level, at least 4 in all, instead of --requests; 0: --requests."""
+    """Requests for each client of a level, instead of --requests; at least 4 in all. 0: use --requests."""
     warmup: Natural | None = None
-    """Untimed requests before each level or rate (default: 2, or the level if that is more). They run at the
-    level's concurrency; for a rate, 8 at once."""
+    """Untimed requests before each level or rate (default: 2, or the level if that is more). They are sent at
+    the level's concurrency; for a rate, 8 at once."""
     input_tokens: Positive | None = None
     """Tokens of a prompt, question or turn (default 1,024; 100 for shared-prefix, chat and images)."""
     output_tokens: Positive | None = None
@@ -66,17 +66,20 @@ class LoadOptions:
     turns: Positive = 4
     """chat: turns of a conversation."""
     image_resolution: ImageSize = DEFAULT_SIZE
-    """images: WIDTHxHEIGHT of each, in pixels."""
+    """images: size of each picture, WIDTHxHEIGHT in pixels."""
     image_count: Positive = 1
-    """images: pictures in each request, before its question."""
+    """images: pictures in each request."""
     spot_checks: Natural = 2
-    """Sums to ask during the first warm-up of each level or rate, to check that answers are still right."""
+    """Sums to ask during the first warm-up of each level or rate, to check that answers are right under
+    load."""
     endpoint: str | None = None
-    """Endpoint (default: /v1/completions for random and distinct, else /v1/chat/completions)."""
+    """Endpoint of the requests (default: /v1/completions for random and distinct, else
+    /v1/chat/completions)."""
     stream: bool = True
-    """Stream answers; without streaming there is no TTFT and no ITL."""
+    """Stream answers; TTFT and ITL are measured only with streaming."""
     predict_replicas: Literal[2, 4, 8] | None = None
-    """random: also predict, from this server's levels, what this number of replicas behind a router gives."""
+    """random: also predict the throughput of this number of replicas behind a router, from this server's
+    levels."""
 
     def lengths(self, kind: Kind) -> tuple[int, int]:
         """Tokens in and out of a request."""
@@ -84,7 +87,7 @@ class LoadOptions:
         return self.input_tokens or (100 if chat else TOKENS), self.output_tokens or (128 if chat else TOKENS)
 
     def chosen_levels(self, default: Sequence[int]) -> tuple[int, ...]:
-        """The given levels; without --levels and --rate the default ones."""
+        """The levels of --levels; without --levels and --rate the default ones."""
         return self.levels if self.levels is not None else () if self.rate else tuple(default)
 
     def settings(self, kind: Kind, default: Sequence[int]) -> dict[str, Any]:
@@ -107,7 +110,7 @@ class LoadOptions:
         }
 
     def cells(self, kind: Kind, supply: Supply, default: Sequence[int], rounds: int) -> list[Cell]:
-        """A cell for each level, then one for each rate."""
+        """A cell for each level and for each rate."""
         levels = [self._cell(kind, supply, rounds, level, None) for level in self.chosen_levels(default)]
         return levels + [self._cell(kind, supply, rounds, AT_A_RATE, rate) for rate in self.rate or ()]
 
@@ -141,16 +144,16 @@ class LoadOptions:
     async def _jobs(
         self, kind: Kind, supply: Supply, requests: int, clients: int, rng: random.Random
     ) -> list[Job]:
-        """Traffic of one kind from the source's prompts: ``requests`` in all, the same for an ``rng`` in the
-        same state, unless a text is used up.
+        """Jobs of one kind with ``requests`` requests in all. They depend only on the state of ``rng``,
+        except with --text.
         """
         prompts = await supply.prompts("tokens" if kind == "random" else None)
         tokens = self.lengths(kind)[0]
-        if kind == "chat":  # whole conversations, at least one for each client
+        if kind == "chat":  # at least one conversation for each client
             count = max(-(-requests // self.turns), clients)
             turns = [[await prompts.make(tokens, rng) for _ in range(self.turns)] for _ in range(count)]
             return [Job(tuple(texts), chat=True) for texts in turns]
-        if kind == "shared-prefix":  # like few-shot benchmarks: a prefix for each subject, subject by subject
+        if kind == "shared-prefix":  # like few-shot benchmarks, which ask about one subject after the other
             count = min(self.prefixes, requests)
             prefixes = [await prompts.make(self.prefix_tokens, rng) for _ in range(count)]
             questions = [await prompts.make(tokens, rng) for _ in range(requests)]
@@ -180,7 +183,7 @@ async def throughput(
     rounds: Positive = 1,
     tenants: TenantOptions = TenantOptions(),
 ) -> int:
-    """Throughput and latency under load, with token counts that are verified.
+    """Throughput and latency under load, with verified token counts.
 
     - `qwen-bench throughput --url http://127.0.0.1:8080 --levels 1,8,64`
     - `qwen-bench throughput --workload distinct --input-tokens 512 --output-tokens 128 --rate 0.5,2,4`
@@ -197,16 +200,16 @@ async def throughput(
     - distinct: natural prompts
     - shared-prefix: questions behind long prefixes, as in few-shot benchmarks
     - chat: conversations that grow turn by turn
-    - images: questions about new pictures; with one picture a request, req/s are images a second
-    - tenants: requests of ten API keys (--keys), to see who waits for whom; it uses none of the other loads'
-      options
+    - images: questions about new pictures (--image-count in each request)
+    - tenants: requests of ten API keys (--keys), to see how clients delay each other; it has options of its
+      own
 
     Parameters
     ----------
     workload
-        What is sent; see above.
+        Kind of requests, see above.
     rounds
-        Times that each level or rate is measured.
+        How often each level or rate is measured.
     """
     if workload == "tenants":
         return await measure_tenants(server, store, prompts, tenants)

@@ -1,6 +1,7 @@
-"""Counts tokens: with the model's tokenizer from a file, the server's endpoints, or the server's usage.
+"""Counts tokens with the model's tokenizer from a file, with the server's endpoints, or from the server's
+usage.
 
-An independent count is more reliable than the server's own, so a result names its source (`source`).
+An independent count is more reliable than the server's own, so results name the source (`source`).
 """
 
 import json
@@ -16,8 +17,8 @@ PROBE = "The quick brown fox"
 
 
 class Vocabulary(ABC):
-    """Text to token ids and back. ``size``: all ids are below it; ``source``: where the vocabulary comes
-    from.
+    """Converts text to token ids and back. ``size``: all ids are below it; ``source``: the vocabulary's
+    origin.
     """
 
     source: str
@@ -25,7 +26,7 @@ class Vocabulary(ABC):
 
     @abstractmethod
     async def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, with special tokens parsed and nothing added."""
+        """The ids of ``text``. Special tokens are parsed, and none are added."""
 
     @abstractmethod
     async def decode(self, ids: Sequence[int]) -> str:
@@ -37,7 +38,7 @@ class Vocabulary(ABC):
 
 
 class GgufVocabulary(Vocabulary):
-    """The vocabulary inside a GGUF file, through llama.cpp; the weights are not loaded."""
+    """The vocabulary of a GGUF file, through llama.cpp; weights are not loaded."""
 
     def __init__(self, path: Path) -> None:
         from qwen_serve.llamacpp import Model
@@ -60,7 +61,7 @@ class GgufVocabulary(Vocabulary):
 
 
 class HuggingFaceVocabulary(Vocabulary):
-    """A ``tokenizer.json``, in a local folder or in a repository on the hub."""
+    """A ``tokenizer.json`` in a local folder or on the hub."""
 
     def __init__(self, name: str) -> None:
         from tokenizers import Tokenizer
@@ -88,11 +89,12 @@ DIALECTS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama-server": ("content", {"add_special": False, "parse_special": True}),
     "vLLM": ("prompt", {"add_special_tokens": False}),
 }
-"""By server: the field of /tokenize with the text, that of /detokenize's answer, and flags of the former."""
+"""For each kind of server: the field of /tokenize with the text, the field of /detokenize's answer, and other
+fields of /tokenize."""
 
 
 class ServerVocabulary(Vocabulary):
-    """The loaded model's own tokenizer over HTTP. Make one with `find`."""
+    """The server's tokenizer, over HTTP. Make one with `find`."""
 
     def __init__(self, client: Client, dialect: str, model: str | None) -> None:
         self.source = f"/tokenize of the server ({dialect}'s form)"
@@ -102,7 +104,7 @@ class ServerVocabulary(Vocabulary):
 
     @classmethod
     async def find(cls, client: Client, model: str | None) -> "ServerVocabulary | None":
-        """Try each server's dialect; None if the server has no tokenizer endpoints."""
+        """Try each of `DIALECTS`. None if the server has no tokenizer endpoints."""
         for dialect in DIALECTS:
             vocabulary = cls(client, dialect, model)
             try:
@@ -135,8 +137,8 @@ class ServerVocabulary(Vocabulary):
         return answer
 
     async def _find_size(self) -> int:
-        """The size according to /v1/models; else the first power of two that is no token (an upper bound
-        suffices).
+        """The size in /v1/models; else the first power of two that is no token, since an upper bound
+        suffices.
         """
         reply = await self._client.request("GET", "/v1/models")
         try:
@@ -153,7 +155,7 @@ class ServerVocabulary(Vocabulary):
 
 
 async def find_vocabulary(name: str | None, client: Client, model: str | None) -> Vocabulary | None:
-    """The tokenizer that --tokenizer names, else the server's; None: only its usage counts."""
+    """The tokenizer that --tokenizer names, else the server's; None if there is neither."""
     if name is None:
         return await ServerVocabulary.find(client, model)
     return GgufVocabulary(Path(name)) if name.endswith(".gguf") else HuggingFaceVocabulary(name)

@@ -1,1 +1,1 @@
-"""``qwen-bench record``: an hour on one card as one file, which its owner may send in."""
+"""``qwen-bench record``: measurements of an hour on one GPU, in one file that the user may send in."""

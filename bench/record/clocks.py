@@ -1,4 +1,4 @@
-"""nvidia-smi's readings of a card at work: clocks, power, temperature."""
+"""Clocks, power and temperature of a GPU under load, from nvidia-smi."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from qwen_serve.bench.record.document import Clocks, Spread
 
 SECONDS = 5.0
 BUSY = 50.0
-"""A sample counts if the card computed for at least this percentage of its time."""
+"""Minimum utilization, in percent, of samples that count."""
 SAMPLED = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "utilization.gpu")
 FIXED = ("clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
 @contextmanager
 def sampled(file: Path, seconds: float = SECONDS) -> Iterator[None]:
-    """Appends a line to a file every few seconds; does nothing without a card."""
+    """Append a sample to a file every ``seconds`` seconds; does nothing without a GPU."""
     if asked(FIXED) is None:
         yield
         return
@@ -44,7 +44,7 @@ def sampled(file: Path, seconds: float = SECONDS) -> Iterator[None]:
 
 
 def clocks(file: Path) -> Clocks | None:
-    """Statistics of the samples in which the card was busy; None without any."""
+    """Statistics of the samples in which the GPU was busy; None without such samples."""
     if not file.is_file():
         return None
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("]")]
@@ -66,7 +66,7 @@ def clocks(file: Path) -> Clocks | None:
 
 
 def asked(fields: tuple[str, ...]) -> list[float | None] | None:
-    """Readings of the card in use, None for those that it does not give; None without a card."""
+    """Values of ``fields`` for the GPU in use, None for those that it does not report; None without a GPU."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
     command = ["nvidia-smi", f"--id={named}", f"--query-gpu={','.join(fields)}"]
     command.append("--format=csv,noheader,nounits")

@@ -1,4 +1,4 @@
-"""``qwen-bench record``: an hour on one card, as one file and one page."""
+"""``qwen-bench record``: measurements of an hour on one GPU, as a file and a page."""
 
 import asyncio
 import hashlib
@@ -36,28 +36,30 @@ def record(
     port: int = 8098,
     out: Path | None = None,
 ) -> int:
-    """An hour on one card: start, latency, throughput at 1, 8 and 64, a tenth of the gates, in one file.
+    """Measurements of an hour on one GPU, in one file to send in: start, latency, throughput at 1, 8 and 64
+    concurrent requests, and a tenth of the quality gates.
 
     - `qwen-bench record models/Qwen3.5-4B-Q4_K_M.gguf`
     - `qwen-bench record models/nano-Q4_K_M.gguf --tasks nano --quick`
 
-    It runs qwen-serve with its defaults and the bundled experiment `card`. OUT/record.json has the results
-    and names the card, its driver and clocks, the processor, versions and the model's file. It has no host,
-    user, path or key. OUT/record.html shows it. After an interruption both files have what is finished, and
-    the same command continues.
+    The command runs qwen-serve with its defaults and the bundled experiment `card`. OUT/record.json has the
+    results and names the GPU, its driver and clocks, the processor, versions and the model's file. It
+    contains no host name, user, path or key. OUT/record.html shows it. After an interruption both files have
+    the finished parts, and the same command continues.
 
     Parameters
     ----------
     model
-        The GGUF.
+        The model's GGUF file.
     tasks
-        official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: of the bundled model.
+        Quality gates. official: MMLU-Pro, IFEval, GPQA-Diamond and GSM8K, fetched from the hub. nano: those
+        of the bundled model.
     quick
-        Only check that everything runs; these figures cannot be sent in.
+        Only check that everything runs; such a record cannot be sent in.
     port
         Port of the server for the gates.
     out
-        The store, and the folder of the file and the page (default: results/record, or results/record-quick).
+        Store, and folder of the file and the page (default: results/record, or results/record-quick).
     """
     if not model.is_file():
         raise BenchError(f"{model}: not a file; want a GGUF")
@@ -77,7 +79,7 @@ def record(
         for gate in GATES[tasks]
     }
     out.mkdir(parents=True, exist_ok=True)
-    # parts run outside the loop: inside, asyncio would keep Ctrl-C until all of them are done
+    # parts run outside the event loop: inside, asyncio would delay Ctrl-C until all of them are done
     try:
         with sampled(out / CLOCKS), asyncio.Runner() as runner:
             for name, words in lines.items():
@@ -107,7 +109,7 @@ def record(
 
 
 def make(model: Path, lines: dict[str, list[str]], out: Path, *, quick: bool) -> Record:
-    """The record of a store's parts; ``lines``: their command lines by name."""
+    """The record of a store's finished parts. ``lines``: command line of each part, by name."""
     found = {name: finished_run(words, out / name) for name, words in lines.items()}
     rows: list[Row] = []
     for name, folder in found.items():
@@ -147,14 +149,14 @@ def _measure(name: str, words: list[str], out: Path) -> None:
 
 
 def _free(port: int) -> None:
-    """Raises BenchError if another server would be measured."""
+    """Raises BenchError if the port is taken, since another server would be measured."""
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", port)) == 0:
             raise BenchError(f"--port {port}: something listens there; want a free one for the gates' server")
 
 
 def _server(gguf: str, port: int, log: Path) -> ServerProcess:
-    """Our server with its defaults, for the gates."""
+    """qwen-serve with its defaults, for the gates."""
     command = [sys.executable, "-m", "qwen_serve.server", "--model", gguf, "--port", str(port)]
     url = f"http://127.0.0.1:{port}"
     return ServerProcess(

@@ -1,8 +1,8 @@
-"""The file of a record: what was measured on which hardware, and nothing personal.
+"""The file of a record: measurements, hardware, versions, and no personal data.
 
-Its strings are names of cards, processors, versions, workloads: none may hold a slash, a backslash or an
-e-mail address, so that no path and no URL gets in. The schema of the repository's copies is
-docs/results/community/schema.json.
+Strings are names of GPUs, processors, versions and workloads. None may contain a slash, a backslash or an
+e-mail address, so that no path or URL is published. docs/results/community/schema.json is the schema of the
+repository's copies.
 """
 
 import json
@@ -19,7 +19,7 @@ from qwen_serve.bench.report.publish import summarize
 from qwen_serve.bench.store import Results
 
 MOST_BYTES = 200_000
-"""Maximum size of the file."""
+"""Maximum size of the file, in bytes."""
 
 KEPT = (
     *("latency", "ttft", "itl", "output_rate", "total_rate", "request_rate", "failed", "spot_checks_failed"),
@@ -27,7 +27,7 @@ KEPT = (
     *("score", "score_low", "score_high", "threshold", "baseline", "items", "items_in_all"),
     *("cut_answers", "cut_thinking", "empty_answers"),
 )
-"""Metrics of the store that the file includes."""
+"""The store's metrics that the file includes."""
 
 Plain = Annotated[str, Field(max_length=120, pattern=r"^[^/\\\\]*$")]
 State = Literal["finished", "missing"]
@@ -49,7 +49,8 @@ class Model(Part):
 
 
 class Machine(Part):
-    """``card`` None: measured on the processor. ``system``: kernel's name and C library."""
+    """``card``: the GPU; None if the model ran on the CPU. ``system``: the kernel's name and the C
+    library."""
 
     card: Plain | None
     driver: Plain | None
@@ -68,8 +69,9 @@ class Spread(Part):
 
 
 class Clocks(Part):
-    """nvidia-smi's, while the card was at work: ``sm`` and ``memory`` in MHz, ``power`` in W, ``temperature``
-    in degrees Celsius; what the card allows at most, where it tells."""
+    """nvidia-smi's values while the GPU was busy: ``sm`` and ``memory`` in MHz, ``power`` in W,
+    ``temperature`` in degrees Celsius. ``sm_most``, ``memory_most`` and ``power_limit``: the GPU's limits;
+    None if it does not report them."""
 
     samples: int = Field(ge=1)
     sm: Spread
@@ -82,7 +84,7 @@ class Clocks(Part):
 
 
 class Row(Part):
-    """One metric of one part's cell: the distribution over rounds and requests."""
+    """The distribution of a metric of one cell, over rounds and requests."""
 
     part: Plain
     workload: Plain
@@ -96,7 +98,8 @@ class Row(Part):
 
 
 class Record(Part):
-    """``quick``: only whether everything runs. ``parts``: what was measured. ``rows``: what came out."""
+    """``quick``: made with --quick, so figures do not count. ``parts``: the finished measurements. ``rows``:
+    their results."""
 
     format: Literal[1] = 1
     made: date
@@ -111,7 +114,7 @@ class Record(Part):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file. Raises BenchError that names what is wrong, or if it is too large."""
+        """Read a file. Raises BenchError if it is too large or invalid; the message names the field."""
         data = path.read_bytes()
         if len(data) > MOST_BYTES:
             raise BenchError(f"{path}: {len(data):,} bytes; want at most {MOST_BYTES:,}")
@@ -141,17 +144,17 @@ def rows_of(part: str, results: Results) -> Iterable[Row]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema of the file, as in the repository."""
+    """The file's JSON Schema, as in the repository."""
     made = Record.model_json_schema()
     assert set(KEPT) <= METRICS.keys()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
 
 
 def plain(text: str) -> str:
-    """The name of a card or a processor, reduced to what the file allows."""
+    """The name of a GPU or a processor, without characters that the file does not allow."""
     return text.replace("/", " ").replace("\\", " ")[:120]
 
 
 def plain_versions(versions: Mapping[str, str]) -> dict[str, str]:
-    """Versions of packages; for one that was installed from a path only its version."""
+    """Versions of packages, without characters that the file does not allow."""
     return {name: plain(version) for name, version in versions.items()}

@@ -1,4 +1,4 @@
-"""A record as tables and as an HTML page, and several records in the documentation."""
+"""A record as tables and as an HTML page, and all records as Markdown for the documentation."""
 
 import re
 from pathlib import Path
@@ -16,11 +16,11 @@ THROUGHPUT = "throughput-"
 TEMPLATES = Path(__file__).parents[1] / "report"
 SCHEMA = "schema.json"
 NAME = r"[A-Za-z0-9]+(?:-[A-Za-z0-9]+)*--[A-Za-z0-9._-]+\.json$"
-"""A file's name in the repository: sender, card and model."""
+"""Matches a file's name in the repository: sender, GPU and model."""
 
 
 def title(record: Record) -> str:
-    """Model and card."""
+    """The page's title: model and GPU, or processor."""
     return f"{record.model.file} on {record.machine.card or record.machine.processor}"
 
 
@@ -38,7 +38,7 @@ def html(record: Record) -> str:
 
 
 def community(records: dict[str, Record]) -> str:
-    """Markdown: all records, by file name; each figure is its sender's."""
+    """All records as Markdown. ``records``: by file name."""
     if not records:
         return "Nothing has come yet.\n"
     parts = []
@@ -50,7 +50,8 @@ def community(records: dict[str, Record]) -> str:
 
 
 def records_in(folder: Path) -> dict[str, Record]:
-    """The repository's files by name. Raises BenchError for one that is invalid, quick or misnamed."""
+    """The records of a folder, by file name. Raises BenchError for a file that is invalid, made with --quick
+    or misnamed."""
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("*.json")):
         if path.name == SCHEMA:
@@ -64,7 +65,7 @@ def records_in(folder: Path) -> dict[str, Record]:
 
 
 def tables(record: Record) -> list[Table]:
-    """Latency, throughput, gates, start, and the conditions; those that have rows."""
+    """Tables of latency, throughput, gates, start and conditions, if they have rows."""
     made = [_latency(record), _throughput(record), _gates(record), _start(record), _machine(record)]
     return [table for table in made if table.rows]
 

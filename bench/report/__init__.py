@@ -1,1 +1,1 @@
-"""Views of the store: tables for the terminal and for pages, pictures, HTML."""
+"""Reports from the store: tables, charts and HTML pages."""

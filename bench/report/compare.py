@@ -1,4 +1,4 @@
-"""``qwen-bench report --compare``: subjects side by side, from one run or from several."""
+"""``qwen-bench report --compare``: compares subjects of one run or of several."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,18 @@ from qwen_serve.bench.store import Manifest, Results
 from qwen_serve.bench.terminal import Cell, Table
 
 HOW = {"verb", "commit", "card", "driver", "host", "versions", "settings"}
-"""Keys of a manifest that may explain a difference."""
+"""Keys of a manifest that may explain a difference between runs."""
 LONGEST = 60
-"""Maximum shown characters of a setting."""
+"""Maximum number of characters of a setting in the table."""
 
 
 def print_comparison(
     results: Results, *, reference: str | None = None, metrics: Sequence[str] = (), only: Sequence[str] = ()
 ) -> None:
-    """Medians, and how many times as good as ``reference``; then how the runs differ in their conditions.
+    """Print medians with ratios to ``reference``, and the differences between the runs' conditions.
 
-    Subjects are named as the table names them. Within a run rounds are paired, across runs they are not,
-    which the table says. Raises BenchError: an unknown subject or metric, or one subject alone.
+    Subjects have the table's names. Rounds are paired within a run but not across runs; the table says which.
+    Raises BenchError for an unknown subject or metric, or if there is only one subject.
     """
     results = named_apart(results)
     subjects = list(dict.fromkeys(results.frame["subject"]))
@@ -45,7 +45,7 @@ def print_comparison(
 
 
 def named_apart(results: Results) -> Results:
-    """If several runs have a subject, its name includes the run."""
+    """The same results, with the run in the name of each subject that several runs have."""
     frame = results.frame
     runs = frame.groupby("subject")["run"].nunique()
     shared = frame["subject"].isin(runs[runs > 1].index)
@@ -54,7 +54,7 @@ def named_apart(results: Results) -> Results:
 
 
 def differences(manifests: Sequence[Manifest]) -> Table | None:
-    """Statements of the runs about their conditions, if they differ."""
+    """A table of the conditions that differ between the runs; None if none do."""
     said = pd.json_normalize([one.model_dump(mode="json", include=HOW) for one in manifests], sep=" ")
     said = said.fillna("").map(lambda value: clip(str(value), LONGEST))
     rows: list[list[Cell]] = [

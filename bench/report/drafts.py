@@ -1,4 +1,4 @@
-"""Ways to draft side by side."""
+"""Tables of `qwen-bench engine drafts`."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "draft cost"
-"""The store's workload: a subject for each way to draft, a cell for each prompt length and concurrency."""
+"""The store's workload, with a subject for each drafter and a cell for each prompt length and concurrency."""
 
 OFF = "off"
 
@@ -30,7 +30,7 @@ SHARES = (
 
 
 def draft_cost_tables(results: Results) -> list[Table]:
-    """For each run: times with ratios, the parts of steps, and the fate of drafts."""
+    """Tables for each run: times with ratios, parts of steps, and counts of drafts."""
     made: list[Table] = []
     for run, rows in results.frame.groupby("run", sort=False):
         manifest = results.manifests[str(run)]
@@ -45,7 +45,7 @@ def draft_cost_tables(results: Results) -> list[Table]:
         title = f"{model}: ways to draft, {after_first + 1} tokens out"
         made.append(Table.of(times, title=title, notes=[*TIMES, *manifest.notes]))
         made.append(Table.of(shares, title="what steps are made of", notes=SHARES))
-        drafts = rows[rows["workload"] == DRAFTS]  # in turns another way begins each time
+        drafts = rows[rows["workload"] == DRAFTS]  # each turn begins with another drafter
         made += counter_tables(
             drafts.sort_values("subject", key=lambda names: names.map(ways), kind="stable")
         )
@@ -53,7 +53,7 @@ def draft_cost_tables(results: Results) -> list[Table]:
 
 
 def _by_cell(rows: pd.DataFrame, ways: list[str]) -> Iterator[tuple[str, str, int]]:
-    """(cell, way, requests), in the order in which the ways were named."""
+    """(cell, drafter, number of requests), with the drafters in the order of the command line."""
     answered = rows[(rows["workload"] == WORKLOAD) & (rows["metric"] == "itl")]
     counts = answered.groupby(["cell", "subject"], sort=False).size()
     for cell in answered["cell"].unique():
@@ -73,7 +73,7 @@ def _times(rows: pd.DataFrame, cell: str, way: str) -> dict[str, Cell]:
 
 
 def _shares(rows: pd.DataFrame, cell: str, way: str, tokens: int) -> dict[str, Cell]:
-    """Over all steps except those that read prompts."""
+    """Shares of a step's time, over all steps except those that read prompts."""
     ours = rows[(rows["workload"] == STEPS) & (rows["subject"] == way)]
     decoding = ours["cell"].str.match(re.escape(f"{WORKLOAD}, {cell}, ") + "(decode|verify), ")
     sums = ours[decoding].groupby("metric")["value"].sum()

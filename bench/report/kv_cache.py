@@ -1,4 +1,4 @@
-"""Types of the KV cache side by side."""
+"""Tables of `qwen-bench engine kv-cache`."""
 
 from qwen_serve.bench.analysis.statistics import percentiles
 from qwen_serve.bench.gates.estimate import Paired
@@ -6,11 +6,12 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "KV cache"
-"""The store's workload: a cell for each type."""
+"""The store's workload, with a cell for each type."""
 
 
 def kv_cache_tables(results: Results) -> list[Table]:
-    """For each run and model a row for each type: bytes, time, divergence from f16, retrieval."""
+    """A table for each run and model, with a row for each type: bytes, time, divergence from f16,
+    retrieval."""
     made: list[Table] = []
     for (run, subject), rows in results.of(workload=WORKLOAD).groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]

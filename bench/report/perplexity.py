@@ -1,4 +1,4 @@
-"""Perplexity runs as tables."""
+"""Tables of `qwen-bench quality perplexity`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,9 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 
 WORKLOAD = "divergence"
-"""The store's workload: a cell for each range of positions."""
+"""The store's workload, with a cell for each range of positions."""
 
-FEW_TOKENS = 10_000  # with fewer tokens, the last hundredth has fewer than a hundred
+FEW_TOKENS = 10_000  # with fewer tokens, the last percent has fewer than a hundred tokens
 
 LINES = {
     "perplexity": ("perplexity", 4),
@@ -23,17 +23,18 @@ LINES = {
     "kld_max": ("  maximum", 5),
     "same_top": ("same first choice, %", 2),
 }
-"""By metric: its title, and its decimals."""
+"""Metric -> (title, decimals)."""
 
 
 def positions(first: int, last: int, context: int) -> str:
-    """A cell: which positions of each chunk are compared, from 0. Means over others are other figures: the
-    more context a token has, the less two models differ."""
+    """Name of a cell: the positions of each chunk that are compared, from 0. Figures of different cells are
+    not comparable: two models differ less, the more context a token has."""
     return f"positions {first} to {last} of {context}"
 
 
 def perplexity_tables(results: Results) -> list[Table]:
-    """For each run, file and range of positions a row for each figure, with its standard error."""
+    """A table for each run, file and range of positions, with a row for each metric and its standard
+    error."""
     made: list[Table] = []
     runs = [name for name, manifest in results.manifests.items() if manifest.verb == "perplexity"]
     rows = results.of(run=runs, workload=WORKLOAD)

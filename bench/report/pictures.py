@@ -1,4 +1,4 @@
-"""Charts drawn only from the store's rows."""
+"""Charts of the store's rows."""
 
 import textwrap
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from qwen_serve.bench.terminal import show
 
 
 def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix: str = "") -> dict[str, Path]:
-    """Every chart that has figures, as SVG files: title -> file. ``about``: model and card."""
+    """Draw all charts that have data, as SVG files. Returns title -> file. ``about``: model and GPU."""
     made: dict[str, Path] = {}
     if len(latencies(frame)):
         made["Latency"] = draw_latency(frame, folder / f"{prefix}latency.svg", about)
@@ -27,8 +27,8 @@ def draw_pictures(frame: pd.DataFrame, folder: Path, *, about: str = "", prefix:
 
 
 def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
-    """A panel for each category of each protocol, a bar for each subject: the median, with a whisker from p10
-    to p90.
+    """Draw a panel for each category of each protocol, with a bar for each subject: the median, with a
+    whisker from p10 to p90.
     """
     rows = latencies(frame)
     protocols = [name for name in (OFFICIAL, DISTINCT) if (rows["workload"] == name).any()]
@@ -65,20 +65,18 @@ def draw_latency(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
 
 
 def latencies(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of both latency protocols; a load may be called distinct, too."""
+    """The rows of both latency protocols, without the load that is also called distinct."""
     single = frame["workload"].isin((OFFICIAL, DISTINCT)) & frame["cell"].isin(CATEGORIES)
     return frame[(frame["metric"] == "latency") & single]
 
 
 def loads(frame: pd.DataFrame) -> pd.DataFrame:
-    """Output tok/s of closed loops, with the concurrency as the column `level`."""
+    """Output tok/s of closed loops, with the concurrency in the column `level`."""
     return _with_level(frame[frame["metric"] == "output_rate"], r"^(\d+) concurrent$")
 
 
 def open_loops(frame: pd.DataFrame) -> pd.DataFrame:
-    """Goodput of open loops (without limits, the request rate), with the offered rate as the column
-    `level`.
-    """
+    """Goodput of open loops, or request rate without limits, with the offered rate in the column `level`."""
     metric = "goodput" if (frame["metric"] == "goodput").any() else "request_rate"
     return _with_level(frame[frame["metric"] == metric], r"^([\d.]+) req/s$")
 
@@ -89,7 +87,7 @@ def draw_throughput(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
 
 
 def draw_open_loops(frame: pd.DataFrame, path: Path, about: str = "") -> Path:
-    """Goodput by request rate: requests below the offered rate came late, or not at all."""
+    """Draw goodput by offered rate. Points below the diagonal are requests that were late or failed."""
     rows = open_loops(frame)
     title = _titled(f"{METRICS[str(rows['metric'].iloc[0])].title} (more is better)", about)
     return _draw_levels(rows, colours_of(frame), path, title, "requests a second, offered")
@@ -101,7 +99,7 @@ def _with_level(rows: pd.DataFrame, pattern: str) -> pd.DataFrame:
 
 
 def _draw_levels(rows: pd.DataFrame, colours: Mapping[str, str], path: Path, title: str, what: str) -> Path:
-    """A panel for each workload: a line for each subject, a dot for every round."""
+    """Draw a panel for each workload, with a line for each subject and a dot for each round."""
     workloads = list(dict.fromkeys(rows["workload"]))
     width = 1.5 + 4.7 * len(workloads)
     with figure(path, title=title, columns=len(workloads), width=max(width, 8.5), height=4.2) as axes:
@@ -123,7 +121,7 @@ def _draw_levels(rows: pd.DataFrame, colours: Mapping[str, str], path: Path, tit
 
 
 def colours_of(frame: pd.DataFrame) -> dict[str, str]:
-    """A colour for each subject, the same in every chart of a page."""
+    """Subject -> colour, the same in all charts of a page."""
     return {
         str(name): PALETTE[number % len(PALETTE)]
         for number, name in enumerate(dict.fromkeys(frame["subject"]))

@@ -1,4 +1,4 @@
-"""The common look of charts: a headless matplotlib figure that is written when the block ends."""
+"""The common style of charts: a headless matplotlib figure that is written at the end of the block."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +24,8 @@ STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "grid.alpha": 0.3,
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text as text: smaller, and searchable
-    "svg.hashsalt": "qwen-bench",  # the same figures give the same bytes
+    "svg.fonttype": "none",  # text stays text: smaller and searchable
+    "svg.hashsalt": "qwen-bench",  # the same data give the same bytes
 }
 
 
@@ -33,9 +33,10 @@ STYLE: dict[Any, Any] = {
 def figure(
     path: Path, *, title: str = "", rows: int = 1, columns: int = 1, width: float = 8.0, height: float = 4.5
 ) -> Iterator[Sequence["Axes"]]:
-    """Axes to draw on, row by row; afterwards the chart is at ``path`` (its suffix says png, svg or pdf).
+    """Axes to draw on, row by row. The chart is written to ``path``, whose suffix is png, svg or pdf.
 
-    ``width`` and ``height`` are inches. Raises BenchError when the suffix or the folder will not do.
+    ``width`` and ``height``: in inches. Raises BenchError for another suffix, or if the file cannot be
+    written.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The part of a store that a repository keeps: summaries and charts, no single requests."""
+"""The part of a store for a repository: summaries and charts without single requests."""
 
 import json
 from pathlib import Path
@@ -19,15 +19,16 @@ from qwen_serve.bench.terminal import Table, show
 
 BEGIN, END = "<!-- headline -->", "<!-- end -->"
 PRIVATE: Any = {"host": {"system"}, "subjects": {"__all__": {"url", "log"}}}
-"""Keys of a manifest that only concern where it was made."""
+"""Keys of a manifest that are not published, since they describe the machine."""
 
 
 def publish_results(
     results: Results, folder: Path, *, reference: str | None = None, page: Path | None = None
 ) -> list[Path]:
-    """Writes README.md, summary.csv, runs.json and charts; the headline table also goes into ``page``.
+    """Write README.md, summary.csv, runs.json and charts, and the headline table into ``page``. Returns the
+    files.
 
-    Raises BenchError: nothing measured, an unknown reference, or a page without the two marks.
+    Raises BenchError if nothing was measured, the reference is unknown, or the page lacks a mark.
     """
     frame = results.frame
     subjects = list(dict.fromkeys(frame["subject"]))
@@ -64,7 +65,8 @@ def publish_results(
 
 
 def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
-    """The reference first, then its kind (its name up to a comma), then the other kinds."""
+    """The rows with the reference first, then its kind (subjects with the same name up to a comma), then
+    other kinds."""
     kinds = list(dict.fromkeys(name.split(",")[0] for name in (reference, *frame["subject"])))
     names = sorted(
         dict.fromkeys((reference, *frame["subject"])), key=lambda name: kinds.index(name.split(",")[0])
@@ -78,7 +80,8 @@ def in_order(frame: pd.DataFrame, reference: str) -> pd.DataFrame:
 
 
 def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Table:
-    """A row for each subject: mean latency by protocol, output tok/s by concurrency, and ratios."""
+    """A table with a row for each subject: mean latency by protocol, output tok/s by concurrency, and
+    ratios."""
     latency, rates = latencies(frame), loads(frame)
     columns = {
         f"{protocol}, mean ms": (rows, "latency")
@@ -103,7 +106,7 @@ def headline_table(frame: pd.DataFrame, reference: str, about: str = "") -> Tabl
 
 
 def with_headline(page: Path, headline: str) -> str:
-    """The page's text with `headline` between its marks. Raises BenchError if they are missing."""
+    """The page's text with `headline` between its marks. Raises BenchError if a mark is missing."""
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
@@ -116,7 +119,7 @@ def with_headline(page: Path, headline: str) -> str:
 
 
 def summarize(frame: pd.DataFrame) -> pd.DataFrame:
-    """A row for each run, subject, workload, cell and metric."""
+    """Summary statistics, with a row for each run, subject, workload, cell and metric."""
     keys = ["run", "subject", "workload", "cell", "metric", "unit"]
     groups = frame.groupby(keys, sort=False)
     spread = groups["value"].quantile(np.array([0.1, 0.5, 0.9])).unstack()
@@ -126,7 +129,7 @@ def summarize(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def model_and_card(manifest: Manifest) -> str:
-    """The model and the card; a synthetic model's name says so."""
+    """The model and the GPU, in words; "synthetic" is part of a synthetic model's name."""
     said = manifest.settings.get("model")
     models = [said] if said else [one.get("model") for one in manifest.subjects.values()]
     named = ", ".join(dict.fromkeys(str(name) for name in models if name))
@@ -134,7 +137,7 @@ def model_and_card(manifest: Manifest) -> str:
 
 
 def _cell(rows: pd.DataFrame, metric: str, subject: str, reference: str) -> str | None:
-    """The mean of all cells' medians, and its ratio; None if a cell was not measured."""
+    """The mean of the cells' medians, and its ratio to the reference; None if a cell was not measured."""
     medians = rows[rows["subject"] == subject].groupby("cell")["value"].median()
     if len(medians) < rows["cell"].nunique():
         return None

@@ -1,4 +1,4 @@
-"""Quality and perplexity runs as tables."""
+"""Tables of `qwen-bench quality`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ THINKING = {True: "on", False: "off", None: "default"}
 
 
 def quality_tables(results: Results) -> list[Table]:
-    """For each run and subject a row for each gate, and notes about the replies."""
+    """A table for each run and subject, with a row for each gate and notes about the replies."""
     made: list[Table] = []
     for (run, subject), rows in results.of(workload=WORKLOAD).groupby(["run", "subject"], sort=False):
         manifest = results.manifests[str(run)]

@@ -1,4 +1,4 @@
-"""``qwen-bench report``: tables, charts and one page of a store; runs side by side; published results."""
+"""``qwen-bench report``: tables, charts and a page of a store, comparisons, and published summaries."""
 
 from base64 import b64encode
 from pathlib import Path
@@ -25,36 +25,36 @@ def report(
     page: Path | None = None,
     reference: str | None = None,
 ) -> int:
-    """Tables, charts and one page of everything in a store; or its subjects side by side.
+    """Report on recorded runs: tables, charts and a page, or a comparison.
 
     - `qwen-bench report results`
     - `qwen-bench report results/RUN-A results/RUN-B --compare --metric latency`
 
-    With --compare: medians, and how many times as good as the reference. Within a run rounds are paired, so
-    that drift of the machine affects both equally. Across runs they are not: the ratio contains the drift
-    between the runs, and the table says so.
+    --compare prints medians with ratios to the reference. Above 1 is better. Rounds of one run are paired, so
+    drift of the machine affects both subjects equally. A ratio across runs contains the drift between the
+    runs, and the table says so.
 
     Parameters
     ----------
     paths
         Stores, or folders of single runs.
     compare
-        Print subjects of one run or of several side by side, and write nothing.
+        Print a comparison of the subjects of one or several runs, without writing files.
     metric
-        With --compare: only this metric; may be repeated.
+        Metric to show with --compare; may be repeated (default: all).
     subject
-        With --compare: only this subject, as the table names it; may be repeated.
+        Subject to show with --compare, by its name in the table; may be repeated (default: all).
     out
-        Folder of report.html and the pictures (default: the first store).
+        Folder of report.html and the charts (default: the first store).
     publish
-        Write a summary for a repository into this folder instead: README.md, summary.csv, runs.json and the
-        pictures, without single requests.
+        Folder for a summary instead of the page: README.md, summary.csv, runs.json and charts, without single
+        requests.
     page
-        With --publish: put the headline table into this Markdown file, between its lines
-        `<!-- headline -->` and `<!-- end -->`.
+        Markdown file into which --publish writes the headline table, between the lines `<!-- headline -->`
+        and `<!-- end -->`.
     reference
-        With --compare or --publish: the reference of the ratios (default: the first run's own reference, else
-        its first subject).
+        Reference of the ratios with --compare or --publish (default: the first run's reference, else its
+        first subject).
     """
     if not paths:
         raise BenchError("want at least one store or run, such as results/")
@@ -79,7 +79,7 @@ def report(
 
 
 def write_page(results: Results, folder: Path) -> list[Path]:
-    """Writes a self-contained report.html and its charts; prints the tables."""
+    """Write a self-contained report.html and charts, and print the tables. Returns the files."""
     sections: list[dict[str, Any]] = [
         {
             "manifest": manifest,

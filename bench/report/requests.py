@@ -1,5 +1,5 @@
-"""Tables of requests of one or several servers: a row for each cell and server, one over all cells, and our
-server's counts of steps and drafts.
+"""Tables of the requests of one or several servers: a row for each cell and server, one over all cells, and
+qwen-serve's counters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,28 +24,28 @@ from qwen_serve.bench.store import Manifest, Results
 from qwen_serve.bench.terminal import Cell, Table
 
 LONGEST_NAME = 16
-"""Characters of a reference that fit into a column's header."""
+"""Maximum number of characters of a reference's name in a column's header."""
 LATE_MS = 5.0
-"""Lateness from which on the client itself distorts the times of an open loop."""
+"""Lateness above which the client distorts the times of an open loop."""
 STREAMED = {
     "ttft": ("TTFT", (50, 90, 99)),
     "itl": ("ITL", (50, 90, 99)),
     "longest_gap": ("longest gap", (99,)),
 }
-"""Percentiles shown for streamed requests."""
+"""Percentiles in the table of streamed requests."""
 
 Line = dict[str, Cell]
 
 
 def request_tables(results: Results) -> list[Table]:
-    """For each run and workload a table, and one of TTFT and ITL for streamed answers; then our server's
-    counts, and the peers of a comparison.
+    """For each run and workload a table of requests, and one of TTFT and ITL for streamed answers; then
+    qwen-serve's counters, and the peers of a comparison.
     """
     made: list[Table] = []
     for run, rows in results.frame.groupby("run", sort=False):
         manifest = results.manifests[str(run)]
         requests = rows[~rows["workload"].isin(COUNTED)]
-        # in turns another server begins each time: show them in the order in which they were named
+        # each turn begins with another server: show them in the order of the command line
         named = {name: number for number, name in enumerate(manifest.subjects)}
         requests = requests.sort_values("subject", key=lambda names: names.map(named), kind="stable")
         for workload, group in requests.groupby("workload", sort=False):
@@ -58,9 +58,7 @@ def request_tables(results: Results) -> list[Table]:
 
 
 def headline(rows: pd.DataFrame) -> str:
-    """The main metric of a cell: the rate of a closed loop, the latency of an open one, whose rate is
-    fixed.
-    """
+    """The main metric of a cell: a closed loop's rate, or an open loop's latency, since its rate is given."""
     names = set(rows["metric"])
     if "ms_per_token" in names:
         return "ms_per_token"
@@ -69,7 +67,7 @@ def headline(rows: pd.DataFrame) -> str:
 
 
 def _requests(rows: pd.DataFrame, workload: str, manifest: Manifest) -> Table:
-    """A row for each cell and server, and one over all cells for each server."""
+    """A table with a row for each cell and server, and for each server one over all cells."""
     settings = manifest.settings
     subjects, cells = (list(dict.fromkeys(rows[column])) for column in ("subject", "cell"))
     single = CATEGORIES.keys() >= set(cells)
@@ -101,14 +99,14 @@ def _by_cell(rows: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 
 def _who_is_who(lines: Sequence[Line]) -> Sequence[Line]:
-    """The same without the servers' names if there is only one."""
+    """The lines, without the servers' names if there is only one server."""
     if len({line["server"] for line in lines}) > 1:
         return lines
     return [{name: cell for name, cell in line.items() if name != "server"} for line in lines]
 
 
 def _figures(rows: pd.DataFrame) -> Line:
-    """The figures of one server in one cell."""
+    """The columns of one server in one cell."""
     failed, latencies = round(total(rows, "failed")), (rows["metric"] == "latency").sum()
     line: Line = {"requests": failed + int(latencies) if latencies else None, "failed": failed}
     for title, metric in (
@@ -141,7 +139,7 @@ def _streamed(rows: pd.DataFrame, workload: str) -> Table:
 
 
 def _compared(rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]) -> Line:
-    """Columns of a comparison: the ratio, and the number of answers equal to the reference's."""
+    """The columns of a comparison: the ratio, and the number of answers equal to the reference's."""
     if "reference" not in settings:
         return {}
     reference = settings["reference"]
@@ -156,7 +154,7 @@ def _compared(rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]) -> 
 def _all(
     lines: Sequence[Line], rows: pd.DataFrame, subject: str, settings: Mapping[str, Any]
 ) -> dict[str, Cell]:
-    """All cells of a server with equal weight: means of medians, and one ratio."""
+    """The line over all cells of a server, with equal weights: means of medians, and one ratio."""
     own = [line for line in lines if line["server"] == subject]
     line: Line = {"cell": "all", "server": subject}
     if CATEGORIES.keys() >= set(rows["cell"]):
@@ -203,7 +201,7 @@ def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest) -> list[str]:
 
 
 def _cell_notes(rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[str, Any]) -> list[str]:
-    """Problems of a server's requests in a cell."""
+    """Notes about problems of a server's requests in a cell."""
     category = CATEGORIES.get(cell)
     notes: list[str] = []
     wanted = category.max_tokens if category is not None else settings.get("output_tokens", 0)
@@ -230,8 +228,8 @@ def _cell_notes(rows: pd.DataFrame, workload: str, cell: str, settings: Mapping[
 
 
 def hackathon_score(rows: pd.DataFrame, settings: Mapping[str, Any]) -> tuple[float | None, list[str]]:
-    """The hackathon's weighted sum of verified output tok/s over the levels with a weight (None without any),
-    and the run's deviations from its protocol.
+    """(score, notes): the hackathon's weighted sum of verified output tok/s over the levels with a weight, or
+    None without such levels; and the run's deviations from its protocol.
     """
     cells = {level: rows[rows["cell"] == at_concurrency(level)] for level in WEIGHTS}
     known = {
@@ -256,9 +254,10 @@ def hackathon_score(rows: pd.DataFrame, settings: Mapping[str, Any]) -> tuple[fl
 
 
 def predicted(rows: pd.DataFrame, replicas: int) -> str | None:
-    """Prediction for several replicas behind a router from this server's levels; None if some are missing.
+    """A prediction for several replicas behind a router, from this server's levels; None if a level is
+    missing.
 
-    A level is shared out evenly: its requests have a replica each, or each replica has as many of them.
+    The router is assumed to distribute requests evenly.
     """
     rates: dict[int, float] = {}
     for level in WEIGHTS:
@@ -276,7 +275,7 @@ def predicted(rows: pd.DataFrame, replicas: int) -> str | None:
 
 
 def _who(manifest: Manifest) -> Table:
-    """The peers, their resources, how long each took to start, and which ones dropped out."""
+    """A table of the peers: resources, start time, and the reason if one dropped out."""
     lines: list[Line] = [
         {
             "server": name,
@@ -289,7 +288,8 @@ def _who(manifest: Manifest) -> Table:
     return Table.of(lines, title="Servers", notes=manifest.notes)
 
 
-# --- figures of some rows ----------------------------------------------------------------------------------
+# --- statistics of rows
+# --------------------------------------------------------------------------------------
 
 
 def miscounted(rows: pd.DataFrame) -> int:
@@ -307,7 +307,7 @@ def total(rows: pd.DataFrame, metric: str) -> float:
 
 
 def percentile_of(rows: pd.DataFrame, metric: str, percent: float) -> float | None:
-    """A percentile of a metric; None if it was not measured."""
+    """A percentile (``percent``, 0 to 100) of a metric; None if it was not measured."""
     values = rows[rows["metric"] == metric]["value"]
     return float(values.quantile(percent / 100)) if len(values) else None
 

@@ -1,4 +1,4 @@
-"""A sweep as tables, advice and charts."""
+"""Tables of `qwen-bench sweep`."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,12 @@ from qwen_serve.bench.variants.standing import LATENCY, Ranking, Standing, rank
 VERB = "sweep"
 ALL_GATES = "all gates"
 WEIGHTS, FILE = "weights", "file"
-"""The store's workload and cell of a GGUF's size and bits."""
+"""The store's workload and cell of a GGUF's size and bits per weight."""
 
 
 def sweep_tables(results: Results) -> list[Table]:
-    """For each sweep: the standings and which quant to ship, items lost and gained at each gate, and
-    latencies if there are any.
+    """Tables for each sweep: standings with the recommendation, items lost and gained at each gate, and
+    latencies if they were measured.
     """
     made: list[Table] = []
     for run, manifest in results.manifests.items():
@@ -35,18 +35,18 @@ def sweep_tables(results: Results) -> list[Table]:
 
 
 def gate_names(standings: list[Standing]) -> list[str]:
-    """Every gate that some variant was asked, in order."""
+    """All gates of the variants, in order."""
     return list(dict.fromkeys(gate.gate for standing in standings for gate in standing.gates))
 
 
 def weights_of(rows: pd.DataFrame, name: str) -> Mapping[str, float]:
-    """Size, bits and divergence of a variant's GGUF by metric, as far as known."""
+    """Size, bits per weight and divergence of a variant's GGUF, by metric, as far as recorded."""
     own = rows[(rows["subject"] == name) & rows["workload"].isin([WEIGHTS, DIVERGENCE])]
     return dict(zip(own["metric"], own["value"], strict=True))
 
 
 def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking) -> Table:
-    """A row for each variant: weights, speed, every gate, standing."""
+    """A table with a row for each variant: weights, speed, gates and rank."""
     manifest = results.manifests[run]
     gates = gate_names(ranking.standings)
     compared = any(standing.paired is not None for standing in ranking.standings)
@@ -93,7 +93,8 @@ def _standings(results: Results, run: str, rows: pd.DataFrame, ranking: Ranking)
 
 
 def _losses(standings: list[Standing]) -> Table:
-    """A row for each variant: items lost and gained against full precision at each gate, and the p value."""
+    """A table with a row for each variant: items lost and gained against full precision at each gate, and the
+    p value."""
     gates = [*gate_names(standings), ALL_GATES]
     lines: list[list[Cell]] = []
     for standing in standings:
@@ -106,7 +107,7 @@ def _losses(standings: list[Standing]) -> Table:
 
 
 def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
-    """A row for each variant: the median of each category under each protocol, milliseconds."""
+    """A table with a row for each variant: the median latency of each category under each protocol, in ms."""
     found = {metric: percentiles(rows, metric, "subject", "workload", "cell") for metric in (LATENCY, "ttft")}
     columns = [
         (protocol, category)
@@ -131,7 +132,7 @@ def _latencies(rows: pd.DataFrame, names: list[str]) -> Table:
 
 
 def paired_of(standing: Standing) -> dict[str, Paired | None]:
-    """By gate, and over all: item by item against full precision."""
+    """The comparison with full precision, by gate and over all gates."""
     return {gate.gate: gate.paired for gate in standing.gates} | {ALL_GATES: standing.paired}
 
 

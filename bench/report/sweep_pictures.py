@@ -12,7 +12,7 @@ from qwen_serve.bench.variants.standing import Standing, rank
 
 
 def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str, Path]:
-    """Every chart that has figures, for each sweep: title -> SVG file."""
+    """Draw the charts that have data, for each sweep. Returns title -> SVG file."""
     made: dict[str, Path] = {}
     for run, manifest in results.manifests.items():
         if manifest.verb != VERB:
@@ -27,7 +27,8 @@ def sweep_pictures(results: Results, folder: Path, prefix: str = "") -> dict[str
 
 
 def draw_losses(standings: Sequence[Standing], path: Path) -> Path:
-    """A panel for each gate and one for all: items lost to the left, gained to the right, and the p value."""
+    """Draw a panel for each gate and one for all gates: items lost to the left, gained to the right, and the
+    p value."""
     shown = [(one.name, paired_of(one)) for one in standings]
     panels = [*gate_names(list(standings)), ALL_GATES]
     width = 3.0 * len(panels) + 1.5
@@ -51,7 +52,7 @@ def draw_losses(standings: Sequence[Standing], path: Path) -> Path:
 
 
 def draw_divergence(rows: pd.DataFrame, path: Path) -> Path:
-    """KL divergence against bits per weight; variants of one file share a point."""
+    """Draw KL divergence against bits per weight. Variants with the same file share a point."""
     points: dict[tuple[float, float, float], list[str]] = {}
     for name in dict.fromkeys(rows["subject"]):
         found = weights_of(rows, name)
@@ -65,7 +66,7 @@ def draw_divergence(rows: pd.DataFrame, path: Path) -> Path:
         axis.plot(bits, [point[2] for point in ordered], "^", color=PALETTE[1], label="99% of tokens below")
         axis.set_yscale("log")
         for number, point in enumerate(ordered):
-            left = number % 2 == 0  # neighbours in size are labelled on different sides
+            left = number % 2 == 0  # labels of neighbours alternate between the two sides
             axis.annotate(
                 ", ".join(points[point]),
                 point[:2],

@@ -1,4 +1,4 @@
-"""The table that fits every run: each workload and cell by subject, with ratios to the reference."""
+"""The default table of a run: each workload and cell by subject, with ratios to the reference."""
 
 from collections.abc import Sequence
 
@@ -10,15 +10,17 @@ from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table, show
 
 RARE = {"failed", "spot_checks_failed", "good"}
-"""Metrics shown only if they differ from the ideal."""
+"""Metrics that are shown only if they differ from the ideal value."""
 
 
 def subjects_table(
     results: Results, metrics: Sequence[str] | None = None, *, reference: str | None = None, title: str = ""
 ) -> Table:
-    """A row for each workload, cell, metric and subject; then all cells together if there are several.
+    """A table with a row for each workload, cell, metric and subject, and rows over all cells if there are
+    several.
 
-    ``metrics``: in this order (all that have a better side). ``reference``: a subject (`own_reference`).
+    ``metrics``: those to show, in order (default: all with a better direction). ``reference``: a subject
+    (default: `own_reference`).
     """
     frame = results.frame
     subjects = list(dict.fromkeys(frame["subject"]))
@@ -39,18 +41,18 @@ def subjects_table(
 
 
 def own_reference(results: Results) -> str:
-    """The reference of the first run; without one its first subject, or "" without any."""
+    """The first run's reference, else its first subject; "" without subjects."""
     subjects = list(dict.fromkeys(results.frame["subject"]))
     for run, manifest in results.manifests.items():
         named = manifest.settings.get("reference")
-        for name in (named, f"{run}: {named}"):  # its name beside other runs that have it
+        for name in (named, f"{run}: {named}"):  # the name if other runs have the subject, too
             if name in subjects:
                 return str(name)
     return next(iter(subjects), "")
 
 
 def compared_metrics(frame: pd.DataFrame) -> list[str]:
-    """Metrics to compare: the recorded ones with a better direction, in the order of `METRICS`."""
+    """The recorded metrics that have a better direction, in the order of `METRICS`."""
     found = set(frame["metric"])
     unusual = {
         name for name in RARE & found if frame[frame["metric"] == name]["value"].sum() > 0 and name != "good"

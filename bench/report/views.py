@@ -1,4 +1,4 @@
-"""Which tables and charts a run has, by its verb."""
+"""The tables and charts of a run, by its verb."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -23,12 +23,12 @@ TABLES = {
     "sweep": "qwen_serve.bench.report.sweep:sweep_tables",
     "tenants": "qwen_serve.bench.load.tenants:tenant_tables",
 }
-"""By verb, the function of `Results` that makes its tables. By default, `subjects_table`."""
+"""Verb -> function that makes tables from `Results`. The default is `subjects_table`."""
 
 PICTURES = {
     "sweep": "qwen_serve.bench.report.sweep_pictures:sweep_pictures",
 }
-"""By verb, the function that draws its own charts. It takes `Results`, a folder and a file name's prefix, and
+"""Verb -> function that draws further charts. It takes `Results`, a folder and a prefix of file names, and
 returns files by title."""
 
 

@@ -1,1 +1,1 @@
-"""Other programs: starts servers, builds llama.cpp's, reads their counters, and compares them in turns."""
+"""Starts servers, builds llama.cpp's programs, reads servers' counters, and compares servers in turns."""

@@ -1,11 +1,11 @@
-"""llama.cpp's sources and programs, from the sdist of the pinned llama-cpp-python, to compare with.
+"""llama.cpp's sources and programs, for comparisons, from the sdist of the pinned llama-cpp-python.
 
     qwen-bench build llama-server llama-batched-bench
 
-builds programs (with CUDA if there is a card and nvcc) and prints their folder. Everything is under
-`.work/llama.cpp` of the checkout and is made once: pip fetches the sdist, cmake builds. Programs
-have the server's patches (patches/README.md), peers are stock; PATCHES=0 or 1 in the environment overrides
-that. Each kind has a folder of its own.
+builds programs (with CUDA if there is an NVIDIA GPU and nvcc) and prints their folder. pip fetches the sdist
+and cmake builds it, once, in `.work/llama.cpp` of the checkout. The programs of this command have the
+server's patches (patches/README.md); those of `qwen-bench peers` are stock. PATCHES=0 or 1 in the environment
+overrides that. Each kind of build has a folder of its own.
 """
 
 import hashlib
@@ -39,13 +39,14 @@ CMAKE_OPTIONS = (
     "-DLLAMA_OPENSSL=OFF",
 )
 TARGET = re.compile(r"(?:set\s*\(\s*TARGET|add_executable\s*\()\s*(llama-[\w-]+)")
-"""The name of a program, as in llama.cpp's cmake files."""
+"""Matches the name of a program in llama.cpp's cmake files."""
 CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 
 
 def llama_cpp_sources() -> Path:
-    """The llama.cpp of the installed llama-cpp-python's version, unpacked. Raises BenchError."""
+    """The folder of llama.cpp's sources, from the sdist of the installed llama-cpp-python's version. Raises
+    BenchError if they cannot be fetched."""
     release = version("llama-cpp-python")
     root = CACHE / f"llama_cpp_python-{release}"
     sources = root / "vendor" / "llama.cpp"
@@ -56,7 +57,7 @@ def llama_cpp_sources() -> Path:
 
 
 def build_programs(names: Sequence[str], flavour: Flavour = "cpu", *, patched: bool = True) -> Path:
-    """Build the missing ones of llama.cpp's programs, such as llama-quantize; return their folder.
+    """Build those of llama.cpp's programs, such as llama-quantize, that are missing. Returns their folder.
 
     PATCHES=0 or 1 in the environment overrides `patched`. Raises BenchError if a name is not one of
     llama.cpp's programs, or the sources cannot be fetched or do not build.
@@ -83,7 +84,8 @@ def programs_of(sources: Path) -> list[str]:
 
 
 def this_machines_flavour() -> Flavour:
-    """CUDA if there is a card and the system has nvcc; the toolkit of CUDA=pypi is not used."""
+    """cuda if there is an NVIDIA GPU and the system has nvcc, else cpu. The toolkit of CUDA=pypi is not
+    used."""
     return "cuda" if build_machine.cards() and build_machine.nvcc() is not None else "cpu"
 
 
@@ -98,7 +100,7 @@ def _backend(flavour: Flavour) -> list[str]:
 
 
 def _patches(patched: bool) -> tuple[str, list[str]]:
-    """The end of a build folder's name, and cmake's options."""
+    """(suffix of the build folder's name, options for cmake)."""
     options = [f"-DCMAKE_PROJECT_INCLUDE={PATCHES / 'apply.cmake'}"]
     if os.environ.get("PATCHES", str(int(patched))) == "0":
         return "", [*options, "-DLLAMA_PATCHES=OFF"]
@@ -108,7 +110,7 @@ def _patches(patched: bool) -> tuple[str, list[str]]:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Lets one process at a time download or build."""
+    """Let one process at a time download or build."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / ".lock").open("w") as lock:
         flock(lock, LOCK_EX)
@@ -137,7 +139,8 @@ def _cmake() -> str:
 
 
 def _run(*command: str | Path) -> None:
-    """Run with the output on stderr, since stdout is the caller's. Raises BenchError."""
+    """Run a command with its output on stderr, since stdout is for the result. Raises BenchError if it
+    fails."""
     done = subprocess.run(list(map(str, command)), stdout=sys.stderr.fileno(), check=False)
     if done.returncode != 0:
         raise BenchError(f"{' '.join(map(str, command))} ended with status {done.returncode}")
@@ -154,9 +157,9 @@ def build(
     Parameters
     ----------
     programs
-        One or more, such as llama-server llama-batched-bench.
+        Names of programs, such as llama-server llama-batched-bench.
     flavour
-        cpu or cuda (default: what this machine allows).
+        cpu or cuda (default: cuda if there is an NVIDIA GPU and nvcc).
     """
     print(build_programs(programs, flavour or this_machines_flavour()))
     return 0

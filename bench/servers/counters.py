@@ -1,7 +1,6 @@
-"""Growth of our server's own counters over a stretch of work: times of its steps, and counts of its drafts.
+"""Growth of qwen-serve's counters during a measurement: times of its steps, and counts of its drafts.
 
-Only this module has the names on /metrics. A server without them is not asked twice. The growth between
-two readings becomes rows of the store:
+Only this module has the names on /metrics. The growth between two readings becomes rows of the store:
 
     workload "steps", cell "random, 8 concurrent, decode, 8 rows": steps, step_tokens, device and host time
     workload "drafts", cell "random, 8 concurrent, mtp": by drafter
@@ -20,7 +19,7 @@ from qwen_serve.bench.terminal import Cell, Table
 
 STEPS, DRAFTS = "steps", "drafts"
 COUNTED = frozenset({STEPS, DRAFTS})
-"""Workloads of the store that have counters, not requests."""
+"""Workloads of the store whose rows are counters, not requests."""
 
 STEP_COUNTERS = {"qwen_steps_total": "steps", "qwen_step_tokens_total": "step_tokens"}
 STEP_SECONDS = "qwen_step_seconds_total"
@@ -31,7 +30,7 @@ PHASES = {
     "reserve": "overlapped_time",  # on a GPU, while the device computes
     "flush": "overlapped_time",
 }
-"""Phases of a step by where they are spent; all others are host time."""
+"""Phase of a step -> metric of its time. All other phases are host time."""
 
 PARTS = {
     "draft": "draft_time",
@@ -39,7 +38,7 @@ PARTS = {
     "host": "host_time",
     "overlapped": "overlapped_time",
 }
-"""Parts of a step's time, by the names in tables."""
+"""Column in the tables -> metric of that part of a step's time."""
 
 DRAFT_COUNTERS = {
     "qwen_draft_verifications_total": "verifications",
@@ -51,7 +50,7 @@ DRAFT_COUNTERS = {
 RESIDENT_MEMORY = "process_resident_memory_bytes"
 
 ROWS = r", \d+ rows$"
-"""The part of a cell's name with the number of sampled rows, which the table merges."""
+"""Matches the number of sampled rows in a cell's name. The table merges these cells."""
 
 STEP_NOTES = (
     "means of a step; device: in llama_decode and waiting for it; draft: drafters with their passes; "
@@ -61,11 +60,11 @@ STEP_NOTES = (
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 Counters = Mapping[Key, float]
-"""Values by name and sorted labels."""
+"""Values of counters, by name and sorted labels."""
 
 
 async def read_counters(client: Client) -> Counters:
-    """Everything on /metrics; empty if the server has no such page, or an unreadable one."""
+    """All counters on /metrics; empty if the server has no such page, or an unreadable one."""
     try:
         reply = await client.request("GET", "/metrics")
         return parse_counters(reply.text) if reply.status == 200 else {}
@@ -74,7 +73,7 @@ async def read_counters(client: Client) -> Counters:
 
 
 def parse_counters(text: str) -> Counters:
-    """Parse Prometheus' text format. Raises ValueError for any other."""
+    """Parse Prometheus' text format. Raises ValueError for other text."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -83,13 +82,14 @@ def parse_counters(text: str) -> Counters:
 
 
 def growth(before: Counters, after: Counters) -> Counters:
-    """By how much each counter grew; counters that did not are omitted."""
+    """The growth of each counter; counters that did not grow are omitted."""
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     return {key: value for key, value in grown.items() if value}
 
 
 def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """(workload, cell, values) for the store's rows, for the work that ``cell`` names."""
+    """(workload, cell, values) of the store's rows. ``cell``: the measured cell, which their names begin
+    with."""
     steps: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     drafts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (name, labelled), value in grown.items():
@@ -110,7 +110,7 @@ def counted(grown: Counters, cell: str) -> Iterator[tuple[str, str, dict[str, fl
 def record_growth(
     run: Run, subject: str, workload: str, cell: str, round: int, before: Counters, after: Counters
 ) -> None:
-    """Record the growth between two readings around a cell's round; nothing for servers without counters."""
+    """Record the growth of the counters during a round; nothing for servers without counters."""
     if before and after:
         for kind, name, values in counted(growth(before, after), f"{workload}, {cell}"):
             run.add(subject, kind, name, round, values)
@@ -121,7 +121,7 @@ def _kind(labels: Mapping[str, str]) -> str:
 
 
 def counter_tables(frame: pd.DataFrame) -> list[Table]:
-    """A table of steps and one of drafts; those that have rows."""
+    """A table of steps and one of drafts, if they have rows."""
     rows = frame[frame["workload"].isin(COUNTED)]
     rows = rows.assign(cell=rows["cell"].str.replace(ROWS, "", regex=True))
     made: list[Table] = []

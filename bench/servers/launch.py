@@ -1,4 +1,4 @@
-"""A server program: starts it with its output in a file, waits until it answers, and always stops it."""
+"""Starts a server program with its output in a file, waits until it answers, and always stops it."""
 
 import asyncio
 import os
@@ -22,25 +22,25 @@ LOG_LINES = 12
 
 
 def search_path(variable: str, folder: Path) -> dict[str, str]:
-    """An environment in which a child searches ``folder`` first."""
+    """Environment of a child process in which ``variable`` begins with ``folder``."""
     return {variable: os.pathsep.join(filter(None, [str(folder), os.environ.get(variable, "")]))}
 
 
 PYTHON_PATH = search_path("PYTHONPATH", Path(__file__).resolve().parents[2])
-"""An environment in which a child finds this checkout's packages from any folder."""
+"""Environment in which a child process finds this checkout's packages from any folder."""
 
 
 class StartError(BenchError):
-    """The program did not start: it ended, or did not answer in time. The message ends with its log."""
+    """The program ended, or did not answer in time. The message ends with the log's last lines."""
 
 
 @dataclass(kw_only=True)
 class ServerProcess:
-    """One server in a process group of its own, so that its children end with it.
+    """A server in a process group of its own, so that its children are stopped with it.
 
     ``async with ServerProcess(...) as server`` starts it and waits until ``ready_path`` of ``url`` answers
-    200; its output goes to ``log``. Without a ``command`` it is a server that somebody else runs: it is only
-    awaited, and never stopped.
+    200. Its output goes to ``log``. Without a ``command`` the server already runs: it is awaited, but never
+    stopped.
     """
 
     name: str = field(kw_only=False)
@@ -55,7 +55,7 @@ class ServerProcess:
     _process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Run the program and wait until it answers. Raises StartError after stopping it."""
+        """Run the program and wait until it answers. If it does not, stop it and raise StartError."""
         began = perf_counter()
         if self.command:
             self._spawn()
@@ -67,7 +67,7 @@ class ServerProcess:
         self.start_seconds = perf_counter() - began
 
     async def stop(self, patience: float = 10.0) -> None:
-        """Send SIGTERM to the whole group, and SIGKILL to the rest after ``patience`` seconds."""
+        """Send SIGTERM to the process group, and SIGKILL after ``patience`` seconds to what still runs."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -82,7 +82,7 @@ class ServerProcess:
 
     @property
     def running(self) -> bool:
-        """Whether the program still runs; for somebody else's server this is unknown, and assumed."""
+        """Whether the program still runs; assumed for a server without a ``command``."""
         return not self.command or (self._process is not None and self._process.poll() is None)
 
     def tail(self) -> str:
@@ -138,7 +138,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that nothing on this machine listens on now."""
+    """A TCP port that is free on this machine now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

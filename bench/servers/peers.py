@@ -1,4 +1,4 @@
-"""Several servers on one model and one workload, in turns: ratios against one of them, with intervals."""
+"""Compares servers on one model and one workload, in turns: ratios against one of them, with intervals."""
 
 import sys
 from collections.abc import Sequence
@@ -30,49 +30,49 @@ from qwen_serve.bench.servers.programs import SYNTAX, Peer, Setup, parse_peer
 from qwen_serve.bench.servers.turns import Contender, Turns
 
 ALLOCATION = 256
-"""Granularity of llama.cpp's allocation of cells."""
+"""llama.cpp allocates KV cells in multiples of this number."""
 
 TEMPLATE_TOKENS = 64
-"""Tokens for a chat template around a prompt."""
+"""Tokens that a chat template may add to a prompt."""
 
 ROOM = 2
-"""Context beyond the needs of running requests, as a factor: our server keeps cached prompts there,
-llama-server a slot's last prompt."""
+"""Context of each server, as a multiple of what running requests need. qwen-serve keeps cached prompts in the
+rest, llama-server each slot's last prompt."""
 
 LEVELS = (1, 8, 64)
 SLOTS_AT_A_RATE = 32
 LONGEST_TASK = 3072
-"""Tokens of a held-out task, with a margin."""
+"""Maximum tokens of a held-out task, with a margin."""
 
 
 @Parameter(name="*", group=SERVERS_GROUP)
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """The servers to compare, and their resources."""
+    """Servers to compare, and their resources."""
 
     peer: Annotated[tuple[str, ...], Parameter(negative=())] = ()
-    """[NAME=]WHAT [FLAGS], once for each server; see above."""
+    """Server to compare, as [NAME=]WHAT [FLAGS], see above; once for each server."""
     reference: str | None = None
-    """The reference of the ratios (default: the first --peer)."""
+    """Name of the server that ratios refer to (default: the first --peer)."""
     gguf: Path | None = None
-    """The model that every server is started with."""
+    """GGUF file of the model that all servers are started with."""
     binaries: Path | None = None
-    """Folder of llama.cpp's programs (default: they are built from llama-cpp-python's sources)."""
+    """Folder of llama.cpp's programs (default: built from llama-cpp-python's sources)."""
     python: str = sys.executable
-    """The Python that runs servers written in Python."""
+    """Python interpreter for servers written in Python."""
     threads: Natural = 0
-    """CPU threads of each server; 0: its own choice."""
+    """CPU threads of each server; 0: the server's default."""
     slots: Positive | None = None
-    """Concurrent requests of each server (default: the most that the workload sends)."""
+    """Slots of each server, the maximum of concurrent requests (default: as many as the workload sends)."""
     context: Positive | None = None
-    """Tokens of context of each server, all slots together (default: twice what the workload needs)."""
+    """Context of each server in tokens, for all slots together (default: twice what the workload needs)."""
     start_timeout: float = 300.0
-    """Seconds until a server must answer."""
+    """Time limit of a server's start, in seconds."""
     residency: Literal["auto", "all", "one"] = "auto"
     """all: run all servers at once and visit them in turns; one: run one after another; auto: all, except
     with vLLM."""
     timeout: float = 600.0
-    """Seconds that a request may take."""
+    """Time limit of a request, in seconds."""
     api_key: Annotated[str | None, Parameter(env_var="QWEN_BENCH_API_KEY")] = None
     """API key, sent as a bearer token."""
 
@@ -80,29 +80,32 @@ class PeerOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the servers do in every round."""
+    """The work of all servers in each round."""
 
     workload: Literal["latency", "tasks"] | Kind = "latency"
-    """latency: one request at a time; tasks: held-out tasks; the others are loads."""
+    """Kind of requests. latency: one request at a time; tasks: held-out tasks; the others: as in qwen-bench
+    throughput."""
     rounds: Positive = DEFAULT_ROUNDS
-    """Turns of each server; fewer than 10 do not settle differences below 10%."""
+    """Rounds, in each of which every server is measured once. Fewer than 10 cannot settle differences below
+    10%."""
     protocol: Protocol = "both"
-    """latency: the same prompt again, another one each time, or both."""
+    """latency: official repeats a prompt, distinct has another one each time, both is these two, images asks
+    about pictures."""
     categories: Categories = ALL_CATEGORIES
     """latency: one or more of short, medium and long."""
     runs: Positive = 1
     """latency: timed requests of each category in each round."""
     stream_runs: Natural = 0
-    """latency: additional streamed requests, for TTFT and ITL."""
+    """latency: additional streamed requests of each category in each round, for TTFT and ITL."""
     nano: Path = NANO_FOLDER
-    """tasks: a model's folder with heldout/ and reference.json, for the prompts of the nano gates."""
+    """tasks: folder of a model with heldout/ and reference.json, from which prompts are taken."""
     items: Positive = 20
-    """tasks: number of each gate's tasks, and of texts to continue."""
+    """tasks: number of tasks of each gate, and of texts to continue."""
     max_tokens: Positive = 256
-    """tasks: tokens of an answer."""
+    """tasks: maximum tokens of an answer."""
 
     def size(self, load: LoadOptions) -> tuple[int, int]:
-        """(tokens of the longest request with its answer, maximum concurrent requests)."""
+        """(tokens of the longest request with its answer, maximum of concurrent requests)."""
         if self.workload == "latency" and self.protocol == IMAGES:
             return load.image_resolution.tokens + QUESTION_TOKENS + ANSWER_TOKENS + TEMPLATE_TOKENS, 1
         if self.workload == "latency":
@@ -116,7 +119,7 @@ class Work:
         return turn * (load.turns if self.workload == "chat" else 1), most
 
     def settings(self, load: LoadOptions) -> dict[str, Any]:
-        """The settings that the manifest records: those of this workload."""
+        """The settings of this workload, for the manifest."""
         made: dict[str, Any] = {"workload": self.workload, "rounds": self.rounds}
         if self.workload == "latency":
             categories = [one.name for one in self.categories]
@@ -136,7 +139,7 @@ class Work:
             return task_cells(self.nano, self.items, supply, **given)
         if self.workload != "latency":
             return load.cells(self.workload, supply, LEVELS, self.rounds)
-        endpoint = load.endpoint or "/v1/completions"  # every server has this one
+        endpoint = load.endpoint or "/v1/completions"  # all servers have this endpoint
         return latency_cells(
             self.categories,
             self.protocol,
@@ -195,14 +198,14 @@ async def peers(
     return 0
 
 
-peers.__doc__ = f"""Several servers in turns on one model and one workload, with ratios against one of them.
+peers.__doc__ = f"""Compare servers in turns on one model and one workload, with ratios against one of them.
 
 - `qwen-bench peers --gguf model.gguf --peer server --peer best=llama-server:tuned`
 - `qwen-bench peers --gguf model.gguf --peer 'fair=server' --peer 'fcfs=server --scheduling-policy fcfs'
   --workload random --levels 8,64`
 - `qwen-bench peers --peer a=http://127.0.0.1:8080 --peer b=http://127.0.0.1:8081 --workload chat`
 
-Each server is started on a free port with the same slots, context and threads, and stopped in the end. Its
+Each server is started on a free port with the same slots, context and threads, and stopped at the end. Its
 output is in the run's folder.
 
 {SYNTAX}
@@ -210,7 +213,7 @@ output is in the run's folder.
 
 
 def contestants(who: PeerOptions) -> tuple[list[Peer], str]:
-    """(the peers, the name of the reference). Raises BenchError for invalid combinations."""
+    """(peers, name of the reference). Raises BenchError for invalid combinations."""
     found = [parse_peer(text) for text in who.peer]
     names = [peer.name for peer in found]
     if not names:
@@ -229,7 +232,8 @@ def contestants(who: PeerOptions) -> tuple[list[Peer], str]:
 
 
 def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -> Setup:
-    """The same resources for all. Builds llama.cpp's programs if they are needed and not given."""
+    """The resources of each server, the same for all. Builds llama.cpp's programs if they are needed and
+    --binaries is not given."""
     binaries = who.binaries
     if binaries is None and any(peer.program == "llama-server" for peer in found):
         binaries = build_programs(["llama-server"], this_machines_flavour(), patched=False)
@@ -242,14 +246,14 @@ def make_setup(who: PeerOptions, size: tuple[int, int], found: Sequence[Peer]) -
         threads=who.threads,
         binaries=(binaries or Path()).resolve(),
         python=who.python,
-        logs=Path(),  # known when the run has begun
+        logs=Path(),  # set when the run has begun
         start_timeout=who.start_timeout,
     )
 
 
 def fit_at_once(who: PeerOptions, found: Sequence[Peer]) -> bool:
-    """Whether all servers run at once: as set; by default unless one of several is vLLM, which takes all of
-    the card.
+    """Whether all servers run at once (--residency). By default they do, unless one of several is vLLM, which
+    takes the whole GPU's memory.
     """
     if who.residency != "auto":
         return who.residency == "all"

@@ -1,9 +1,9 @@
-"""The programs that can be compared: what one --peer says, and the command line that gives each program the
+"""The programs that can be compared: parses --peer, and makes the command line that gives each program the
 same model and resources.
 
-llama-server's flags are those of the llama.cpp inside the pinned llama-cpp-python (common/arg.cpp). Left
-alone, it keeps the prompt of each slot, saves prompts to host memory (8 GiB), takes checkpoints of the
-recurrent state on the host, samples there, and does not speculate.
+llama-server's flags are those of the pinned llama-cpp-python's llama.cpp (common/arg.cpp). By default it
+keeps the prompt of each slot, saves prompts to host memory (8 GiB), keeps checkpoints of the recurrent state
+on the host, samples on the host, and does not speculate.
 """
 
 import re
@@ -25,7 +25,7 @@ READY = {
     "url": "/v1/models",
 }
 NAMED = re.compile(r"(?P<name>(?!https?:)(?:(?! -)[^=:])+)=(?P<rest>.+)", re.DOTALL)
-"""A name may contain spaces; an equals sign after a flag's hyphen belongs to the flag."""
+"""NAME=WHAT. A name may contain spaces. An equals sign after a flag's hyphen belongs to the flag."""
 DRAFTS = re.compile(r"(mtp|dflash)-([1-9]\d?)")
 
 NO_HOST_CACHES = ("--cache-ram", "0", "--ctx-checkpoints", "0")
@@ -39,32 +39,32 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 
 SYNTAX = """\
-A peer is ``[NAME=]WHAT [FLAGS]``, where WHAT is one of
+A peer is ``[NAME=]WHAT [FLAGS]``. WHAT is one of
 
-* ``server``: this repository's server (python -m qwen_serve.server)
-* ``llama-server``: llama.cpp's own; ``llama-server:PART+PART`` sets it up, see below
-* ``vllm[:MODEL]``: vLLM, where it is installed, on a hub id or a folder (else the GGUF)
-* ``http://host:port``: one that runs already, such as SGLang
+* ``server``: qwen-serve (python -m qwen_serve.server)
+* ``llama-server``: llama.cpp's server; ``llama-server:PART+PART`` adds the parts below to its defaults
+* ``vllm[:MODEL]``: vLLM, if it is installed. MODEL is a hub id or a folder (default: the GGUF)
+* ``http://host:port``: a running server, such as SGLang
 
-and FLAGS are passed on to the program, after everything that this command sets.
+FLAGS are passed to the program, after the flags that this command sets.
 
-llama-server's parts, joined with ``+``:
+Parts of llama-server:
 
 * ``tuned``: its fastest settings on a GPU: no caches in host memory, sampling on the device, ubatches of
-  2,048 and batches of 8,192 tokens; with ``mtp-N`` or ``ngram-mod`` what this repository compares itself with
-* ``cache``: as it comes: prompts kept in slots and in host memory, no speculation
-* ``plain``: nothing reused between requests, no speculation
-* ``no-host-caches``: without the prompt cache and checkpoints in host memory
-* ``backend-sampling``: samples on the device
-* ``mtp-N``: drafts N tokens with the model's multi-token-prediction head
-* ``dflash-N``: drafts N tokens with a block drafter, which --spec-draft-model names
+  2,048 and batches of 8,192 tokens. The published comparisons use it, with ``mtp-N`` or ``ngram-mod``
+* ``cache``: the defaults: prompts cached in slots and in host memory, no speculation
+* ``plain``: no prompt cache, no speculation
+* ``no-host-caches``: no prompt cache and no checkpoints in host memory
+* ``backend-sampling``: sampling on the device
+* ``mtp-N``: drafts of N tokens from the model's MTP head
+* ``dflash-N``: drafts of N tokens from a block drafter, given with --spec-draft-model
 * ``ngram-mod``: --spec-default: n-gram drafts of 48 to 64 tokens, shared by all requests"""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One competitor. ``flags`` hold what the preset means and what the user added, in that order; ``model``
-    is what vLLM serves in place of the GGUF."""
+    """A server to compare. ``flags``: the preset's, then the user's; ``model``: what vLLM serves instead of
+    the GGUF."""
 
     name: str
     program: Program
@@ -75,9 +75,9 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Resources of every peer: ``parallel`` slots and ``context`` tokens for all of them together.
+    """Resources of each peer: ``parallel`` slots, and ``context`` tokens for all slots together.
 
-    ``threads`` 0: the program's own choice; ``binaries``: the folder of llama-server; ``python``: of the
+    ``threads`` 0: the program's default; ``binaries``: folder of llama-server; ``python``: interpreter for
     servers written in Python.
     """
 
@@ -92,12 +92,12 @@ class Setup:
 
     @property
     def context_each(self) -> int:
-        """Tokens of context for one of `parallel` requests."""
+        """Tokens of context for each slot."""
         return self.context // self.parallel
 
 
 def parse_peer(text: str) -> Peer:
-    """Read one --peer (`SYNTAX`). Raises BenchError that names what is wrong."""
+    """Parse a value of --peer (`SYNTAX`). Raises BenchError, which says what is wrong."""
     named = NAMED.fullmatch(text)
     rest = named["rest"] if named else text
     try:
@@ -125,7 +125,7 @@ def parse_peer(text: str) -> Peer:
 
 
 def preset_flags(preset: str) -> tuple[str, ...]:
-    """The flags of ``a+b+c``; none for llama-server with its defaults. Raises BenchError."""
+    """The flags of a preset ``a+b+c``; none for the empty preset. Raises BenchError for an unknown part."""
     flags: list[str] = []
     for part in filter(None, preset.split("+")):
         if match := DRAFTS.fullmatch(part):
@@ -139,7 +139,7 @@ def preset_flags(preset: str) -> tuple[str, ...]:
 
 
 def process_of(peer: Peer, setup: Setup) -> ServerProcess:
-    """The peer as a process that is not yet started, on a free port. Raises BenchError if vLLM is missing."""
+    """The peer's process, on a free port, not yet started. Raises BenchError if vLLM is missing."""
     if peer.url is not None:
         return ServerProcess(peer.name, [], peer.url, ready_path=READY["url"], timeout=setup.start_timeout)
     port = free_port()
@@ -160,24 +160,24 @@ def process_of(peer: Peer, setup: Setup) -> ServerProcess:
 
 
 def resources(peer: Peer, setup: Setup) -> dict[str, int]:
-    """The peer's settings, for the record; unknown for a server that runs already."""
+    """The peer's settings, for the record; empty for a server that runs already."""
     if peer.url is not None:
         return {}
     return {"slots": setup.parallel, "context": setup.parallel * setup.context_each}
 
 
 def _command(peer: Peer, setup: Setup) -> list[str]:
-    """The program with its model and resources."""
+    """The peer's command line with model and resources."""
     model = ["--model", str(setup.gguf)]
     slots = ["--parallel", str(setup.parallel), "--ctx-size", str(setup.context)]
     slots += ["--threads", str(setup.threads)] if setup.threads else []
     if peer.program == "server":
         return [setup.python, "-m", "qwen_serve.server", *model, *slots]
     if peer.program == "llama-server":
-        # without --fit off it rehearses the load to choose what is already chosen here
+        # by default llama-server loads the model twice, to fit settings that are given here
         chosen = ["--gpu-layers", "all", "--fit", "off", "--no-ui"]
         return [str(setup.binaries / "llama-server"), *model, *slots, *chosen]
-    # vLLM's key-value cache is a share of the card, not a number of tokens: the same holds for each request
+    # vLLM sizes its KV cache by the GPU's memory, so only the context of a sequence is set
     beside = Path(setup.python).parent / "vllm"
     program = str(beside) if beside.is_file() else shutil.which("vllm")
     if program is None:

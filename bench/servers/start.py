@@ -1,4 +1,4 @@
-"""``qwen-bench start``: time from a server's command to its first 200, and our server's stages."""
+"""``qwen-bench start``: time from a server's command to its first 200, and qwen-serve's stages."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ from qwen_serve.bench.terminal import Bar, Cell, Table
 VERB, METRIC, READY, REST = "start", "start_time", "ready", "outside the engine"
 POLL_SECONDS = 0.02
 STAGES = re.compile(r" start: (.* s)$", re.MULTILINE)
-"""The line of our server's log with the stages of a start: "start: plan 0.01 s, weights 0.31 s"."""
+"""Matches the stages of a start in qwen-serve's log: "start: plan 0.01 s, weights 0.31 s"."""
 STAGE = re.compile(r"([a-z ]+?) ([\d.]+) s")
 
 
@@ -39,35 +39,35 @@ async def start(
     start_timeout: float = 300.0,
     store: StoreOptions = StoreOptions(),
 ) -> int:
-    """How long servers take to start, from the command to the first 200, in turns; qwen-serve by stage.
+    """Start times of servers, from the command to the first 200, in turns; of qwen-serve also by stage.
 
     - `qwen-bench start --gguf model.gguf`
     - `qwen-bench start --gguf model.gguf --peer server --peer llama-server:tuned --rounds 3`
 
-    Each server is first started once untimed, so that the file is in the page cache and qwen-serve has stored
-    its measurements. The stages are those of qwen-serve's log; the rest is the interpreter, imports and HTTP.
+    The first start of each server is not timed: it brings the file into the page cache, and qwen-serve stores
+    its measurements. Stages are those of qwen-serve's log; the rest is the interpreter, imports and HTTP.
 
     Parameters
     ----------
     gguf
-        The model.
+        The model's GGUF file.
     peer
-        [NAME=]WHAT [FLAGS] as in qwen-bench peers, once for each server (default: qwen-serve, qwen-serve that
-        measures at every start, and with --binaries llama-server:tuned).
+        Server, as [NAME=]WHAT [FLAGS] of qwen-bench peers; once for each server (default: server, server with
+        --no-remember, and with --binaries llama-server:tuned).
     binaries
         Folder of llama-server.
     rounds
         Timed starts of each server.
     slots
-        Concurrent requests of each server.
+        Slots of each server, the maximum of concurrent requests.
     context
-        Tokens of context of each server, all slots together.
+        Context of each server in tokens, for all slots together.
     threads
-        CPU threads of each server; 0: its own choice.
+        CPU threads of each server; 0: the server's default.
     python
-        The Python that runs servers written in Python.
+        Python interpreter for servers written in Python.
     start_timeout
-        Seconds until a server must answer.
+        Time limit of a start, in seconds.
     """
     found = [parse_peer(text) for text in peer] or usual_peers(binaries)
     if running := [one.name for one in found if one.url is not None]:
@@ -100,7 +100,7 @@ async def start(
 
 
 def usual_peers(binaries: Path | None) -> list[Peer]:
-    """Our server as it is and without remembered measurements; llama-server, if given."""
+    """qwen-serve with and without remembered measurements, and llama-server if its folder is given."""
     ours = [Peer("qwen-serve", "server"), Peer("qwen-serve, measuring", "server", ("--no-remember",))]
     return (
         ours if binaries is None else [*ours, replace(parse_peer("llama-server:tuned"), name="llama-server")]
@@ -108,7 +108,8 @@ def usual_peers(binaries: Path | None) -> list[Peer]:
 
 
 async def started(process: ServerProcess) -> dict[str, float]:
-    """Seconds of one start, by stage if the log has them. Raises BenchError if the server does not start."""
+    """Start a server and stop it. Returns the seconds of the start, by stage if the log has stages. Raises
+    BenchError if the server does not start."""
     process.poll = POLL_SECONDS
     async with process:
         ready = process.start_seconds
@@ -117,7 +118,7 @@ async def started(process: ServerProcess) -> dict[str, float]:
 
 
 def stages(log: str, ready: float) -> dict[str, float]:
-    """The stages in our server's log, and the rest of `ready` seconds; empty for other servers."""
+    """Seconds of each stage in qwen-serve's log, and the rest of `ready` seconds; empty for other servers."""
     line = STAGES.search(log)
     if line is None:
         return {}
@@ -126,7 +127,8 @@ def stages(log: str, ready: float) -> dict[str, float]:
 
 
 def start_tables(results: Results) -> Sequence[Table]:
-    """A row for each server: the medians of the whole start and of its stages, and the ratio to the first."""
+    """A table with a row for each server: median of the whole start and of each stage, and ratio to the first
+    server."""
     frame = results.frame
     known = set(frame["subject"])
     subjects = [name for one in results.manifests.values() for name in one.subjects if name in known]

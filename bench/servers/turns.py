@@ -1,8 +1,8 @@
-"""Several servers under one workload in turns, so that drift of the machine affects all equally.
+"""Measures several servers in turns under one workload, so that drift of the machine affects all equally.
 
-If all servers are resident, every server does a cell of a round before the next cell begins; otherwise each
-server in turn does all cells of a round. A server that fails drops out, with the reason recorded; the others
-continue.
+If all servers are resident, each does a cell of a round before the next cell begins. Otherwise one server
+after the other does all cells of a round. A server that fails drops out, and the reason is recorded; the
+others continue.
 """
 
 import asyncio
@@ -22,12 +22,13 @@ from qwen_serve.bench.store import Run
 from qwen_serve.bench.terminal import Bar
 
 Answers = dict[tuple[str, str], list[str | None]]
-"""Answers by workload and cell, of one round."""
+"""The answers of one round, by workload and cell."""
 
 
 @dataclass
 class Contender:
-    """A peer during the comparison. ``failed``: why it dropped out; ``answers``: of the current round."""
+    """A peer during the comparison. ``failed``: why it dropped out; ``answers``: those of the current
+    round."""
 
     peer: Peer
     process: ServerProcess
@@ -37,7 +38,7 @@ class Contender:
 
     @classmethod
     def of(cls, peer: Peer, setup: Setup, run: Run, *, timeout: float, api_key: str | None) -> Self:
-        """A peer that is not started yet; its command line and resources are recorded."""
+        """A contender that is not started yet. Its command line and resources are recorded."""
         process = process_of(peer, setup)
         command = [Path(word).name if at == 0 else word for at, word in enumerate(process.command)]
         log = {"log": str(process.log)} if process.log is not None else {}
@@ -53,17 +54,17 @@ class Contender:
 
     @property
     def alive(self) -> bool:
-        """Whether it is still compared."""
+        """Whether it has not dropped out."""
         return self.failed is None
 
     def fail(self, run: Run, reason: str) -> None:
-        """Drop it, and say so at once."""
+        """Drop this contender: record the reason and print it."""
         self.failed = reason
         run.describe(self.peer.name, failed=reason)
         run.note(f"{self.peer.name} FAILED: {reason}")
 
     async def started(self, run: Run) -> None:
-        """Record what the running server says about itself."""
+        """Record the running server's description of itself."""
         named = self.peer.program in ("url", "vllm")  # these require the model's name
         listed = await self.target.client.model() if named else None
         self.target = Target(self.peer.name, self.target.client, listed)
@@ -74,8 +75,8 @@ class Contender:
 
 @dataclass
 class Turns:
-    """The comparison. ``make_cells`` is asked once, when the first server is up: it may have to count
-    tokens for prompts."""
+    """The comparison. ``make_cells`` is called once, when the first server is ready, since making prompts may
+    need its tokenizer."""
 
     run: Run
     contenders: Sequence[Contender]
@@ -86,7 +87,7 @@ class Turns:
     _cells: Sequence[Cell] = ()
 
     async def hold(self) -> None:
-        """Start, measure, stop. All servers are stopped when this returns, even by an exception."""
+        """Start, measure and stop the servers. They are stopped even if an exception is raised."""
         try:
             for contender in self.contenders:
                 await contender.target.client.__aenter__()
@@ -100,7 +101,7 @@ class Turns:
                 await contender.target.client.__aexit__(None, None, None)
 
     async def _all_at_once(self) -> None:
-        # one after the other: a server that measures the machine at its start must have it to itself
+        # one after the other: a server may measure the machine at its start, which must be idle then
         for contender in self.contenders:
             await self._start(contender)
         first = next((one for one in self.contenders if one.alive), None)
@@ -165,7 +166,8 @@ class Turns:
         bar.advance(0, note=f"{contender.peer.name}, {where}")
 
     def _compare(self, round: int) -> None:
-        """Record the number of a round's answers that equal the reference's, of those that both gave."""
+        """Record how many of a round's answers equal the reference's. Only answers that both servers gave
+        count."""
         base = next(one.answers for one in self.contenders if one.peer.name == self.reference)
         for contender in self.contenders:
             for key, answers in contender.answers.items():
@@ -183,6 +185,6 @@ class Turns:
 
 
 def _from(contenders: Sequence[Contender], shift: int) -> list[Contender]:
-    """All peers, each time with another one first."""
+    """The contenders in rotated order, beginning with number ``shift``."""
     at = shift % len(contenders)
     return [*contenders[at:], *contenders[:at]]

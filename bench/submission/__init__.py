@@ -1,1 +1,1 @@
-"""Hand an image in: its rules checked, then uploaded and submitted."""
+"""Checks an image against the competition's rules, uploads it and submits it."""

@@ -1,7 +1,7 @@
-"""The competition's rules that can be checked before an image is uploaded.
+"""The competition's rules that can be checked before the upload of an image.
 
-Size, quality gates, parameters (drafter included) and a start without a network. A rule that cannot be
-checked here counts as broken, unless it is named in --skip.
+They are size, quality gates, number of parameters (drafter included) and a start without a network. A rule
+that cannot be checked counts as broken, unless --skip names it.
 """
 
 import shutil
@@ -22,15 +22,15 @@ from qwen_serve.convert.safetensors import read_header
 from qwen_serve.convert.source import resolve
 
 COMPETITION = ("mmlu_pro", "ifeval", "gpqa_diamond")
-"""The gates that must pass; GSM8K is the hackathon's."""
+"""The gates that must pass; GSM8K is only the hackathon's."""
 
 LARGEST_IMAGE = 20_000_000_000
-"""Bytes of image.tar.gz."""
+"""Maximum size of image.tar.gz, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule's outcome, and what was found."""
+    """A rule's outcome, and what was found."""
 
     name: str
     kept: bool
@@ -38,20 +38,20 @@ class Rule:
 
 
 def check(rules: Mapping[str, Callable[[], Rule]], skip: tuple[str, ...]) -> list[Rule]:
-    """Every rule but those to be skipped. Raises BenchError where `skip` names none."""
+    """The outcomes of all rules except those in `skip`. Raises BenchError if `skip` has an unknown name."""
     if unknown := [name for name in skip if name not in rules]:
         raise BenchError(f"--skip {unknown[0]}: want some of {', '.join(rules)}")
     return [rule() for name, rule in rules.items() if name not in skip]
 
 
 def size_rule(image: Path) -> Rule:
-    """The archive is not too large."""
+    """The image is at most `LARGEST_IMAGE` bytes."""
     size = image.stat().st_size
     return Rule("size", size <= LARGEST_IMAGE, f"{size / 1e9:.2f} GB of {LARGEST_IMAGE / 1e9:.0f} GB")
 
 
 def gates_rule(store: Path | None) -> Rule:
-    """The newest run of every gate in the store passed."""
+    """The newest run of each gate of `COMPETITION` in the store passed."""
     if store is None:
         return Rule("gates", False, "no --gates: the store of `qwen-bench quality --tasks official`")
     results = load([store])
@@ -66,7 +66,7 @@ def gates_rule(store: Path | None) -> Rule:
 
 
 def parameters_rule(models: tuple[Path, ...], original: str | None) -> Rule:
-    """All GGUFs together hold no more weights than the checkpoint that they were made of."""
+    """All GGUFs together have at most as many parameters as the original checkpoint."""
     if not models or original is None:
         missing = "--model" if not models else "--original"
         return Rule("parameters", False, f"no {missing}: every GGUF of the image, and the checkpoint")
@@ -75,7 +75,7 @@ def parameters_rule(models: tuple[Path, ...], original: str | None) -> Rule:
 
 
 def gguf_parameters(path: Path) -> int:
-    """Elements of all tensors of a GGUF."""
+    """The number of elements of all tensors of a GGUF."""
     try:
         tensors = gguf.GGUFReader(path).tensors
     except (OSError, ValueError) as error:
@@ -84,9 +84,9 @@ def gguf_parameters(path: Path) -> int:
 
 
 def checkpoint_parameters(original: str) -> int:
-    """Elements of all tensors of a checkpoint's safetensors, vision tower and MTP head included.
+    """The number of elements of all tensors of a checkpoint, with vision tower and MTP head.
 
-    `original` is a folder or a hub id; what conversion fetched is read from the hub's cache.
+    `original`: a folder or a hub id. Files that a conversion downloaded are read from the hub's cache.
     """
     try:
         files = sorted(resolve(original).path.glob("*.safetensors"))
@@ -99,7 +99,7 @@ def checkpoint_parameters(original: str) -> int:
 
 
 def offline_rule(image: Path, timeout: float) -> Rule:
-    """The image, loaded by docker, becomes healthy without a network when it is run with `serve`."""
+    """Under docker, without a network, the image becomes healthy within ``timeout`` seconds."""
     docker = shutil.which("docker")
     if docker is None:
         return Rule("offline", False, "docker is not here; --skip offline leaves this rule to you")

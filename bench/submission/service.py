@@ -1,4 +1,4 @@
-"""The submission service over HTTP: register, upload in one or many parts, complete, submit.
+"""Client of the submission service: register, upload in one or more parts, complete, submit.
 
 | request | body | answer |
 |---|---|---|
@@ -8,8 +8,9 @@
 | POST /submissions/ID/complete | parts: [{number, etag}] | |
 | POST /submissions/ID/submit | | status |
 
-A lost connection, a 429 and a 5xx are tried again; a refused URL (403: it expired) is asked for anew. What
-has been uploaded is kept in a file beside the image, so that the same command goes on where it ended.
+A request is repeated after a lost connection, a 429 or a 5xx. After a 403 (an expired URL) a new URL is
+requested. The finished parts are recorded in a file beside the image, so that the same command continues the
+upload.
 """
 
 import hashlib
@@ -34,20 +35,20 @@ from qwen_serve.bench.store import write_atomically
 log = logging.getLogger(__name__)
 
 PART = 1 << 30
-"""Bytes of a part where there are several."""
+"""Size of a part in bytes, if there are several."""
 
 ONE_PART = 5_000_000_000
-"""Bytes up to which an image goes in one."""
+"""Maximum size, in bytes, of an image that is uploaded in one part."""
 
 CHUNK = 1 << 20
 
 
 class Passing(Exception):
-    """A failure that another attempt may not meet."""
+    """A temporary failure: the request may be repeated."""
 
 
 class Progress(BaseModel):
-    """What became of an image's upload so far."""
+    """The state of an image's upload."""
 
     sha256: str
     size: int
@@ -62,7 +63,8 @@ class Progress(BaseModel):
 
 
 class Service:
-    """One team's access to the service: `attempts` of each request, waits that grow to `longest` seconds."""
+    """The service, for one team. `attempts`: maximum attempts of each request; `longest`: maximum wait
+    between two, in seconds."""
 
     def __init__(self, url: str, key: str, team: str, *, attempts: int = 8, longest: float = 60.0) -> None:
         self._url, self._team = url.rstrip("/"), team
@@ -79,9 +81,10 @@ class Service:
     def hand_in(
         self, image: Path, name: str, tell: Callable[[int], None], *, part_size: int | None = None
     ) -> str:
-        """Uploads what is not uploaded yet, and submits it; returns the service's word for its state.
+        """Upload the missing parts and submit the image. Returns the status that the service reports.
 
-        `tell` is told of bytes as they are sent, and of those that had been before. Raises BenchError.
+        `tell` is called with the numbers of bytes sent, including those of earlier commands. Raises
+        BenchError if the service refuses or cannot be reached.
         """
         kept = image.with_name(f"{image.name}.upload.json")
         progress = self._progress(image, kept, name, part_size)
@@ -100,7 +103,7 @@ class Service:
         return str(state)
 
     def _progress(self, image: Path, kept: Path, name: str, part_size: int | None) -> Progress:
-        """Where an earlier command ended, if it was this image's; else a new registration."""
+        """The state of an earlier command's upload of the same image; else that of a new registration."""
         size, digest = image.stat().st_size, sha256(image)
         try:
             progress = Progress.model_validate_json(kept.read_bytes())
@@ -142,7 +145,7 @@ class Service:
     def _put(
         self, id: str, image: Path, number: int, start: int, count: int, tell: Callable[[int], None]
     ) -> str:
-        """One part, to a URL that was asked for just now. Returns its ETag."""
+        """Upload one part to a new URL. Returns its ETag."""
         url = self._post(f"/submissions/{id}/urls", {"parts": [number]})["urls"][str(number)]
         sent = 0
 
@@ -157,7 +160,7 @@ class Service:
 
         try:
             with image.open("rb") as file:
-                # not the session: the URL carries its own permission, and its host gets no key of ours
+                # without the session, whose header would send the key to the storage's host
                 answer = requests.put(url, data=_Sized(pieces(file), count), timeout=600)
             if answer.status_code == 403:
                 raise Passing(f"part {number}: 403, its URL has expired")
@@ -172,7 +175,7 @@ class Service:
 
     @staticmethod
     def _judge(answer: requests.Response, what: str) -> None:
-        """Raises Passing for what may pass, ServerError for what will not."""
+        """Raises Passing for a temporary error, ServerError for others."""
         status = answer.status_code
         if status == 429 or status >= 500:
             raise Passing(f"{what}: {status} {answer.text[:200]}")
@@ -181,7 +184,7 @@ class Service:
 
 
 class _Sized:
-    """Bytes of a known length, made as they are sent: requests sends a length with them, no chunks."""
+    """An iterator of bytes with a length, so that requests sends Content-Length and no chunks."""
 
     def __init__(self, pieces: Iterator[bytes], size: int) -> None:
         self._pieces, self._size = pieces, size
@@ -194,6 +197,6 @@ class _Sized:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal digits."""
+    """A file's SHA-256, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""``qwen-bench submit``: the rules, then the upload."""
+"""``qwen-bench submit``: checks the rules, then uploads."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from qwen_serve.bench.terminal import Bar, Table
 from qwen_serve.convert.progress import BYTES
 
 SETTINGS = {"SUBMIT_URL": "the service's address", "SUBMIT_KEY": "your key", "SUBMIT_TEAM": "your team's id"}
-"""Environment variables."""
+"""Environment variable -> its meaning."""
 
 
 def submit(
@@ -33,8 +33,8 @@ def submit(
 
     - `qwen-bench submit image.tar.gz --model model.gguf --original Qwen/Qwen3.5-4B --check-only`
 
-    SUBMIT_URL, SUBMIT_KEY and SUBMIT_TEAM in the environment say where and as whom. The same command
-    continues an interrupted upload.
+    The environment variables SUBMIT_URL, SUBMIT_KEY and SUBMIT_TEAM name the service, your key and your team.
+    The same command continues an interrupted upload.
 
     Parameters
     ----------
@@ -43,17 +43,17 @@ def submit(
     name
         Name of the submission (default: the file's).
     model
-        A GGUF in the image; repeat it for each, also for a drafter's.
+        GGUF in the image; repeat the option for each one, also for a drafter's.
     original
-        Checkpoint of the model, a folder or a hub id: its parameters are the most that is allowed.
+        Original checkpoint, a folder or a hub id. The GGUFs may have at most as many parameters.
     gates
         Store with the runs of `qwen-bench quality --tasks official`.
     skip
-        Rules that are not checked: size, gates, parameters, offline.
+        Rules to leave out: size, gates, parameters, offline.
     start_timeout
-        Seconds until the image must be healthy without a network.
+        Time limit, in seconds, for the image to become healthy without a network.
     check_only
-        Upload nothing.
+        Check the rules, but do not upload.
     """
     if not image.is_file():
         raise BenchError(f"{image}: no such file; `docker save IMAGE | gzip > {image}` makes one")

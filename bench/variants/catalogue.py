@@ -1,7 +1,7 @@
-"""``qwen-bench sweep variants``: what comes with the package, as a table and as docs/variants.md.
+"""``qwen-bench sweep variants``: the package's variants, as a table and in docs/variants.md.
 
-Predictions are computed from the variants' files; scores of gates are those that were recorded with the very
-weights and settings that a file says today. What was not measured is not there.
+Predictions are computed from the variants' files. Scores of gates are recorded ones. They are shown only if
+they were measured with the weights and settings that the file has now.
 """
 
 import json
@@ -37,7 +37,7 @@ from qwen_serve.server.variant import VARIANTS, Variant, known_variants
 RECORDED = Path(__file__).resolve().parents[2] / "docs" / "results"
 SHAPE = "4b"
 ELSEWHERE = {"threads", "threads_batch"}
-"""Settings of the machine that a sweep ran on, which no score depends on."""
+"""Settings that depend on the machine. Scores do not depend on them."""
 TITLE = "Qwen3.5-4B by {what}: predicted on {card}, gates recorded on nano"
 PREDICTED = (
     "Predicted: milliseconds of one request alone, in the official categories (64, 2,048 and 8,192 tokens "
@@ -70,7 +70,7 @@ def variants(
     recorded: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())] = (),
     page: Path | None = None,
 ) -> int:
-    """The variants that come with the package: weights, predicted latency, recorded gates.
+    """List the package's variants: weights, predicted latency, recorded gates.
 
     - `qwen-bench sweep variants --card H100`
     - `qwen-bench sweep variants --page docs/variants.md`
@@ -78,11 +78,12 @@ def variants(
     Parameters
     ----------
     card
-        Card of the prediction: A10G, L4, H100 or H200.
+        GPU of the prediction: A10G, L4, H100 or H200.
     recorded
-        Stores with recorded gates, or folders that a report published (default: those of docs/results).
+        Stores with recorded gates, or folders written by `qwen-bench report --publish` (default: those in
+        docs/results).
     page
-        Write the table and the variants' files into this page, between its marks.
+        Markdown file to write the table and the variants' files into, between its marks.
     """
     shipped = [read_variant(name) for name in known_variants()]
     results = [read_recorded(path) for path in recorded or published()]
@@ -102,7 +103,7 @@ def variants(
 def catalogue(
     shipped: Sequence[Variant], card: Card, results: Sequence[Results], what: str = "variant"
 ) -> Table:
-    """A line a variant, from the least predicted latency to the most."""
+    """A table with a row for each variant, ordered by predicted latency, the lowest first."""
     gates = {variant.name: recorded_gates(variant, results) for variant in shipped}
     names = list(dict.fromkeys(gate.gate for scores in gates.values() for gate in scores))
     lines: list[tuple[float, dict[str, Cell]]] = []
@@ -126,7 +127,7 @@ def catalogue(
 
 
 def tensors_of(variant: Variant) -> list[TensorInfo]:
-    """The 4B's tensors under the variant's weights. Raises BenchError for a recipe that prunes."""
+    """The tensors of Qwen3.5-4B with the variant's types. Raises BenchError for a recipe that prunes."""
     config = SHAPES[SHAPE]
     recipe = recipe_of(variant)
     if recipe is not None:
@@ -136,13 +137,13 @@ def tensors_of(variant: Variant) -> list[TensorInfo]:
 
 
 def predicted(geometry: Geometry, card: Card) -> dict[str, float]:
-    """Milliseconds of a request by category: its prompt read, nothing drafted."""
+    """Milliseconds of a request by category, with an uncached prompt and without drafts."""
     found = predict(card, Reached(), geometry, None, UBATCH)
     return {name: found[name, CASES[0]]["estimate ms"] for name in CATEGORIES}
 
 
 def kv_bytes(variant: Variant) -> float:
-    """Of an element of the KV cache; keys and values have as many."""
+    """Mean bytes of an element of the KV cache, over keys and values."""
     kinds = [str(variant.settings.get(f"cache_type_{one}", "f16")) for one in "kv"]
     if unknown := [kind for kind in kinds if kind not in KV_BYTES]:
         raise BenchError(
@@ -152,7 +153,8 @@ def kv_bytes(variant: Variant) -> float:
 
 
 def paired(gates: Sequence[GateScore]) -> Paired | None:
-    """Item by item against full precision, all gates together; None unless each was recorded there."""
+    """The comparison with full precision, item by item over all gates; None unless all gates have recorded
+    outcomes."""
     pairs = [gate.paired for gate in gates if gate.paired is not None]
     return sum(pairs, Paired(0, 0)) if pairs and len(pairs) == len(gates) else None
 
@@ -166,7 +168,7 @@ def _percent(gate: GateScore | None) -> str | None:
 
 
 def _verdicts(gates: Sequence[GateScore]) -> str | None:
-    """``pass`` if every gate passes; otherwise the verdicts that differ, with their gates."""
+    """``pass`` if every gate passes; otherwise the other verdicts, with their gates."""
     others = [gate for gate in gates if gate.verdict not in ("pass", None)]
     if others:
         return ", ".join(f"{gate.gate}: {gate.verdict}" for gate in others)
@@ -185,18 +187,18 @@ def _losses(found: Paired | None) -> dict[str, Cell]:
 
 
 def section(variant: Variant) -> str:
-    """A variant's file, which says why each value stands."""
+    """Markdown with a variant's file, whose comments give the reason for each value."""
     text = (VARIANTS / f"{variant.name}.toml").read_text(encoding="utf-8")
     return f"## {variant.name}\n\n```toml\n{text.strip()}\n```\n"
 
 
 def published() -> list[Path]:
-    """The folders of docs/results."""
+    """The folders in docs/results that have a summary."""
     return sorted(path.parent for path in RECORDED.glob("*/summary.csv"))
 
 
 def read_recorded(path: Path) -> Results:
-    """A store, or what `report --publish` kept of one. Raises BenchError."""
+    """Read a store, or a folder written by `report --publish`. Raises BenchError if it has neither."""
     if not (path / "summary.csv").is_file():
         return load([path])
     summary = pd.read_csv(path / "summary.csv").rename(columns={"p50": "value"}).assign(round=1)
@@ -205,8 +207,8 @@ def read_recorded(path: Path) -> Results:
 
 
 def recorded_gates(variant: Variant, results: Sequence[Results]) -> list[GateScore]:
-    """The newest scores of the variant on nano, all gates of one run; none where it was not measured as it
-    is today."""
+    """The newest scores of the variant on nano, all of one run; empty if the current variant was not
+    measured."""
     found: dict[str, list[GateScore]] = {}
     for one in results:
         for run, manifest in one.manifests.items():
@@ -218,7 +220,7 @@ def recorded_gates(variant: Variant, results: Sequence[Results]) -> list[GateSco
 
 
 def _is(variant: Variant, about: Mapping[str, object]) -> bool:
-    """Whether a sweep's subject has the variant's weights and settings, and was asked to the end."""
+    """Whether a sweep's subject has the variant's weights and settings, and finished its gates."""
     settings, stages = about.get("settings"), about.get("stages")
     if about.get("quant") != variant.quant or variant.quant is None or not isinstance(settings, dict):
         return False

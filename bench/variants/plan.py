@@ -1,4 +1,4 @@
-"""What is the same for every variant of a sweep: where things lie, and how each is measured."""
+"""Common settings of a sweep's variants: files, and how each variant is measured."""
 
 import argparse
 import hashlib
@@ -26,14 +26,15 @@ from qwen_serve.convert.recipes import Recipe, known_recipes, load_recipe
 from qwen_serve.convert.source import Source
 from qwen_serve.server.variant import Variant
 
-FORMAT = 2  # raise it when the same settings come to mean another measurement
+FORMAT = 2  # increment it if the same settings give other measurements
 ENDPOINT, STREAM_ENDPOINT = "/invocations", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is timed: in each of ``rounds`` every variant in turn gets a server of its own, ``warmup``
-    untimed requests a category and protocol, then ``runs`` whole ones and ``stream_runs`` streamed ones."""
+    """Number of requests. In each of ``rounds`` every variant in turn gets a server of its own. For each
+    category and protocol ``warmup`` untimed requests are sent, then ``runs`` whole ones and ``stream_runs``
+    streamed ones."""
 
     rounds: int
     runs: int
@@ -43,69 +44,69 @@ class Effort:
 
 FULL = Effort(rounds=DEFAULT_ROUNDS, runs=5, warmup=2, stream_runs=1)
 LIGHT = Effort(rounds=8, runs=1, warmup=1, stream_runs=0)
-"""For nano: a minute or two a variant on two cores."""
+"""For nano: one or two minutes for each variant on two cores."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How the variants are made and measured."""
+    """Settings for making and measuring the variants."""
 
     src: str
-    """The checkpoint, a folder or a hub id."""
+    """Checkpoint: a folder or a hub id."""
     models: Path = Path("models")
-    """Folder of the GGUFs, those that exist and new ones."""
+    """Folder of existing and new GGUFs."""
     name: str | None = None
-    """First part of the GGUFs' names (default: the source's)."""
+    """First part of the GGUFs' names (default: the source's name)."""
     convert_options: Annotated[tuple[str, ...], parsed_by(lambda text: tuple(shlex.split(text)))] = ()
-    """Further options of qwen-convert: --convert-options='--no-kld --keep-vocab 100000'."""
+    """Further options of qwen-convert, such as --convert-options='--no-kld --keep-vocab 100000'."""
     threads: Positive | None = None
-    """CPU threads of converter and server (default: their own choice)."""
+    """CPU threads of converter and server (default: their own defaults)."""
     tasks: str | None = None
-    """nano, official, none, or names as in qwen-bench quality (default: nano for a source with held-out items
-    of its own, official for any other)."""
+    """Quality gates: nano, official, none, or names as in qwen-bench quality (default: nano for a source with
+    held-out items, else official)."""
     limit: Limit = 0.1
-    """Items of each subtask: a share below 1, a number, or all."""
+    """Number of items of each subtask, a share of them below 1, or all."""
     concurrency: Positive = 8
-    """Concurrent requests of a gate."""
+    """Number of concurrent requests of a gate."""
     data: Data = ()
-    """GATE=FOLDER: a dataset's local copy; may be repeated."""
+    """Local copy of a gate's dataset, as GATE=FOLDER; may be repeated."""
     rounds: Natural | None = None
-    """Timed turns of each variant, so that drift of the machine affects all alike (default: 10; 7 for nano).
-    0: nothing is timed."""
+    """Timed turns of each variant; turns let drift of the machine affect all variants alike (default: 10; 8
+    for nano). 0: time nothing."""
     runs: Positive | None = None
-    """Timed requests per category, protocol and round (default: 5; 1 for nano)."""
+    """Timed requests of each category, protocol and round (default: 5; 1 for nano)."""
     warmup: Natural | None = None
-    """Untimed requests before them (default: 2; 1 for nano)."""
+    """Untimed requests before the timed ones (default: 2; 1 for nano)."""
     stream_runs: Natural | None = None
-    """Streamed requests per category, protocol and round, for TTFT and ITL (default: 1; 0 for nano)."""
+    """Streamed requests of each category, protocol and round, for TTFT and ITL (default: 1; 0 for nano)."""
     protocol: Protocol = "both"
-    """The same prompt again (official), another one each time (distinct), or both."""
+    """Prompts: the same one again (official), another one each time (distinct), or both."""
     categories: Categories = ALL_CATEGORIES
-    """One or more of short, medium and long."""
+    """Lengths of prompt and answer: one or more of short, medium and long, separated by commas."""
     seed: int = 0
     """Seed of the drawn items and of the prompts."""
     start_timeout: float = 900.0
-    """Seconds a server may take to start."""
+    """Time limit of a server's start, in seconds."""
     timeout: float = 3600.0
-    """Seconds a request may take."""
+    """Time limit of a request, in seconds."""
     store: StoreOptions = StoreOptions()
 
     @property
     def has_items(self) -> bool:
-        """Whether the source has held-out items and recorded answers of its own, as nano's folder has."""
+        """Whether the source has held-out items and recorded outcomes, like nano's folder."""
         folder = Path(self.src)
         return (folder / "heldout").is_dir() and (folder / "reference.json").is_file()
 
     @property
     def model(self) -> str:
-        """The first part of the GGUFs' names, as the converter has it."""
+        """The first part of the GGUFs' names, as the converter chooses it."""
         path = Path(self.src).expanduser()
         return self.name or (Source(path).name if path.exists() else self.src.rpartition("/")[2])
 
     @cached_property
     def effort(self) -> Effort:
-        """How much is timed, by default what suits the source."""
+        """Number of requests; the defaults depend on the source."""
         usual = LIGHT if self.has_items else FULL
         return Effort(
             rounds=usual.rounds if self.rounds is None else self.rounds,
@@ -116,7 +117,7 @@ class Plan:
 
     @cached_property
     def gates(self) -> GateOptions | None:
-        """What is asked; None leaves the quality gates out."""
+        """Options of the quality gates; None: no gates."""
         asked = self.tasks or ("nano" if self.has_items else "official")
         if asked == "none":
             return None
@@ -130,19 +131,19 @@ class Plan:
         )
 
     def gguf(self, variant: Variant) -> Path:
-        """Where the converter puts the variant's weights. Raises as `kept_vocabulary` does."""
+        """The GGUF that the converter writes for the variant. Raises as `kept_vocabulary` does."""
         kept = kept_vocabulary(self.convert_options)
         recipe = recipe_of(variant)
-        # a recipe that cuts the vocabulary itself is named for what it does
+        # a recipe that prunes the vocabulary has a name of its own
         cut = None if recipe is not None and recipe.keep_vocab else kept
         return self.models / f"{'-'.join(filter(None, (self.model, label(cut), variant.level)))}.gguf"
 
     def server_settings(self, variant: Variant) -> dict[str, Any]:
-        """What the variant's server is told."""
+        """The settings of the variant's server."""
         return {**({"threads": self.threads} if self.threads else {}), **variant.settings}
 
     def timing(self) -> dict[str, Any]:
-        """What decides the latencies beside the variants; the number of rounds does not."""
+        """Settings that latencies depend on, without the number of rounds."""
         return {
             "endpoint": ENDPOINT,
             "protocols": list(protocols_of(self.protocol)),
@@ -154,28 +155,28 @@ class Plan:
         }
 
     def fingerprint(self, variants: Sequence[Variant], sha256: Mapping[str, str]) -> str:
-        """Of a comparison: all variants, how they are timed, and on what machine. Rounds of the same
-        comparison belong together, whenever they were measured."""
+        """Digest of a comparison: variants, timing settings and machine. Rounds with the same fingerprint
+        belong together, whenever they were measured."""
         served = {one.name: [sha256[one.name], self.server_settings(one)] for one in variants}
         return _digest({"source": self.src, "served": served, "timing": self.timing()})
 
     def gates_fingerprint(self, variant: Variant, sha256: str) -> str:
-        """Of one variant's scores: they do not depend on the others', nor on its name."""
+        """Digest of what one variant's scores depend on; other variants and its name are not part of it."""
         asked = None if self.gates is None else self.gates.settings()
         return _digest({"served": [sha256, self.server_settings(variant)], "gates": asked})
 
 
 def recipe_of(variant: Variant) -> Recipe | None:
-    """The variant's recipe; None for the whole model in a float type."""
+    """The variant's recipe; None for an unquantized model."""
     if variant.recipe is not None:
         return load_recipe(variant.recipe)
     return load_recipe(variant.level) if variant.level in known_recipes() else None
 
 
 def kept_vocabulary(options: Sequence[str]) -> int | None:
-    """The converter's --keep-vocab among further options, which names its files.
+    """The value of --keep-vocab among the converter's options, which is part of its files' names.
 
-    Raises BenchError for options that the sweep sets itself, and for a --keep-vocab that is no number.
+    Raises BenchError for options that the sweep sets itself, and for a --keep-vocab that is not a number.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--keep-vocab", type=int)
@@ -194,7 +195,7 @@ def kept_vocabulary(options: Sequence[str]) -> int | None:
 
 
 def _digest(parts: Mapping[str, Any]) -> str:
-    """Of these parts on this machine."""
+    """Digest of ``parts`` and this machine."""
     machine = {
         "format": FORMAT,
         "card": provenance.card(),

@@ -1,4 +1,4 @@
-"""What is measured of a variant, each stage at a server of its own: the gates, then rounds of timing."""
+"""Stages of a variant's measurement, each with a server of its own: the gates, then rounds of timing."""
 
 import asyncio
 import sys
@@ -26,13 +26,13 @@ GATES = "gates"
 
 
 def round_stage(number: int) -> str:
-    """The name of a round as a stage."""
+    """The name of a round's stage."""
     return f"round {number}"
 
 
 class Stages:
-    """The stages of one sweep. A variant's prompts are made once, and are the same in its every round; of
-    variants with one vocabulary they are the same, too."""
+    """The stages of one sweep. Prompts are the same in every round, and the same for variants with the same
+    vocabulary."""
 
     def __init__(self, plan: Plan, run: Run) -> None:
         self._plan = plan
@@ -40,7 +40,8 @@ class Stages:
         self._cells: dict[str, list[Cell]] = {}
 
     def gates(self, variant: Variant) -> None:
-        """The quality gates. Raises BenchError when the server does not start, or an answer cannot be had."""
+        """Run the quality gates. Raises BenchError if the server does not start, or if a request keeps
+        failing."""
         from qwen_serve.bench.gates.measure import (  # lm-eval takes seconds to import
             ask_gates,
             load_gates,
@@ -58,8 +59,8 @@ class Stages:
             ask_gates(self._run, variant.name, loaded, options, server=server, model=model, samples=samples)
 
     def time(self, variant: Variant, number: int) -> None:
-        """Round ``number`` of the latency protocols. Raises BenchError when the server does not start, or a
-        request failed."""
+        """Measure round ``number`` of the latency protocols. Raises BenchError if the server does not start,
+        or if a request fails."""
         with serving(self._plan, variant, self._log(variant, f"round-{number}")) as url:
             asyncio.run(self._time(variant, number, url))
 
@@ -69,7 +70,7 @@ class Stages:
             if variant.name not in self._cells:
                 self._cells[variant.name] = await self._prepare(variant, client)
                 about = await provenance.about_server(client)
-                del about["url"]  # of a server that is gone by then
+                del about["url"]  # the server's port is only temporary
                 self._run.describe(variant.name, **about)
             cells = self._cells[variant.name]
             for cell in cells:
@@ -106,19 +107,20 @@ class Stages:
 
 
 def samples_of(folder: Path, name: str) -> Path:
-    """The file of a variant's replies in a run's folder."""
+    """The file with a variant's replies in a run's folder."""
     return folder / f"{name}.samples.jsonl"
 
 
 @cache
 def vocabulary_of(gguf: Path) -> Vocabulary:
-    """The GGUF's own tokenizer: counts that do not rest on the server's word."""
+    """The GGUF's tokenizer, for token counts that do not depend on the server."""
     return GgufVocabulary(gguf)
 
 
 @contextmanager
 def serving(plan: Plan, variant: Variant, log: Path) -> Iterator[str]:
-    """The URL of a server that runs the variant for the time of the block. Raises BenchError as it starts."""
+    """Run a server with the variant during the block. Yields its URL. Raises BenchError if it does not
+    start."""
     port = free_port()
     command = [
         sys.executable,

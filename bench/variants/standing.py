@@ -1,4 +1,4 @@
-"""Ranking the variants of a sweep: speed, quality, the Pareto front, and which one to ship."""
+"""Ranks the variants of a sweep by speed and quality, and recommends one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +14,18 @@ from qwen_serve.bench.store import Manifest, Results
 
 LATENCY = "latency"
 FIRST = "first"
-"""A baseline: the first variant that was measured."""
+"""Value of --baseline: the first variant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a variant stands among the others.
+    """A variant's speed and quality.
 
-    ``speed``: times as fast as the baseline, the geometric mean over categories and protocols, so that no
-    ranking depends on the baseline. ``quality``: the score's distance from the threshold, in points of 100,
-    at the gate where it is least (``tightest``); without any threshold the mean score. ``verdict``: pass if
-    every gate passes, fail if one fails. ``front``: no other variant is at least as good in both and better
-    in one.
+    ``speed``: ratio to the baseline, the geometric mean over categories and protocols, so that the ranking
+    does not depend on the baseline. ``quality``: the least distance of a gate's score from its threshold, in
+    percentage points, at the gate ``tightest``; without thresholds the mean score. ``verdict``: pass if every
+    gate passes, fail if one fails. ``front``: on the Pareto front, so no other variant is at least as good in
+    both and better in one.
     """
 
     name: str
@@ -39,7 +39,8 @@ class Standing:
 
     @property
     def paired(self) -> Paired | None:
-        """Item by item against full precision, all gates together; None unless each was recorded there."""
+        """The comparison with full precision, item by item over all gates; None unless all gates have
+        recorded outcomes."""
         pairs = [gate.paired for gate in self.gates]
         known = [pair for pair in pairs if pair is not None]
         return sum(known, Paired(0, 0)) if known and len(known) == len(pairs) else None
@@ -47,10 +48,10 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """One sweep: every variant's standing in the order given, and what to do about it.
+    """A sweep's standings, in the order of the variants, and a recommendation.
 
-    ``baseline``: what speed is relative to, in words. ``recommended``: the fastest variant that passes every
-    gate, or None. ``advice``: which variant to ship and why, a sentence each.
+    ``baseline``: the reference of speeds, in words. ``recommended``: the fastest variant that passes every
+    gate, or None. ``advice``: sentences about the choice and its reasons.
     """
 
     standings: list[Standing]
@@ -60,7 +61,7 @@ class Ranking:
 
 
 def rank(results: Results, run: str) -> Ranking:
-    """The variants of one run of the sweep."""
+    """Rank the variants of one run of a sweep."""
     manifest = results.manifests[run]
     rows = results.of(run=run)
     names: list[str] = manifest.settings["variants"]
@@ -77,7 +78,8 @@ def rank(results: Results, run: str) -> Ranking:
 
 
 def pareto_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
-    """The names of the points that no other is at least as good as in both figures and better in one."""
+    """The names of the Pareto-optimal points: no other point is at least as good in both figures and better
+    in one."""
     return {
         name
         for name, x, y in points
@@ -86,8 +88,8 @@ def pareto_front(points: Sequence[tuple[str, float, float]]) -> set[str]:
 
 
 def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | None, list[str]]:
-    """The fastest variant that passes every gate (the smallest, where none was timed), or None; and what to
-    know about the choice."""
+    """(name, advice): the fastest variant that passes every gate, or the smallest if none was timed, or None;
+    and sentences about the choice."""
     ranked = sorted((s for s in standings if s.speed is not None), key=lambda s: -_speed(s))
     broken = [
         f"{s.name} could not be measured: {s.error.splitlines()[0].removesuffix(':')}"
@@ -119,7 +121,7 @@ def advise(rows: pd.DataFrame, standings: Sequence[Standing]) -> tuple[str | Non
 
 
 def _advise_by_size(rows: pd.DataFrame, judged: Sequence[Standing]) -> tuple[str | None, list[str]]:
-    """As `advise`, of variants that were asked and not timed."""
+    """As `advise`, for variants that were not timed."""
     if not judged:
         return None, ["No variant could be measured: there is nothing to recommend."]
     of_size = rows[rows["metric"] == "size"]
@@ -138,7 +140,8 @@ def _advise_by_size(rows: pd.DataFrame, judged: Sequence[Standing]) -> tuple[str
 
 
 def margin(gates: Iterable[GateScore]) -> tuple[float | None, str | None]:
-    """(the least distance from a threshold in points of 100, at which gate); the mean score without any."""
+    """(least distance of a score from its threshold in percentage points, gate); without thresholds (mean
+    score, None)."""
     gates = list(gates)
     distances = {g.gate: 100 * (g.score - g.threshold) for g in gates if g.threshold is not None}
     if distances:
@@ -148,14 +151,15 @@ def margin(gates: Iterable[GateScore]) -> tuple[float | None, str | None]:
 
 
 def verdict_of(gates: Iterable[GateScore]) -> Verdict | None:
-    """Of all gates together: fail if one fails, else undecided if one is, else pass; or None."""
+    """The verdict over all gates: fail if one fails, else undecided if one is, else pass; None without
+    verdicts."""
     verdicts = {gate.verdict for gate in gates}
     order: tuple[Verdict, ...] = ("fail", "undecided", "pass")
     return next((verdict for verdict in order if verdict in verdicts), None)
 
 
 def items_to_decide(gate: GateScore) -> int | None:
-    """About how many items would decide if the score stayed as it is; None if only all of them do."""
+    """Approximate number of items that would decide at the same score; None if only all of them would."""
     if gate.threshold is None:
         return None
     for items in range(gate.items + 1, gate.items_in_all):
@@ -172,11 +176,11 @@ def _alone(rows: pd.DataFrame, name: str, speed: Ratio | None, error: str | None
 
 
 def _speeds(rows: pd.DataFrame, names: Sequence[str], manifest: Manifest) -> tuple[dict[str, Ratio], str]:
-    """Times as fast as the baseline, and what that is."""
+    """(speed of each variant relative to the baseline, the baseline in words)."""
     wanted: str | Mapping[str, float] = manifest.settings.get("baseline", FIRST)
     if isinstance(wanted, str):
         reference = wanted if wanted in names else next(iter(names), "")
-    else:  # medians by category: a variant that takes exactly these
+    else:  # milliseconds by category: compared with a fictitious variant that has these medians
         told = ", ".join(f"{name} {ms:,.0f} ms" for name, ms in wanted.items())
         reference = f"given medians: {told}"
         timed = rows[(rows["metric"] == LATENCY) & rows["cell"].isin(list(wanted))]
@@ -204,7 +208,7 @@ def _none_passes(judged: Sequence[Standing]) -> str:
 
 
 def _ship(best: Standing, passing: int, first: str, figure: str) -> str:
-    """``first``: what it is of those that pass, as ``figure`` shows."""
+    """The recommendation of a variant. ``first``: why it, such as "the fastest"; ``figure``: the evidence."""
     tightest = next(gate for gate in best.gates if gate.gate == best.tightest)
     sampled = tightest.low is not None and tightest.items < tightest.items_in_all
     low = f" (95% interval from {100 * (tightest.low or 0.0):.1f}%)" if sampled else ""
@@ -217,7 +221,8 @@ def _ship(best: Standing, passing: int, first: str, figure: str) -> str:
 
 
 def _alike(rows: pd.DataFrame, best: Standing, other: Standing) -> str | None:
-    """What is to be said of a variant that the rounds do not tell from the fastest; None where they do."""
+    """A sentence about a variant whose speed does not differ significantly from the fastest one's; None if it
+    does."""
     ratio = times_as_good(rows, other.name, best.name, LATENCY)
     if ratio is None or ratio.told_apart:
         return None
@@ -232,8 +237,8 @@ def _alike(rows: pd.DataFrame, best: Standing, other: Standing) -> str | None:
 
 
 def _losses(judged: Sequence[Standing], best: Standing | None, first: str) -> list[str]:
-    """Which variants lose more than chance explains against full precision, in the order given; what its
-    ``first`` one is among them."""
+    """Sentences about variants that lose significantly against full precision, and about the recommended one
+    among them. ``first``: as in `_ship`."""
     compared = [(standing, standing.paired) for standing in judged]
     worse = [f"{standing.name} ({paired})" for standing, paired in compared if paired and paired.worse]
     alike = [standing for standing, paired in compared if paired and not paired.worse]

@@ -1,8 +1,8 @@
-"""``qwen-bench sweep``: which quant to ship.
+"""``qwen-bench sweep``: measures variants of a model, and recommends one.
 
-A sweep is one run of the store, however often it was interrupted: the same command finds it there by a
-fingerprint of the variants' weights, their servers' settings and how they are timed, and goes on. Scores of
-the quality gates have a fingerprint for each variant, so those of another sweep in the store serve as well.
+A sweep is one run of the store, even after interruptions. The same command finds it by a fingerprint of the
+variants' weights, server settings and timing settings, and continues it. Scores of the quality gates have a
+fingerprint for each variant, so those of another sweep in the store are reused.
 """
 
 import os
@@ -45,36 +45,36 @@ def sweep(
     baseline: str | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Which quant to ship: convert, serve and measure every variant of a model, and rank them.
+    """Find the quant to ship: convert, serve, measure and rank the variants of a model.
 
     - `qwen-bench sweep --src models/nano --quants F16,Q8_0,Q4_K_M,Q2_K`
     - `qwen-bench sweep --src Qwen/Qwen3.5-4B --variants fast balanced mine.toml --limit all`
 
-    Each variant is converted if it is not there yet, served, put through the quality gates and timed under
-    both latency protocols. Its divergence from the unquantized model is the converter's. The recommended
-    variant is the fastest that passes every gate. Speed is the geometric mean over categories and protocols.
-    Its interval, paired by round, decides whether two variants are told apart.
+    Each variant is converted if its file is missing, then served, tested with the quality gates, and timed
+    under both latency protocols. The converter measures the divergence from the unquantized model. The
+    recommended variant is the fastest that passes every gate. Speed is the geometric mean over categories and
+    protocols, with an interval that is paired by round.
 
-    The same command continues an interrupted sweep. It tries again what failed and keeps what is finished,
-    even if the server's code has changed (--force measures all again). Variants are timed in turns: with
-    another set of variants timing starts again, and only the gates' scores are kept.
+    The same command continues an interrupted sweep. It repeats failed stages and keeps finished ones, even if
+    the server's code has changed (--force measures all again). Variants are timed in turns, so timing starts
+    again with another set of variants; the gates' scores are kept.
 
     Parameters
     ----------
     quants
-        Levels of quant_recipes/ (or F16, BF16, F32), separated by commas.
+        Quants of quant_recipes/, or F16, BF16, F32, separated by commas.
     variants
-        Variants by name (variants/: balanced, exact, fast, reference, small), or TOML files of the same form.
+        Variants by name (balanced, exact, fast, reference, small), or TOML files in the same format.
     set_
-        NAME=VALUE, a server setting for every variant that does not set it itself; may be repeated.
+        Server setting, as NAME=VALUE, for every variant that does not have it; may be repeated.
     baseline
-        What speed is relative to: first (the first variant; default for nano), a variant's name, official
-        (BF16 on an A10G; default for other models), or short=MS,medium=MS,long=MS.
+        Reference of speeds: first (the first variant; default for nano), a variant's name, official (BF16 on
+        an A10G; default for other models), or short=MS,medium=MS,long=MS.
     force
         Measure everything again.
     """
     chosen = choose_variants(quants, variants, dict(set_))
-    kept_vocabulary(plan.convert_options)  # a mistake shows before anything is made
+    kept_vocabulary(plan.convert_options)  # raises before anything is converted
     against = checked_baseline(baseline or (FIRST if plan.has_items else "official"), chosen)
     for variable in [variable for variable in os.environ if variable.startswith(ENV_PREFIX)]:
         say(f"{variable} is left out: a variant's settings are in its file")
@@ -83,7 +83,7 @@ def sweep(
         say(f"weights of {len(chosen)} variants in {plan.models}")
         weights = make_weights(plan, chosen)
         failed = Sweep(plan, chosen, weights, against, force=force).run()
-    except (KeyboardInterrupt, SystemExit):  # SIGTERM: main turns it into this
+    except (KeyboardInterrupt, SystemExit):  # main turns SIGTERM into SystemExit
         say("the same command goes on from here")
         raise
     if failed:
@@ -92,7 +92,7 @@ def sweep(
 
 
 class Sweep:
-    """One sweep over variants, some of which may have no weights."""
+    """A sweep over variants. Those whose conversion failed have no weights."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Sweep:
         }
 
     def run(self) -> list[str]:
-        """Measure what is not finished, stage by stage, and show the tables. Returns what failed: one
-        variant's failure is not the others'."""
+        """Run all unfinished stages and print the tables. Returns the failures. A variant's failure does not
+        stop the others."""
         known = {} if self._force else manifests(self._plan.store.out)
         with self._begin(known) as run:
             self._take_down(run, known)
@@ -147,7 +147,7 @@ class Sweep:
         return list(self._errors)
 
     def _begin(self, known: Mapping[Path, Manifest]) -> Run:
-        """The run of this sweep in the store, else a new one."""
+        """The store's run of this sweep, or a new run."""
         fingerprint = self._settings["fingerprint"]
         mine = [folder for folder, one in known.items() if one.settings.get("fingerprint") == fingerprint]
         if mine:
@@ -155,7 +155,7 @@ class Sweep:
         return self._plan.store.begin("sweep", self._settings)
 
     def _take_down(self, run: Run, known: Mapping[Path, Manifest]) -> None:
-        """What is known of every variant before anything is served."""
+        """Record the facts about each variant that are known before a server runs."""
         for variant in self._variants:
             about = variant.model_dump(mode="json", exclude={"name", "settings"})
             error = self._errors.get(variant.name)
@@ -175,7 +175,8 @@ class Sweep:
                 self._adopt_scores(run, variant, known)
 
     def _resume(self, folder: Path, before: Manifest) -> Run:
-        """Keep the gates that were asked alike, and the rounds in which every variant had its turn."""
+        """Resume a run. Keep scores of gates with the same fingerprint, and rounds in which every variant was
+        timed."""
         names = [variant.name for variant in self._left()]
         scored = {v.name for v in self._left() if self._plan.gates is None or self._has_scores(before, v)}
         done = {name: dict(before.subjects.get(name, {}).get("stages", {})) for name in names}
@@ -195,7 +196,7 @@ class Sweep:
             return round_stage(row["round"]) in whole
 
         run = Run.resume(folder, keep)
-        asked = self._settings["gates"] or before.settings.get("gates")  # scores stay where none are asked
+        asked = self._settings["gates"] or before.settings.get("gates")  # without gates, earlier scores stay
         run.manifest.settings = {**self._settings, "gates": asked}
         if (now := provenance.commit()) != before.commit:
             run.note(f"begun at commit {before.commit}, gone on with at {now}")
@@ -211,7 +212,7 @@ class Sweep:
         return about.get("asked") == self._asked[variant.name] and GATES in about.get("stages", {})
 
     def _adopt_scores(self, run: Run, variant: Variant, known: Mapping[Path, Manifest]) -> None:
-        """Take a variant's scores from another sweep of the store, where the same was asked."""
+        """Copy a variant's scores from another sweep of the store if the fingerprint is the same."""
         for folder, manifest in reversed(list(known.items())):
             if folder.resolve() == run.folder.resolve():
                 continue
@@ -240,7 +241,8 @@ class Sweep:
             self._visit(run, left, GATES, stages.gates)
 
     def _time(self, run: Run, stages: Stages, number: int) -> None:
-        """One round: all variants in turn, each time another one first, for a round drifts, too."""
+        """Time one round: all variants in turn, beginning with another one each time, since the machine
+        drifts within a round, too."""
         stage = round_stage(number)
         left = [variant for variant in self._left() if stage not in self._stages(run, variant)]
         first = (number - 1) % len(left) if left else 0
@@ -279,12 +281,12 @@ class Sweep:
 
 
 def attempt(measure: Callable[[Variant], None], variant: Variant, folder: Path) -> str | None:
-    """One stage of one variant; why it failed, or None."""
+    """Run one stage of one variant. Returns the reason of a failure, else None."""
     try:
         measure(variant)
     except BenchError as error:
         return str(error)
-    except Exception as error:  # whatever lm-eval or a dataset throws is not the others' matter
+    except Exception as error:  # errors of lm-eval or a dataset do not stop the other variants
         path = folder / "errors.txt"
         with path.open("a", encoding="utf-8") as file:
             file.write(traceback.format_exc() + "\n")
@@ -295,7 +297,8 @@ def attempt(measure: Callable[[Variant], None], variant: Variant, folder: Path) 
 def choose_variants(
     quants: Sequence[str], named: Sequence[str], common: Mapping[str, Setting]
 ) -> list[Variant]:
-    """--quants, then --variants, under the settings of --set. Raises BenchError for what can not be."""
+    """The variants of --quants, then those of --variants, with the settings of --set. Raises BenchError for
+    invalid ones."""
     try:
         check_variant_settings(common, "--set")
     except SettingsError as error:
@@ -309,7 +312,7 @@ def choose_variants(
 
 
 def checked_baseline(text: str, variants: Sequence[Variant]) -> str | dict[str, float]:
-    """--baseline: FIRST or a variant's name, else milliseconds by category. Raises BenchError."""
+    """The value of --baseline: FIRST, a variant's name, or milliseconds by category. Raises BenchError."""
     if text == FIRST:
         return text
     by_name = {variant.name.lower(): variant.name for variant in variants}

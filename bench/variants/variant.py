@@ -1,4 +1,4 @@
-"""The variants of a sweep: levels by name, variants by name or file, settings of the command line."""
+"""Parses the variants of a sweep: quants, variants by name or file, settings of the command line."""
 
 import tomllib
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from qwen_serve.server.variant import Setting, Variant
 
 
 def of_quants(names: Sequence[str]) -> list[Variant]:
-    """Levels by name, all with the server's default settings. Raises BenchError for an unknown one."""
+    """Variants of these quants with the server's default settings. Raises BenchError for an unknown quant."""
     levels = [known_quant(name.strip(), "--quants") for name in names if name.strip()]
     return [Variant(name=level, quant=level) for level in dict.fromkeys(levels)]
 
 
 def read_variant(given: str) -> Variant:
-    """A variant by name or file. Raises BenchError that names the file, the key and what would be right."""
+    """A variant by name or file. Raises BenchError, which names the file, the key and what would be right."""
     try:
         variant = load_variant(given)
     except SettingsError as error:
@@ -34,8 +34,8 @@ def read_variant(given: str) -> Variant:
 
 
 def known_quant(name: str, where: str) -> str:
-    """The level of that name, however its letters are written. Raises BenchError, naming the known levels,
-    for one that the converter does not have."""
+    """The quant of that name, in upper or lower case. Raises BenchError, which lists the known quants, for an
+    unknown one."""
     known = {level.upper(): level for level in (*FLOAT_TYPES, *known_recipes())}
     if name.upper() not in known:
         raise BenchError(f"{where}: unknown quant {name!r}; known are {', '.join(known.values())}")
@@ -43,7 +43,7 @@ def known_quant(name: str, where: str) -> str:
 
 
 def read_setting(text: str) -> tuple[str, Setting]:
-    """``name=value`` of a command line, the value as TOML where it is that, else as text."""
+    """Parse ``name=value``. The value is TOML if it is valid as such, else text."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"{text}: want NAME=VALUE")
@@ -57,7 +57,8 @@ def read_setting(text: str) -> tuple[str, Setting]:
 
 
 def check_distinct(variants: Sequence[Variant]) -> None:
-    """Raises BenchError where two variants share a name, or two recipes (or a recipe and a level) a file."""
+    """Raises BenchError if two variants share a name, or if two recipes (or a recipe and a quant) share a
+    file."""
     for number, variant in enumerate(variants):
         for other in variants[:number]:
             if variant.name.lower() == other.name.lower():

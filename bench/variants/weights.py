@@ -1,4 +1,5 @@
-"""The variants' GGUFs: `qwen-convert` makes what is missing, its reports tell size and divergence."""
+"""The variants' GGUFs: runs `qwen-convert` for missing ones, and reads size and divergence from its
+reports."""
 
 import json
 import os
@@ -21,15 +22,15 @@ from qwen_serve.server.variant import Variant
 
 LAST_LINES = 6
 EVERY_POSITION = positions(0, CHUNK_SIZE - 1, CHUNK_SIZE)
-"""What the converter's divergence is over."""
+"""The store's cell of the converter's divergence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A GGUF, as the converter's report beside it has it.
+    """A GGUF, and figures from the converter's report.
 
-    ``values`` and ``divergence`` are rows of the store; divergence is from the whole model, at
-    `EVERY_POSITION`, empty where the converter measured none.
+    ``values`` and ``divergence``: by metric; the divergence is from the unquantized model, at
+    `EVERY_POSITION`, and empty if the converter did not measure it.
     """
 
     path: Path
@@ -39,11 +40,11 @@ class Weights:
 
 
 def make_weights(plan: Plan, variants: Sequence[Variant]) -> dict[str, Weights | BenchError]:
-    """Every variant's weights, or why there are none.
+    """Convert the variants. Returns the weights or the error of each, by name.
 
-    All levels are one run of the converter, so that what they share is made once; if it fails, each has a run
-    of its own, so that one's failure is not the others'. Raises BenchError when no level can be made, all for
-    one reason: then it is the source's.
+    All quants are made by one run of the converter, so that common steps run once. If it fails, each quant
+    gets a run of its own, so that one failure does not affect the others. Raises BenchError if all quants
+    fail for the same reason, which is then the source's.
     """
     levels = list(dict.fromkeys(variant.quant for variant in variants if variant.quant is not None))
     recipes = list(dict.fromkeys(variant.recipe for variant in variants if variant.recipe is not None))
@@ -83,10 +84,10 @@ def _alone(
 
 
 def convert(plan: Plan, what: Sequence[str]) -> set[str]:
-    """One run of the converter, its progress passed on, its tables kept in the store's convert.log.
+    """Run the converter once. Its progress is shown, and its tables are appended to the store's convert.log.
 
-    Returns the names of the GGUFs it reported on, made now or found finished. Raises BenchError with its
-    last words, KeyboardInterrupt when it was interrupted.
+    Returns the names of the GGUFs in its tables, both new and finished ones. Raises BenchError with its last
+    line, and KeyboardInterrupt if it was interrupted.
     """
     command = [sys.executable, "-m", "qwen_serve.convert", "--src", plan.src, "--name", plan.model]
     command += ["--out", str(plan.models), *what]
@@ -110,7 +111,7 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
             words.append(line.rstrip())
             say(f"    {line.rstrip()}")
     except BaseException:
-        # Ctrl-C has reached it too; a SIGTERM to us has not
+        # the terminal's Ctrl-C reaches the converter; a SIGTERM to this process does not
         process.send_signal(signal.SIGTERM)
         raise
     finally:
@@ -126,13 +127,13 @@ def convert(plan: Plan, what: Sequence[str]) -> set[str]:
 
 
 def reported(tables: str) -> set[str]:
-    """The files that the converter's tables name, each at the beginning of a line."""
+    """The GGUFs in the converter's tables, each at the beginning of a line."""
     return set(re.findall(r"^(\S.*?\.gguf)(?:  |$)", tables, re.MULTILINE))
 
 
 def read_weights(gguf: Path, made: Set[str]) -> Weights:
-    """The converter's report of a GGUF. Raises BenchError when it is not among those that were ``made``, or
-    cannot be read: what lies there may be another run's."""
+    """Read the converter's report of a GGUF. Raises BenchError if it cannot be read, or if the GGUF is not in
+    ``made``, since an existing file may be another run's."""
     if gguf.name not in made:
         raise BenchError(
             f"{gguf}: the converter made {', '.join(sorted(made)) or 'nothing'} instead (--convert-options)"
@@ -151,5 +152,5 @@ def read_weights(gguf: Path, made: Set[str]) -> Weights:
 
 
 def say(text: str) -> None:
-    """Progress over variants and stages, on stderr; a stage's own bar comes below it."""
+    """Print a line about the progress on stderr."""
     print(text, file=sys.stderr, flush=True)
