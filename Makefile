@@ -51,36 +51,46 @@ endif
 .DEFAULT_GOAL := help
 .PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify record docs lint bump clean
 
-# What `make help` says of variables: name and default, the targets that read it, what it means.
-#= QUANT=Q4_K_M       convert, image  one or more, separated by commas; auto searches for TARGET, BPW, KLD or MS
-#= VARIANT=           convert, serve, image  quant and settings under one name, such as fast (docs/variants.md)
-#= SRC=Qwen/Qwen3.5-4B  convert, image  hub id, checkpoint's folder, or a GGUF in F16, BF16 or F32
-#= OUT=models         convert  where files go
-#= RECIPE=            convert  a TOML file of types in place of QUANT's
-#= CALIBRATION=       convert  text for the importance matrix
-#= METHOD=nearest     convert  compensated: other columns compensate for rounding errors (GPTQ)
-#= TARGET=            convert  with QUANT=auto the size, such as 2.4GB; for a block drafter its target model
-#= BPW= KLD= MS=      convert  other targets of QUANT=auto: bits a weight, KL divergence, milliseconds
-#= FOR=               convert  the card that MS is for: A10G, L4, H100, H200
-#= MODEL=nano         serve, serve-cluster, image, soak, record  the GGUF file
-#= MMPROJ=            image  the vision tower's file; empty for none
-#= HOST=127.0.0.1 PORT=8080  serve, serve-cluster  the address
-#= REPLICAS=2 GPUS=   serve-cluster  how many, and on which cards (GPUS=0,1)
-#= IMAGE=qwen-serve   image  the image's name
-#= URL=http://127.0.0.1:8080  chat, verify  the server's address
-#= CUDA=auto          setup, image  0: CPU only, 1: CUDA; pypi: also downloads CUDA's compiler
-#= CUDA_ARCHS=        setup, image  compute capabilities to build for, such as "86;89" (this machine's)
-#= PATCHES=1         setup, image  0: stock llama.cpp
-#= NATIVE=1          setup  0: for every processor of the same architecture
-#= QWEN_SERVE_WHEELS=  setup  folder or URL of a release, whose wheel is used instead of a build
-#= WORKERS=           test  number of parallel test processes
-#= SINCE=main         check  the commit to compare with
-#= FUZZ_CASES=625     fuzz  requests for each of 8 endpoints, valid and invalid
-#= MINUTES=30         soak  duration
-#= TASKS=nano         verify, record  quality gates: nano's, or official (record's default if MODEL is given)
-#= GATES=results      submission  results of the quality gates; also set SUBMIT_URL, SUBMIT_KEY, SUBMIT_TEAM
-#= VERSION=           bump  a release of llama-cpp-python, such as 0.3.37
-#= ARGS=              most  more flags for the program: make serve ARGS='--ctx-size 32768'
+# Variables in `make help`: a heading, then name with default, and meaning.
+#= convert, image:
+#=   QUANT=Q4_K_M       names, separated by commas; auto: search for TARGET, BPW, KLD or MS
+#=   SRC=Qwen/Qwen3.5-4B  hub id, folder of a checkpoint, or a GGUF in F16, BF16 or F32
+#= convert, serve, image:
+#=   VARIANT=           quant and settings under one name, such as fast (docs/variants.md)
+#= convert:
+#=   OUT=models         folder for the results
+#=   RECIPE=            TOML file of types, in place of QUANT's
+#=   CALIBRATION=       text for the importance matrix
+#=   METHOD=nearest     compensated: other columns compensate for rounding errors (GPTQ)
+#=   TARGET=            size for QUANT=auto, such as 2.4GB; target of a block drafter
+#=   BPW= KLD= MS=      bits a weight, KL divergence, milliseconds for QUANT=auto
+#=   FOR=               GPU that MS is for: A10G, L4, H100, H200
+#= serve, serve-cluster, image, soak, record:
+#=   MODEL=nano         GGUF file
+#= serve, serve-cluster:
+#=   HOST=127.0.0.1 PORT=8080  address to listen on
+#=   REPLICAS=2 GPUS=   serve-cluster: number of replicas, and their GPUs, such as 0,1
+#= chat, verify:
+#=   URL=http://127.0.0.1:8080  address of the server
+#= setup, image:
+#=   CUDA=auto          0: CPU only; 1: CUDA; pypi: also downloads CUDA's compiler
+#=   CUDA_ARCHS=        compute capabilities, such as "86;89" (default: this machine's)
+#=   PATCHES=1          0: stock llama.cpp
+#=   NATIVE=1           setup: 0: build for all processors of this architecture
+#=   QWEN_SERVE_WHEELS=  setup: folder or URL of a release with a wheel to use instead
+#= image:
+#=   IMAGE=qwen-serve   name of the image
+#=   MMPROJ=            file of the vision tower (default: the model's); empty: none
+#= tests and measurements:
+#=   WORKERS=           test: number of parallel processes
+#=   SINCE=main         check: commit to compare with
+#=   FUZZ_CASES=625     fuzz: requests for each of 8 endpoints, valid and invalid
+#=   MINUTES=30         soak: duration
+#=   TASKS=nano         verify, record: quality gates: nano or official
+#=   GATES=results      submission: their results; also needs SUBMIT_URL, _KEY and _TEAM
+#=   VERSION=           bump: release of llama-cpp-python, such as 0.3.37
+#= most targets:
+#=   ARGS=              more flags of the program: make serve ARGS='--ctx-size 32768'
 
 help: ## print this text
 	@echo "Qwen3.5 on llama.cpp: convert, serve, measure."
@@ -91,11 +101,14 @@ help: ## print this text
 	@echo "  make serve MODEL=models/Qwen3.5-4B-Q4_K_M.gguf PORT=8000"
 	@echo
 	@echo "Targets:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^#: / { print "\n" substr($$0, 4) ":" } \
+		/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Variables:"
-	@awk -F '   *' '/^#= / { sub(/^#= */, ""); printf "  %-27s %-43s %s\n", $$1, $$2, $$3 }' $(MAKEFILE_LIST)
+	@awk -F '   *' '/^#= .*:$$/ { print substr($$0, 4); next } \
+		/^#= / { sub(/^#= */, ""); printf "  %-27s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+#: Convert and serve
 setup: llama $(VENV)/.serve ## create .venv/ and build llama.cpp for this machine, or use a release's wheel
 	@$(if $(filter setup,$(MAKECMDGOALS)),$(PY) -m qwen_serve.server.setup_llama --cuda '$(CUDA)' --advise,:)
 
@@ -114,6 +127,10 @@ serve-cluster: setup $(VENV)/.cluster $(if $(filter $(NANO),$(MODEL)),$(NANO)) #
 	$(PY) -m qwen_serve.server.cluster --replicas '$(REPLICAS)' $(if $(GPUS),--gpus '$(GPUS)') --host '$(HOST)' --port '$(PORT)' \
 		--model '$(MODEL)' $(ARGS)
 
+chat: $(VENV)/.serve ## talk to a running server in the terminal
+	@$(PY) -m qwen_serve.server.client --url '$(URL)' $(ARGS)
+
+#: Images
 # A model that is named is baked in as it is; else QUANT of SRC is made first.
 CONTAINER ?= docker
 IMAGE     ?= qwen-serve$(if $(filter 0,$(CUDA)),-cpu)
@@ -126,7 +143,7 @@ BAKED     := $(or $(NAMED),models/$(MADE)-$(QUANT).gguf)
 MMPROJ    ?= $(shell for tower in $(dir $(BAKED))mmproj-*-*.gguf; do case 'mmproj-$(notdir $(BAKED))' in \
 	("$$(basename "$$tower" | sed 's/-[^-]*$$//')"-*) echo "$$tower";; esac; done)
 
-image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## build a container image that holds the model (CUDA=0: nano on the CPU)
+image: $(if $(or $(NAMED),$(filter 0,$(CUDA))),,convert) ## build a container image with the model (CUDA=0: nano on the CPU)
 	$(if $(and $(VARIANT),$(if $(wildcard variants/$(VARIANT).toml),,no)),$(error VARIANT=$(VARIANT): an image has those of variants/ alone))
 ifeq ($(CUDA),0)
 	$(CONTAINER) build -f Dockerfile.cpu --build-arg QUANT='$(QUANT)' --build-arg VARIANT='$(VARIANT)' \
@@ -143,9 +160,7 @@ submission: image $(VENV)/.bench ## build the image, check the competition's rul
 	gzip -f image.tar
 	$(PY) -m qwen_serve.bench submit image.tar.gz --model '$(BAKED)' $(if $(MMPROJ),--model '$(MMPROJ)') --original '$(SRC)' --gates '$(GATES)' $(ARGS)
 
-chat: $(VENV)/.serve ## talk to a running server in the terminal
-	@$(PY) -m qwen_serve.server.client --url '$(URL)' $(ARGS)
-
+#: Test
 # one more than there are cores, since a third of the tests wait for a server or a browser; long tests compute
 CORES     = $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 1))')
 WORKERS  ?= $(shell expr $(CORES) + 1)
@@ -157,7 +172,7 @@ SINCE    ?= main
 test: setup $(VENV)/.dev ## run the tests that need no torch, no GPU and no network
 	$(PY) -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-test-slow: setup $(VENV)/.dev ## run the long tests, and last those that need an idle machine
+test-slow: setup $(VENV)/.dev ## run the long tests; those that need an idle machine come last
 	$(PY) -m pytest -m 'slow and not alone and not reference and not image' $(LONG) $(ARGS) || [ $$? -eq 5 ]
 	$(PY) -m pytest -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ] # 5: ARGS names files without any
 
@@ -169,7 +184,7 @@ test-lowest: setup ## run the tests with the lowest version of each direct depen
 		"llama-cpp-python @ $$($(PY) -c 'import importlib.metadata as m, json; print(json.loads(m.distribution("llama-cpp-python").read_text("direct_url.json"))["url"])')"
 	.venv-lowest/bin/python -m pytest -m '$(QUICK)' $(TOGETHER) $(ARGS)
 
-check: setup $(VENV)/.dev ## before a commit: style, types, and the tests of files changed since SINCE
+check: setup $(VENV)/.dev ## check style and types, and run the tests of files changed since SINCE
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -183,27 +198,29 @@ fuzz: setup $(VENV)/.dev ## send 10,000 generated and hostile requests
 test-reference: setup $(VENV)/.reference ## compare with transformers and stock llama.cpp
 	$(PY) -m pytest -m reference --timeout 1800 $(LONG) tests/reference tests/patches $(ARGS) # the first use builds llama.cpp
 
-test-image: setup $(VENV)/.dev ## run the steps of Dockerfile.cpu in a chroot (needs root and mmdebstrap; ten minutes)
+test-image: setup $(VENV)/.dev ## run Dockerfile.cpu's steps in a chroot (needs root and mmdebstrap; ten minutes)
 	$(PY) -m pytest -m image --timeout 3600 tests/test_image.py $(ARGS)
 
 SOAK_PORT ?= 8099
 MINUTES   ?= 30
 
-soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## load one deterministic server with 32 clients; reports failures, drift and leaks
+soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## load a deterministic server with 32 clients; reports failures, drift, leaks
 	$(PY) -m qwen_serve.server --model '$(MODEL)' --port $(SOAK_PORT) --parallel 32 --ctx-size 65536 --deterministic \
 		--log-level warning & pid=$$!; trap 'kill $$pid; wait $$pid' EXIT; \
 	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
 	$(PY) -m qwen_serve.bench soak --url http://127.0.0.1:$(SOAK_PORT) --deterministic --minutes $(MINUTES) --concurrency 32 $(ARGS)
 
+#: Measure
 TASKS ?= nano
 
-verify: $(VENV)/.bench ## check a running server by the competition's rules: contract, latency, gates, long answers
+verify: $(VENV)/.bench ## check a running server: contract, latency, quality gates, long answers
 	$(PY) -m qwen_serve.bench experiment verify --set 'url=$(URL)' --set 'tasks=$(TASKS)' $(ARGS)
 
 # a model that is named is taken for the real one, whose gates are the official ones
-record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure MODEL for an hour, in one file to send in (ARGS=--quick: a minute); repeat to continue
+record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure MODEL for an hour, in one file to send in (ARGS=--quick: a minute)
 	$(PY) -m qwen_serve.bench record '$(MODEL)' --tasks '$(if $(filter file,$(origin TASKS)),$(if $(NAMED),official,nano),$(TASKS))' $(ARGS)
 
+#: Maintain
 docs: setup $(VENV)/.dev ## build the documentation in build/site and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
 

@@ -36,7 +36,7 @@ def comma_separated(read: Callable[[str], T]) -> Parameter:
         )
 
     def show(values: Sequence[T] | None) -> str | None:
-        return None if values is None else ",".join(str(getattr(value, "name", value)) for value in values)
+        return None if not values else ",".join(str(getattr(value, "name", value)) for value in values)
 
     return Parameter(converter=convert, n_tokens=1, accepts_keys=False, negative=(), show_default=show)
 

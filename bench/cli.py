@@ -174,14 +174,20 @@ HELP = """Measure any server with OpenAI's API. Every run is recorded in a folde
 """
 
 
+def shown_default(value: Any) -> str | None:
+    """A default as the help shows it; None for those that say nothing: None, False, "" and ()."""
+    return None if value is None or value is False or value in ("", ()) else str(value)
+
+
 def make_app(words: Sequence[str]) -> App:
     """Build the app for the command line ``words``. Only the command that they name is imported, because
     importing all of them is slow."""
-    from cyclopts import App, Group
+    from cyclopts import App, Group, Parameter
 
     app = App(
         name="qwen-bench",
         help=HELP,
+        default_parameter=Parameter(show_default=shown_default),
         result_action="return_value",
         version_flags=(),
         suppress_keyboard_interrupt=False,  # main prints the help instead

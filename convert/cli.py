@@ -44,7 +44,7 @@ INTERRUPTED, TERMINATED, FAILED = 130, 143, 1
 DISTILL_STEPS = 60
 
 DESCRIPTION = """\
-Converts a Qwen3.5 checkpoint to GGUF, MTP head included, and quantizes it with an importance matrix.
+Converts a Qwen3.5 checkpoint to GGUF, with its MTP head, and quantizes it by an importance matrix.
 --src may also be an unquantized GGUF, which then takes the place of <name>-F16.gguf.
 
 A model:
@@ -57,7 +57,7 @@ A model:
 
 Types of your own:
   qwen-convert --src ./my-finetune --recipe my_recipe.toml --calibration my_text.txt
-  qwen-convert --src ./my-finetune --quant Q4_K_M --imatrix theirs.gguf --tensor-type ffn_down=Q6_K
+  qwen-convert --src ./my-finetune --quant Q4_K_M --imatrix its.gguf --tensor-type ffn_down=Q6_K
 
 Types found by a search:
   qwen-convert --src models/nano --quant auto --target-size 4.0MB
@@ -78,13 +78,13 @@ Files in --out; a file gets its final name when it is complete:
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, method, sha256, and KL divergence
   mmproj-<name>-F16.gguf    the vision tower, if the checkpoint has one
-  <name>-auto-<TARGET>.*    a model with searched types (--quant auto): GGUF, report, and the recipe as TOML
+  <name>-auto-<TARGET>.*    a model with searched types (--quant auto): GGUF, report, recipe (TOML)
   <name>.search.txt, .json  the text that a search measures on, and its measurements
   <name>.stages.json        finished stages, what each was made from, and how long it took
 A LoRA adapter (PEFT) gives only <name>-F32.gguf, for the server's --lora.
 A block drafter (DFlash) gives only its GGUFs and their reports.
-With --keep-vocab N all names but those of the texts begin with <name>-vN, and the divergence covers the
-kept tokens.
+With --keep-vocab N all names but those of the texts begin with <name>-vN, and the divergence covers
+the kept tokens.
 To finish an interrupted run, repeat the command: it makes only what is missing or out of date.
 """
 

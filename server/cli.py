@@ -28,7 +28,7 @@ Serve and ask:
 Models:
   qwen-serve list                 list cached models
   qwen-serve rm NAME              remove a cached model
-  qwen-serve convert [--src ...] [--quant ...]    convert a checkpoint to GGUF (same as qwen-convert)
+  qwen-serve convert [--FLAG ...] convert a checkpoint to GGUF (same as qwen-convert)
 
 This machine:
   qwen-serve setup                build the patched llama.cpp, or use a release's wheel
@@ -36,10 +36,10 @@ This machine:
 
 MODEL is one of
   model.gguf                      a GGUF file
-  hf:owner/name:Q4_K_M            a GGUF on the Hugging Face hub (also -hf owner/name[:quant]); downloaded
-                                  once into the hub's cache (HF_HOME)
-  Qwen/Qwen3.5-4B, ./folder       a checkpoint, by hub id or folder; converted once to --quant (Q4_K_M) in
-                                  QWEN_SERVE_CACHE (~/.cache/qwen-serve)
+  hf:owner/name:Q4_K_M            a GGUF on the Hugging Face hub (also -hf owner/name[:quant]);
+                                  downloaded once into the hub's cache (HF_HOME)
+  Qwen/Qwen3.5-4B, ./folder       a checkpoint, by hub id or folder; converted once to --quant
+                                  (Q4_K_M) in QWEN_SERVE_CACHE (~/.cache/qwen-serve)
   nano                            the tiny bundled model
 
 A variant, such as fast or small, is a quant and settings under one name: docs/variants.md.
@@ -81,7 +81,7 @@ def serve(arguments: Sequence[str]) -> int:
     """Runs `serve [MODEL] [--quant NAME] [--variant NAME] ...`, where MODEL comes first and becomes --model;
     returns the exit status."""
     from qwen_serve.server.settings import ENV_PREFIX
-    from qwen_serve.server.settings_sources import SettingsError, load_variant, named_variant
+    from qwen_serve.server.settings_sources import SettingsError, load_variant, named_variant, settings_help
     from qwen_serve.server.weights import WeightsError, resolve
 
     count = 1 if arguments and not arguments[0].startswith("-") else 0
@@ -96,12 +96,13 @@ def serve(arguments: Sequence[str]) -> int:
     if options.variant is not None:
         settings = ["--variant", options.variant, *settings]
     if {"--help", "-h"} & set(settings):
-        print(f"{USAGE}\n\nThe settings of serve:\n", flush=True)
-    elif (options.repo or options.file) and (named or not options.repo):
+        print(f"{USAGE}\n\nOptions of serve:\n\n{settings_help()}", end="")
+        return 0
+    if (options.repo or options.file) and (named or not options.repo):
         what = f"{named[0]} is named, too" if named else "--hf-file is a file of --hf-repo"
         print(f"error: -hf names the model: {what}", file=sys.stderr)
         return 2
-    elif named or options.repo:
+    if named or options.repo:
         try:
             chosen = options.variant or named_variant()
             variant = load_variant(chosen) if chosen else None

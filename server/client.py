@@ -46,7 +46,7 @@ COMMANDS = {
 HELP = (
     "\n".join([f"{name:9}{what}" for name, what in COMMANDS.items()])
     + """
-@FILE    in a message: send that picture (.png, .jpg, .webp, .gif); with spaces in its name @"my cat.png"
+@FILE    in a message: send a picture (.png, .jpg, .webp, .gif); with spaces: @"my cat.png"
 Ctrl-C   stop the reply
 \"\"\"      begins and ends a message of several lines; a line that ends with \\ continues on the next
 To send a message that begins with /, put a space before it."""
@@ -377,8 +377,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.se
     answer."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Talk to a running server: in the terminal, or with one question (arguments, standard "
-        "input, or both, in this order) whose answer is printed.",
+        description="Talk to a running server in the terminal, or print the answer to one question.\nThe "
+        "question is in the arguments, on standard input, or in both, in this order.",
         epilog=f"In the conversation:\n{HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

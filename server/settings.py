@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 ENV_PREFIX = "QWEN_"
 
 Sources = Mapping[str, str]
-"""Field name -> source of its value: "flag", "environment", the TOML file's path, "variant NAME", or
+"""Field name -> source of its value: "flag", "environment", the TOML file's path, "variant NAME" or
 "default"."""
 
 
@@ -40,84 +40,92 @@ class HttpSettings(Section, title="http"):
     host: str = "127.0.0.1"
     """address to listen on"""
     port: int = Field(8080, ge=0, le=65535)
-    """port to listen on; 0: a free one"""
+    """port to listen on; 0: any free port"""
     alias: str | None = None
-    """model id in /v1/models (default: the file's name)"""
+    """model id in /v1/models (default: the file's name without its suffix)"""
     api_key: SecretStr | None = Field(None, min_length=1)
-    """key that clients must send, as a bearer token or X-Api-Key (QWEN_API_KEY keeps it out of `ps`)"""
+    """API key that clients must send, as a bearer token or in X-Api-Key. Set QWEN_API_KEY instead to keep it
+    out of `ps` (default: none)"""
     api_key_file: Path | None = None
-    """file of further keys, one a line, optionally with class= (priority, default, flex; default: default)
-    and share= (a number; default: 1), which --scheduling-policy uses; # begins a comment"""
+    """file of further API keys, one a line; # begins a comment. After a key may follow class= (priority,
+    default or flex; default: default) and share= (a number; default: 1), both for --scheduling-policy"""
     allowed_origins: str | None = None
-    """origins whose pages may call from a browser (CORS), separated by commas; *: any"""
+    """origins whose pages may call the server from a browser (CORS), separated by commas; *: any (default:
+    none)"""
     ssl_certfile: Path | None = None
-    """TLS certificate, PEM: serve https"""
+    """file of the TLS certificate (PEM), to serve https; needs ssl_keyfile"""
     ssl_keyfile: Path | None = None
-    """private key of the certificate, PEM"""
+    """file of the certificate's private key (PEM)"""
     uds: Path | None = None
     """Unix socket to listen on, instead of host and port"""
     prefix_by_key: bool = True
-    """requests with different API keys share no prefixes and no encoded pictures, so that no client can find
-    out what another asked. off: all keys share them, except between different values of `cache_salt`"""
+    """keep cached prefixes and encoded pictures separate for each API key, so that no client can find out
+    what another one asked. off: all keys share them, except between different values of `cache_salt`"""
     max_body_mib: int = Field(8, ge=1, le=1024)
-    """largest request body, in MiB; handling it takes up to 20 times its size in memory"""
+    """maximum size of a request body, in MiB; handling it takes up to 20 times its size in memory. Raise it
+    for large pictures"""
     max_bodies_mib: int = Field(64, ge=1)
-    """memory for all request bodies that are being received or parsed, in MiB; beyond it requests get 429"""
+    """maximum size of all request bodies that are being received or parsed, in MiB; further requests get
+    429"""
     max_header_kib: int = Field(64, ge=1, le=1024)
-    """largest request line with headers, in KiB"""
+    """maximum size of the request line and headers, in KiB"""
     header_timeout: float = Field(10.0, gt=0, allow_inf_nan=False)
-    """seconds in which a client has to send the headers; also how long a new connection may be idle"""
+    """time in which a client must send the headers, in seconds; also the time that a new connection may be
+    idle"""
     body_timeout: float = Field(60.0, gt=0, allow_inf_nan=False)
-    """seconds in which a client has to send a body"""
+    """time in which a client must send a body, in seconds"""
     max_connections: int = Field(1024, ge=1)
-    """most open connections, within the process's limit on open files. Beyond it a new connection replaces
-    the one that is idle longest, else one whose request is incomplete; otherwise it gets 503, except for
-    /ping and /health"""
+    """maximum number of open connections, within the process's limit on open files. Beyond it a new
+    connection replaces the one that is idle longest, else one whose request is incomplete. If there is none,
+    it gets 503, except for /ping and /health"""
     allowed_hosts: str = ""
-    """host names, separated by commas, that requests to a server on loopback without an API key may use,
-    besides localhost and addresses; *: any"""
+    """further host names, separated by commas, that requests may have in their Host header; *: any. Only a
+    server on loopback without an API key checks them; it accepts localhost and addresses"""
     open_metrics: bool = True
-    """answer /metrics without an API key, like /ping and /health"""
+    """answer /metrics without an API key, as /ping and /health are"""
     drain_timeout: float = Field(30.0, ge=0, allow_inf_nan=False)
-    """seconds in which running requests may finish after SIGTERM"""
+    """time in which running requests may finish after SIGTERM, in seconds"""
     sleep_idle_seconds: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """seconds without requests after which the model is unloaded, which frees its memory; the next request
-    loads it again and waits as long as a start takes (default: never)"""
+    """unload the model after this many seconds without requests, to free its memory. The next request loads
+    it again and waits as long as a start takes (default: never)"""
     watchdog: float = Field(120.0, ge=0, allow_inf_nan=False)
-    """seconds for which the event loop may hang before the process logs a stack trace and exits with 1, so
-    that its supervisor starts another; 0: no limit"""
+    """time for which the event loop may hang, in seconds. Then the process logs a stack trace and exits with
+    1, so that its supervisor restarts it; 0: no limit"""
     image_urls: Literal["off", "https"] = "off"
-    """https: fetch pictures that requests name by an https URL, only from image_url_hosts and only from
-    public addresses. off: refuse URLs; requests then carry their pictures"""
+    """whether to fetch pictures that requests name by URL. https: only https URLs, from hosts of
+    image_url_hosts with public addresses. off: refuse URLs; requests must contain their pictures"""
     image_url_hosts: str = ""
-    """hosts from which pictures may be fetched, separated by commas; *.example.com: all below it, *: any"""
+    """hosts from which pictures may be fetched, separated by commas; *.example.com: all hosts below it, *:
+    any"""
     slot_save_path: Path | None = None
-    """folder for the prefix cache's files, which POST /slots/0?action=save writes and action=restore reads
-    (default: both are refused)"""
+    """folder for the prefix cache's files of POST /slots/0?action=save and action=restore (default: both are
+    refused)"""
     page: bool = True
     """serve the chat page at /"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """lowest level that is logged"""
+    """lowest level of log messages"""
 
 
 class ChatSettings(Section, title="chat"):
-    """From messages to a prompt, and from tokens to a message."""
+    """Prompts from messages, and messages from tokens."""
 
     chat_template: Path | None = None
     """Jinja chat template to use instead of the GGUF's"""
     thinking: bool = False
-    """think unless a request says otherwise"""
+    """let the model think, unless a request says otherwise"""
     thinking_budget: int | None = Field(None, ge=0)
-    """most tokens of reasoning unless a request says otherwise (default: no limit)"""
+    """maximum tokens of reasoning, unless a request says otherwise (default: no limit)"""
     loop_guard: bool = True
-    """end reasoning that repeats itself over and over, and let the model answer"""
+    """end reasoning that repeats itself in a loop, and let the model answer"""
     inline_reasoning: bool = False
-    """leave reasoning in `content` as <think>...</think>, not in `reasoning_content`"""
+    """return reasoning in `content` as <think>...</think>, not in `reasoning_content`, for clients that know
+    no other field"""
     sampling_defaults: Literal["file", "card", "card-coding"] = "file"
-    """temperature, top-p, top-k and penalties that a request omits. file: the GGUF's. card: in chats those of
-    Qwen3.5's model card, which differ with thinking and without. card-coding: the card's for coding"""
+    """source of temperature, top-p, top-k and penalties that a request omits. file: the GGUF. card: in chats
+    Qwen3.5's model card, whose values differ with and without thinking. card-coding: the card's values for
+    coding"""
     greedy: bool = False
-    """temperature 0 unless a request says otherwise, whatever the GGUF recommends"""
+    """use temperature 0 unless a request has a temperature, whatever sampling_defaults says"""
 
 
 class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
@@ -134,8 +142,8 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only the constructor's arguments, since `load_settings` merges the sources and records the source
-        of each value."""
+        """Use only the constructor's arguments, since `load_settings` merges the sources and records where
+        each value is from."""
         return (init_settings,)
 
     @field_validator("model")
@@ -193,7 +201,7 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
 
     @property
     def model_id(self) -> str:
-        """The model's name in /v1/models, and in answers to requests that name none."""
+        """The model's name in /v1/models, and in answers to requests that name no model."""
         return self.alias or self.model.stem
 
     def api_keys(self) -> list[ApiKey]:
@@ -202,11 +210,11 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
         return own + ([] if self.api_key_file is None else read_keys(self.api_key_file))
 
     def origins(self) -> list[str]:
-        """The origins that browsers may call from."""
+        """The origins whose pages may call the server from a browser."""
         return _split(self.allowed_origins)
 
     def image_hosts(self) -> list[str]:
-        """Hosts, or patterns of their names, that pictures may be fetched from."""
+        """Hosts, or patterns of hosts, from which pictures may be fetched."""
         return [host.lower() for host in _split(self.image_url_hosts)]
 
     def engine(self, **forced: Any) -> EngineSettings:
@@ -224,14 +232,14 @@ NO_MMPROJ = Path("off")
 
 _ENGINE = [section for section in UserSettings.__bases__ if section is not ModelSettings]
 SECTIONS = (ModelSettings, HttpSettings, ChatSettings, *_ENGINE)
-"""The groups of `--help` and `--print-settings`, in order."""
+"""Groups of settings in `--help` and `--print-settings`, in order."""
 
 DEPLOYED = {"model", "lora", *HttpSettings.model_fields}
-"""Settings that depend on the deployment, so a variant cannot have them."""
+"""Settings of a deployment, which a variant cannot have."""
 
 
 def _by_section() -> list[tuple[type[Section], dict[str, FieldInfo]]]:
-    """Each section's own settings."""
+    """Each section with its settings."""
     return [
         (section, {name: Settings.model_fields[name] for name in inspect.get_annotations(section)})
         for section in SECTIONS
@@ -297,7 +305,7 @@ def find_model(path: Path) -> Path:
 
 
 def _conversion(source: str, name: str) -> str:
-    """How to convert a checkpoint, on the hub or in a folder, to a GGUF."""
+    """Advice to convert a checkpoint, on the hub or in a folder, to a GGUF."""
     return (
         "a checkpoint of the Hugging Face hub, or in a folder, is converted once: "
         f"`qwen-convert --src {source} --quant Q4_K_M`, then --model models/{name}-Q4_K_M.gguf"
@@ -305,7 +313,7 @@ def _conversion(source: str, name: str) -> str:
 
 
 def described_settings() -> list[tuple[str, str, list[tuple[str, str, str]]]]:
-    """The groups of settings: title, description, and each setting's name, default and text."""
+    """The groups of settings: (title, description, [(name, default, help)])."""
     return [
         (
             section.model_config["title"] or "",

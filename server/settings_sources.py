@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -57,8 +58,8 @@ def _metavar(field: FieldInfo) -> str:
 
 
 DESCRIPTION = """\
-Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses, /v1/completions,
-/api/chat, /invocations.
+Serve one Qwen3.5 GGUF over HTTP: /v1/chat/completions, /v1/messages, /v1/responses,
+/v1/completions, /api/chat, /invocations.
 
   python -m qwen_serve.server --model model.gguf
   python -m qwen_serve.server --model model.gguf --parallel 32 --ctx-size 131072 --port 8000
@@ -73,17 +74,21 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
+def _width() -> int:
+    """Columns of the help: the terminal's, at most 110; 98 if it is unknown."""
+    return min(110, shutil.get_terminal_size((100, 0)).columns - 2)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line: one flag a field, in groups. Values stay strings; `Settings` validates them."""
     result = argparse.ArgumentParser(
         prog="python -m qwen_serve.server",
-        usage="%(prog)s --model PATH [--variant NAME] [--config PATH] [--print-settings] "
-        "[--SETTING VALUE ...]",
+        usage="%(prog)s --model PATH [--variant NAME] [--SETTING VALUE ...]",
         description=DESCRIPTION,
         epilog=f"Each flag is also an environment variable ({ENV_PREFIX}CTX_SIZE for --ctx-size) and a "
-        "key of --config (ctx_size = 8192).\nA flag wins over the environment, the environment over the "
-        "file, the file over the variant.",
-        formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=32, width=110),
+        "key\nof --config (ctx_size = 8192). A flag takes precedence over the environment, the "
+        "environment\nover the file, and the file over the variant.",
+        formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=32, width=_width()),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -113,6 +118,12 @@ def parser() -> argparse.ArgumentParser:
                 many: dict[str, Any] = {"action": "append"} if name == "lora" else {}
                 group.add_argument(_flag(name), dest=name, metavar=_metavar(field), help=text, **many)
     return result
+
+
+def settings_help() -> str:
+    """The part of the help after usage and examples: options, by group, and precedence."""
+    text = parser().format_help()
+    return text[text.index("options:\n") + len("options:\n") :]
 
 
 def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse.Namespace]:

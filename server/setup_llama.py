@@ -1,14 +1,18 @@
 """Installs llama-cpp-python with patches: builds it for this machine and keeps the wheel.
 
-    qwen-serve setup        (make setup; python -m qwen_serve.server.setup_llama before anything is installed)
+    qwen-serve setup
+    make setup                                        # also installs the packages
+    python -m qwen_serve.server.setup_llama           # before anything is installed
 
-It builds the pinned version with the patches of `patches/`, and only the libraries that Python loads. (pip
-alone installs stock llama.cpp, which works but is slower.) If QWEN_SERVE_WHEELS names a release's folder or
-URL, it first looks for a wheel with the same patches there, which needs no compiler.
+It builds the pinned version with the patches of `patches/`, and only the libraries that Python
+loads. (pip alone installs stock llama.cpp, which works but is slower.) If QWEN_SERVE_WHEELS names
+a release's folder or URL, it first looks for a wheel with the same patches there, which needs no
+compiler.
 
-The wheel is kept in the cache's folder `wheels` (QWEN_SERVE_CACHE, else $XDG_CACHE_HOME/qwen-serve, else
-~/.cache/qwen-serve), so another environment is set up in seconds. Machines may share that folder, over a
-network or as a CI cache: a wheel's name covers everything that it depends on.
+The wheel is kept in the folder `wheels` of the cache (QWEN_SERVE_CACHE, else
+$XDG_CACHE_HOME/qwen-serve, else ~/.cache/qwen-serve), so another environment is set up in
+seconds. Machines may share that folder, over a network or as a CI cache: a wheel's name covers
+everything that it depends on.
 
 It needs only the standard library and pip.
 """

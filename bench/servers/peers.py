@@ -82,7 +82,7 @@ class PeerOptions:
 class Work:
     """The work of all servers in each round."""
 
-    workload: Literal["latency", "tasks"] | Kind = "latency"
+    workload: Literal["latency", "tasks", Kind] = "latency"
     """Kind of requests. latency: one request at a time; tasks: held-out tasks; the others: as in qwen-bench
     throughput."""
     rounds: Positive = DEFAULT_ROUNDS

@@ -1,7 +1,7 @@
-"""The engine's settings, with defaults that suit one GPU or a workstation without one.
+"""The engine's settings, with defaults for one GPU or a workstation without one.
 
-Each setting is defined once: its default, its bounds, and below it a description. The command line, its help,
-the environment, the settings file and every error message are generated from that (`server/settings.py`).
+Each setting has a default, bounds and a description. The command line, its help, environment variables, the
+settings file and error messages are generated from these (`server/settings.py`).
 """
 
 from pathlib import Path
@@ -21,53 +21,54 @@ Speculation = Literal["auto", "off", "ngram", "mtp", "draft", "both"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 MAX_SEQUENCES = 256
-"""llama.cpp refuses more sequence ids in one context (`LLAMA_MAX_SEQ`)."""
+"""llama.cpp's maximum of sequence ids in a context (`LLAMA_MAX_SEQ`)."""
 
 LONGEST_NAME = 256
 """Maximum characters of an adapter's name."""
 
 THREADS_PER_CORE = 4
-"""Maximum threads for each core: more are refused, since ggml's threads wait for each other in loops."""
+"""Maximum threads for each core. More are refused, since ggml's threads busy-wait for each other."""
 
 
 class Section(BaseModel):
-    """Settings that belong together; the title of the class is that of their group in `--help`."""
+    """A group of settings. The class's title is the group's heading in `--help`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelSettings(Section, title="model"):
-    """Which model is loaded, and onto which devices."""
+    """The model, its files and its devices."""
 
     model: Path
-    """GGUF file, or a folder that holds exactly one"""
+    """GGUF file of the model, or a folder with exactly one"""
     n_gpu_layers: int = Field(-1, ge=-1)
-    """number of layers on the GPU, counted from the last one; the output head counts as one more. -1: all"""
+    """number of layers on the GPU, counted from the last one; the output head counts as one more. -1: all.
+    Lower it for a model that is larger than the GPU's memory"""
     main_gpu: int = Field(0, ge=0)
     """index of the GPU to use, as llama.cpp numbers them"""
     split_mode: SplitMode = "none"
-    """none: one GPU holds all layers. layer: all visible GPUs share the layers, for models that are too large
-    for one GPU; a step uses one GPU after the other"""
+    """how layers are placed on several GPUs. none: all on one GPU. layer: distributed over all visible GPUs,
+    for models that are too large for one; a step uses one GPU after the other"""
     tensor_split: str | None = None
-    """each GPU's share of the layers with split_mode=layer, such as 3,1 (default: by free memory)"""
+    """each GPU's share of the layers with split_mode layer, such as 3,1 (default: by free memory)"""
     offload_embedding: bool = True
-    """also put the token embedding on the GPU, if that is an NVIDIA GPU that holds all layers and has room.
-    off: keep it on the host, like llama.cpp; the GPU then waits for the lookup of each prompt's tokens"""
+    """put the token embedding on the GPU, too, if it is an NVIDIA GPU with all layers and enough memory. off:
+    keep it on the host, as llama.cpp does; the GPU then waits for the lookup of each prompt's tokens"""
     f16_copies: F16Copies = "auto"
-    """keep FP16 copies of the quantized matrices on the GPU, for prompts and for steps of many sequences.
-    They take 2 bytes a weight, 8.4 GB for a 4B. auto: on GPUs that are faster with them (NVIDIA's Hopper), if
-    memory is left for all of them"""
+    """keep FP16 copies of the quantized matrices on the GPU, for prompts and steps of many sequences. They
+    take 2 bytes a weight, 8.4 GB for a 4B. auto: on GPUs that are faster with them (NVIDIA's Hopper), if
+    there is memory for all"""
     repack: Repack = "auto"
-    """reorder quantized matrices in place for the tensor cores of NVIDIA GPUs from sm_80 on. Steps of few
-    sequences are faster; with FP16 copies, those of many read the copies. auto: on NVIDIA's Hopper, but not
-    with deterministic, whose kernels read the order of the file"""
+    """reorder quantized matrices in place for the tensor cores of NVIDIA GPUs from sm_80 on, which makes
+    steps of few sequences faster. With FP16 copies, steps of many sequences read the copies. auto: on
+    NVIDIA's Hopper, but not with deterministic, whose kernels need the file's order"""
     use_mmap: bool = True
-    """map the file instead of reading it; weights on the host then share the page cache"""
+    """map the file into memory instead of reading it, so that weights on the host share the page cache"""
     mlock: bool = False
-    """lock weights on the host in memory"""
+    """lock the weights on the host in memory, so that they are not swapped out"""
     lora: str | None = None
-    """LoRA adapters, as NAME=FILE.gguf; separate several by commas, or repeat the flag. A request chooses one
-    by its name in `model` or its number in `lora`"""
+    """LoRA adapters, as NAME=FILE.gguf, separated by commas or in repeated flags. A request chooses one by
+    its name in `model` or its number in `lora`"""
 
     @field_validator("lora")
     @classmethod
@@ -124,13 +125,15 @@ class CacheSettings(Section, title="KV cache"):
 
     ctx_size: int = Field(0, ge=0)
     """size of the KV cache in tokens, for all sequences together. 0: 16,384 for each sequence, at most
-    262,144, plus cells for the prefix cache, or what fits"""
+    262,144, plus cells for the prefix cache, or what fits. Raise it for long contexts, lower it to save
+    memory"""
     flash_attn: FlashAttention = "auto"
-    """whether to use flash attention"""
+    """whether to use flash attention. auto: llama.cpp decides, but deterministic switches it off on the
+    CPU"""
     cache_type_k: CacheType = "f16"
-    """type of the cached keys"""
+    """type of the cached keys. A smaller type saves memory and costs accuracy"""
     cache_type_v: CacheType = "f16"
-    """type of the cached values; a quantized one needs flash attention"""
+    """type of the cached values. A quantized type needs flash attention"""
 
     @model_validator(mode="after")
     def _packed_values_need_flash_attention(self) -> Self:
@@ -143,39 +146,40 @@ class CacheSettings(Section, title="KV cache"):
 
 
 class SchedulerSettings(Section, title="scheduler"):
-    """Which requests run, and the size of a step."""
+    """Running and waiting requests, and the size of a step."""
 
     parallel: int = Field(8, ge=1, le=MAX_SEQUENCES)
-    """sequences that run at once, each with a recurrent state; further requests wait"""
+    """maximum number of sequences that run at once; further requests wait. Each takes memory for a recurrent
+    state"""
     max_queue: int = Field(256, ge=0)
-    """requests that may wait beside the running ones. A further request gets 429, unless its API key (or
-    address, without one) holds less than an equal part of the places; at twice the limit every request
-    does"""
+    """maximum number of waiting requests. A further request gets 429, unless its API key (or its address,
+    without a key) has fewer waiting requests than its equal share; at twice the limit every request does"""
     scheduling_policy: SchedulingPolicy = "fair"
-    """which waiting request is next. fair: each API key (or address, without one) gets its share, so nobody
-    waits behind another's bulk job; with one key it is first come, first served. priority: by service_tier,
-    then the lowest `priority`. fcfs: first come, first served. With fair and priority an answer may lose its
-    slot for a while; its state then waits in the prefix cache"""
+    """order of waiting requests. fair: each API key (or address, without a key) gets its share, so no client
+    waits for another's bulk job; with one key it is first come, first served. priority: by service_tier, then
+    by the lowest `priority`. fcfs: first come, first served. With fair and priority an answer may be
+    preempted; its state then waits in the prefix cache"""
     batch_size: int = Field(0, ge=0)
-    """most tokens in one step, and most prompt tokens between two decode steps. 0: four passes (ubatch_size)
-    on a GPU, 2,048 without one"""
+    """maximum tokens in one step, and maximum prompt tokens between two decode steps. 0: four passes
+    (ubatch_size) on a GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)
-    """most tokens in one pass over the weights; sets the size of the compute buffers. 0: 2,048 on a GPU if
-    that fits, else 512"""
+    """maximum tokens in one pass over the weights, which determines the size of the compute buffers. 0: 2,048
+    on a GPU if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
-    """how long a prefill step may delay running answers, rounded to whole passes (ubatch_size); without a GPU
-    at most 128 tokens. A larger value raises throughput if many requests arrive at once"""
+    """maximum time, in seconds, for which a prefill step may delay running answers, rounded to whole passes
+    (ubatch_size); without a GPU at most 128 tokens. A larger value raises throughput if many requests arrive
+    at once"""
     async_scheduling: bool = True
-    """on a GPU, launch the next step before the tokens of the last one are read: the same sequences again, if
-    all are greedy, or prompts. Needs the patch next-tokens; deterministic switches it off"""
+    """on a GPU, launch the next step before the last one's tokens are read. This works for prompts, and for
+    the same sequences if all are greedy. Needs the patch next-tokens; deterministic switches it off"""
     deterministic: bool = False
-    """the same request gets the same answer whatever else is served, at a lower speed
+    """give the same answer to the same request whatever other requests run, at a lower speed
     (docs/deterministic.md). Every sequence has its own KV cells (ctx_size / parallel, and as many for each
     state of the prefix cache), and prompts are read in small passes or cut at fixed places. Drafts need the
     patch batch-invariant; on the CPU they come from the text by default"""
     remember: bool = True
-    """keep a start's measurements (times of steps, sizes of buffers) in the cache folder, for the next start
-    with the same card, driver, build, model and settings"""
+    """store a start's measurements (times of steps, sizes of buffers) in the cache folder, for later starts
+    with the same GPU, driver, build, model and settings"""
 
     @model_validator(mode="after")
     def _a_token_for_each_sequence(self) -> Self:
@@ -188,30 +192,31 @@ class SchedulerSettings(Section, title="scheduler"):
 
 
 class PrefixCacheSettings(Section, title="prefix cache"):
-    """Kept states, for requests that begin with the same tokens."""
+    """Cached states, for requests that begin with the same tokens."""
 
     prefix_cache: bool = True
-    """continue from the states of earlier prompts and answers"""
+    """reuse the states of earlier prompts and answers that a new prompt begins with"""
     prefix_checkpoints: int = Field(0, ge=0)
-    """most states in the prefix cache; each takes a recurrent state and a sequence id. 0: 32, or what fits.
-    On an NVIDIA GPU with all layers, an F16 cache and the patches attention-own-cells and kq-mask-in-place:
-    as many as the 256 ids allow and as fit, with their cells, into half of the memory that is left"""
+    """maximum number of states in the prefix cache; each takes memory for a recurrent state, and a sequence
+    id. 0: 32, or what fits. On an NVIDIA GPU with all layers, an F16 cache and the patches
+    attention-own-cells and kq-mask-in-place: as many as the 256 ids allow and as fit, with their cells, into
+    half of the remaining memory"""
     prefix_cells: int = Field(0, ge=0)
-    """most KV cells in the prefix cache beside those of running sequences, which take back what they need. 0:
-    131,072 if steps read only their own cells (as above). Otherwise other sequences' cells make steps longer,
-    so it is a tenth of the weights' bytes (at least 9,216), and fewer while less than half of the prompt
-    tokens come from the cache"""
+    """maximum number of KV cells in the prefix cache, beside those of running sequences, which evict cached
+    ones if they need more. 0: 131,072 if steps read only their own cells (as above). Otherwise cached cells
+    make steps longer, so it is a tenth of the weights' bytes (at least 9,216), and fewer while less than half
+    of the prompt tokens come from the cache"""
     prefix_interval: int = Field(4096, ge=0)
-    """tokens between the states that are kept while a long prompt is read; 0: none"""
+    """number of tokens between states that are kept while a long prompt is read; 0: keep none"""
     prefix_min_tokens: int = Field(0, ge=0)
-    """fewest tokens (16 or more) by which a state at the start of a chat turn or at the end of a new prompt
-    must be longer than the one before it, since it costs a pass of its own. 0: 64 on a GPU, where a pass of
+    """minimum number of tokens (16 or more) between a state at the start of a chat turn, or at the end of a
+    new prompt, and the state before it, since each costs a pass of its own. 0: 64 on a GPU, where a pass of
     so few tokens takes as long as one token, else 16"""
     prefix_host_mib: int = Field(0, ge=0)
-    """host memory for states evicted from the device, in MiB; 0: evicted states are dropped"""
+    """host memory for states that are evicted from the device, in MiB; 0: drop them"""
     prefix_file: Path | None = None
-    """file that keeps the states over a restart: written when the server stops, read when it starts with the
-    same model, build and settings"""
+    """file that keeps the states over a restart. It is written when the server stops, and read when it starts
+    with the same model, build and settings (default: none)"""
     prefix_file_mib: int = Field(1024, ge=1)
     """maximum size of prefix_file, in MiB; the most recently used states are written first"""
 
@@ -231,40 +236,42 @@ class PrefixCacheSettings(Section, title="prefix cache"):
 
 
 class SpeculationSettings(Section, title="speculation"):
-    """How tokens are drafted, which are then verified many at a time. It does not change answers."""
+    """Drafts of tokens, which the model then verifies several at a time. Speculation does not change
+    answers."""
 
     speculation: Speculation = "auto"
-    """source of drafts. ngram: repeated text. mtp: the checkpoint's MTP head. both: the faster of the two at
-    the moment. off: none. auto: both on a GPU, ngram without one. draft: only draft_model, which otherwise
-    drafts beside these"""
+    """source of drafts. ngram: repeated text. mtp: the checkpoint's MTP head. both: whichever of the two is
+    faster at the moment. draft: only draft_model; with the other values it drafts beside them. off: none.
+    auto: both on a GPU, ngram without one"""
     draft_model: Path | None = None
-    """GGUF file of a block drafter (DFlash) that was made for this model"""
+    """GGUF file of a block drafter (DFlash) that was trained for this model (default: none)"""
     draft_window: int = Field(512, ge=1)
-    """how many of a sequence's newest tokens the MTP head or the draft model reads before its first draft;
+    """number of a sequence's newest tokens that the MTP head or the draft model reads before its first draft;
     their hidden states take memory. While drafting, a draft model attends to at most twice as many"""
     draft_max: int = Field(255, ge=1)
-    """most tokens of a draft from the text"""
+    """maximum tokens of a draft from the text"""
     mtp_depth: int = Field(16, ge=1)
-    """most tokens of a draft from the MTP head"""
+    """maximum tokens of a draft from the MTP head"""
     mtp_sequences: int = Field(1, ge=-1, le=MAX_SEQUENCES)
-    """most sequences that the MTP head drafts for at once; above 1 each takes the memory of a recurrent
-    state, to take a rejected token back, and llama.cpp needs the patch many-snapshots. -1: all, or what
-    fits, on a GPU; else 1"""
+    """maximum number of sequences that the MTP head drafts for at once. Above 1, each takes the memory of a
+    recurrent state, for rolling back rejected tokens, and llama.cpp needs the patch many-snapshots. -1: all,
+    or what fits, on a GPU; else 1"""
     snapshots: int = Field(-1, ge=-1)
-    """recurrent states kept of a sequence that runs alone: that many rejected tokens are undone without a
-    copy. Several sequences share them, or mtp_sequences if that is more. -1: 8 with the MTP head, the length
-    of a block with a draft model, or what fits; else 0. With deterministic 15 is the most. With stock
-    llama.cpp they take memory for every sequence and every state of the prefix cache, and -1 means 2 with at
-    most 8 sequences"""
+    """number of earlier recurrent states that are kept of a sequence that runs alone. That many rejected
+    tokens are rolled back without a copy. Several sequences share them, or mtp_sequences if that is more. -1:
+    8 with the MTP head, the length of a block with a draft model, or what fits; else 0. The maximum with
+    deterministic is 15. With stock llama.cpp they take memory for every sequence and every state of the
+    prefix cache, and -1 means 2 with at most 8 sequences"""
 
 
 class CpuSettings(Section, title="CPU"):
-    """Threads for what is computed on the CPU."""
+    """Threads of the computations on the CPU."""
 
     threads: int = Field(0, ge=0)
-    """CPU threads for steps of one token; 0: one less than the physical cores that this process may use"""
+    """number of CPU threads for steps of one token; 0: one less than the physical cores that this process may
+    use"""
     threads_batch: int = Field(0, ge=0)
-    """CPU threads for larger steps; 0: as many as `threads`"""
+    """number of CPU threads for larger steps; 0: as many as `threads`"""
 
     @field_validator("threads", "threads_batch")
     @classmethod
@@ -276,18 +283,18 @@ class CpuSettings(Section, title="CPU"):
 
 
 class ForcedSettings(Section, title="forced"):
-    """What tests and measurements force. Users cannot set these: the engine decides."""
+    """Settings for tests and measurements. Users cannot set them; by default the engine decides."""
 
     draft_always: bool = False
-    """always draft as many tokens as possible, whether or not that is faster"""
+    """always draft as many tokens as possible, even if that is slower"""
     prefill_budget: int = Field(0, ge=0)
-    """most prompt tokens in a step beside running answers. 0: as many as are read in prefill_seconds, at the
-    fastest rate measured so far"""
+    """maximum prompt tokens in a step beside running answers. 0: as many as are read in prefill_seconds, at
+    the fastest rate measured so far"""
     prefix_shrinks: bool = True
-    """hold proportionally fewer cells while less than half of the prompt tokens come from the cache"""
+    """keep proportionally fewer cells while less than half of the prompt tokens come from the cache"""
     sampling: Sampling = "auto"
-    """where the best tokens of a row are found. device: in the graph, so that tokens are copied to the host,
-    not logits. host: on the host. auto: on the device if that is a GPU"""
+    """where the best tokens of a row are selected. device: in the graph, so that tokens are copied to the
+    host, not logits. host: on the host. auto: on the device if that is a GPU"""
 
 
 class PictureSettings(Section, title="pictures"):
@@ -295,15 +302,16 @@ class PictureSettings(Section, title="pictures"):
 
     mmproj: Path | None = None
     """GGUF file of the model's vision tower (default: mmproj-NAME-*.gguf beside the model); off: none.
-    Without a tower pictures are refused"""
+    Without a vision tower, requests with pictures are refused"""
     mmproj_offload: bool = True
     """put the vision tower on the GPU, if one is used"""
     image_min_tokens: int = Field(0, ge=0)
-    """fewest tokens of a picture: smaller pictures are enlarged; 0: 8"""
+    """minimum tokens of a picture; smaller pictures are enlarged. 0: 8"""
     image_max_tokens: int = Field(0, ge=0, le=16384)
-    """most tokens of a picture: larger pictures are shrunk; 0: 4096"""
+    """maximum tokens of a picture; larger pictures are shrunk. 0: 4096. Lower it for faster answers with less
+    detail"""
     image_cache_mib: int = Field(256, ge=0)
-    """host memory for a cache of encoded pictures, in MiB; a chat sends its pictures again with every turn"""
+    """host memory for cached encoded pictures, in MiB; a chat sends its pictures again with every turn"""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -324,7 +332,7 @@ class UserSettings(
     SpeculationSettings,
     CpuSettings,
 ):
-    """The engine's settings that users can set. Zero means "choose for me" where noted.
+    """The engine's settings that users can set. The descriptions say what 0 and -1 stand for.
 
     Raises ValueError (pydantic's ValidationError), naming the field and what would be right.
     """
@@ -340,9 +348,9 @@ class UserSettings(
         return self
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with other values, checked again."""
+        """A copy with other values, validated again."""
         return type(self)(**{**dict(self), **changes})
 
 
 class EngineSettings(UserSettings, ForcedSettings):
-    """Everything the engine needs to know before it loads a model."""
+    """All settings of the engine."""

@@ -1,4 +1,4 @@
-"""Decides which hidden rows are kept, and when drafters read them."""
+"""Keeps hidden rows of the trunk's batches, and passes them to the drafters that read them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     Rows = npt.NDArray[Any]
 
 COLLECT = 64
-"""Hidden rows are collected for a drafter from this many steps before its next draft, since it guesses better
-after some text. Collecting stops only in cooldowns twice as long, as each change builds a graph."""
+"""Hidden rows are collected from this many steps before a drafter's next draft, since its drafts are better
+after some text. Collecting stops only in cooldowns at least twice as long, because each change builds a
+graph."""
 
 
 class HiddenRows:
-    """Gives hidden rows of the trunk's batches to the drafters that read them, for the first `slots`."""
+    """Collects hidden rows of the trunk's batches for drafters, for slots below `slots`."""
 
     def __init__(
         self,
@@ -44,16 +45,17 @@ class HiddenRows:
         self._readers = [(one, one.drafter) for one in drafters if isinstance(one.drafter, HiddenDrafter)]
         self.drafters = [reader for _, reader in self._readers]
         self.collects = bool(self._readers)
-        """Whether rows are kept, which takes a graph of its own."""
+        """Whether batches keep hidden rows, which needs another graph."""
         if self.collects:
             self._keep(True)
 
     def choose(self, n: int, cooldown: Callable[[DrafterHealth, int], int]) -> None:
-        """Keep rows for `n` sequences, or stop if no drafter that reads them drafts soon."""
+        """Keep hidden rows if a drafter that reads them drafts soon for `n` sequences; else stop. `cooldown`:
+        steps until a drafter may draft again."""
         soon = 2 * COLLECT if self.collects else COLLECT
         collects = any(n <= reader.most and cooldown(health, n) <= soon for health, reader in self._readers)
         if collects is not self.collects:
-            self._states.deferred.clear_up()  # the next batch may drop the rows there are now
+            self._states.deferred.clear_up()  # the next batch may overwrite the present rows
             self.collects = collects
             self._keep(collects)
             if not collects:
@@ -68,14 +70,15 @@ class HiddenRows:
                 self._context.keep_layers(reader.layers, keep)
 
     def rolled_back(self, slot: int, held: int) -> None:
-        """A slot was rolled back to its first `held` tokens."""
+        """Tell the drafters that a slot was rolled back to its first `held` tokens."""
         for health, reader in self._readers:
             self._states.deferred.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
 
     def collect(self, batch: Batch, sampled: ListLike[SampleResult], n_alive: int) -> None:
-        """Give readers the rows of a batch's correct tokens, while `n_alive` sequences run."""
+        """Pass the hidden rows of a batch's accepted tokens to the drafters, while `n_alive` sequences
+        run."""
         for health, reader in self._readers:
-            if n_alive <= reader.most:  # a drafter that drafts for fewer sequences is idle
+            if n_alive <= reader.most:  # a drafter for fewer sequences is idle
                 self._collect(health, reader, batch, sampled, n_alive)
 
     def _collect(
@@ -86,9 +89,9 @@ class HiddenRows:
         sampled: ListLike[SampleResult],
         n_alive: int,
     ) -> None:
-        """Give a reader the hidden rows of correct tokens. Rows of prompts are read later, so that they delay
-        neither the rest of the prompt nor its first token. Others are read now, because the host waits for
-        the device anyway."""
+        """Pass hidden rows of accepted tokens to one drafter. Rows of prompts are read later, so that they
+        delay neither the rest of the prompt nor its first token. Other rows are read now, because the host
+        waits for the device anyway."""
         wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
         on_host: list[int] = []
         try:
@@ -98,7 +101,7 @@ class HiddenRows:
                 if slot is None or slot >= self._slots:
                     continue
                 if not (reader.layers or _may_draft(chunk.sequence)):
-                    continue  # a copy to the host would make the next prompt wait for the device
+                    continue  # copying to the host would make the next prompt wait for the device
                 if not reader.reads_pictures and chunk.start < chunk.sequence.pictures.end:
                     continue
                 left = len(chunk.sequence.tokens) - chunk.start - right
@@ -121,8 +124,9 @@ class HiddenRows:
                 self._states.deferred.in_turn(read)
 
     def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int, n_alive: int) -> int:
-        """How many of the newest tokens of each of `n` sequences a drafter reads: few after a loss, since
-        most retries fail. What is copied to the host is shared by the sequences that run."""
+        """Number of each sequence's newest tokens that a drafter reads, with `n` sequences in the batch. It
+        is small after drafting did not pay, since most retries fail. Rows that are copied to the host are
+        limited over all running sequences."""
         few = min(COLLECT, reader.window)
         if self._policy.lost(health.drafter, n):
             return few
@@ -131,18 +135,19 @@ class HiddenRows:
     def _rows(
         self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]
     ) -> Rows | Callable[[], Rows]:
-        """The rows at `batch_indices` of the last batch, which has `n_tokens`, for a reader: their places on
-        the device, or a call that gets them once they are computed."""
+        """The rows at `batch_indices` of the last batch, which has `n_tokens` tokens: their places on the
+        device, or a function that returns them when they are computed."""
         context = self._context
         if not reader.layers:
-            return lambda: context.hidden(n_tokens)[batch_indices]  # a copy: these rows are llama.cpp's
+            return lambda: context.hidden(n_tokens)[batch_indices]  # a copy: llama.cpp owns these rows
         if context.ring is None:
             return partial(context.layer_inputs, reader.layers, batch_indices)
-        return context.layer_inputs(reader.layers, batch_indices)  # places; the next batch has others
+        return context.layer_inputs(reader.layers, batch_indices)  # places of this batch's rows
 
 
 def _may_draft(sequence: Sequence) -> bool:
-    """Whether the answer has room for a draft: the step's own token comes before it, another behind it."""
+    """Whether the token limit leaves room for a draft, besides one token of the step before it and one after
+    it."""
     return sequence.limit - len(sequence.tokens) > 2
 
 
@@ -152,7 +157,7 @@ def _read(
     wanted: list[tuple[int, int, Rows | Callable[[], Rows]]],
     most: int,
 ) -> None:
-    """Give a reader rows, each from a position of a slot on. After an error the reader starts again."""
+    """Pass rows to a drafter. `wanted`: (slot, first position, rows). After an error the drafter is reset."""
     try:
         for slot, start, rows in wanted:
             reader.collect(slot, start, rows() if callable(rows) else rows, most)
