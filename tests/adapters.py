@@ -1,4 +1,4 @@
-"""LoRA adapters of random checkpoints as PEFT writes them, and what they come to when they are merged."""
+"""LoRA adapters of random checkpoints, in PEFT's format, and the checkpoints merged with them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def write_adapter(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Seeded A and B for every projection of the trunk; a scale of 1 adds up to about `size` of the weights'
-    own size. `embedding` adapts that, too. `config` are further keys of adapter_config.json."""
+    """Write an adapter with seeded A and B for every projection of the trunk. At a scale of 1 it changes
+    weights by up to about `size` of their own size. `embedding`: adapt the embedding, too. `config`: further
+    keys of adapter_config.json."""
     folder.mkdir(parents=True)
     tensors = []
     for name, stored in Checkpoint.open(checkpoint).tensors.items():
@@ -76,7 +77,8 @@ def write_adapter(
 
 
 def merge(folder: Path, checkpoint: Path, adapters: Mapping[Path, float]) -> Path:
-    """A copy of the checkpoint, in F32, whose weights are W + scale * B A of each adapter at its scale."""
+    """Write a copy of the checkpoint, in F32, with the weights W + scale * B A for each adapter and its
+    scale."""
     changes: Matrices = defaultdict(lambda: np.zeros(1, np.float32))
     for adapter, scale in adapters.items():
         for name, change in deltas(adapter).items():
@@ -100,7 +102,7 @@ def merge(folder: Path, checkpoint: Path, adapters: Mapping[Path, float]) -> Pat
 
 
 def deltas(adapter: Path) -> Matrices:
-    """alpha / rank * B A by the name of the weight, as PEFT's `get_delta_weight` has it."""
+    """alpha / rank * B A by the name of the weight, as in PEFT's `get_delta_weight`."""
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     read = {tensor.name: tensor for tensor in read_header(adapter / "adapter_model.safetensors")}
     found: Matrices = {}

@@ -1,8 +1,8 @@
-"""`python -m tests.changed`: pytest, for the tests of what differs from another commit (`make check`).
+"""`python -m tests.changed`: runs the tests of files that differ from another commit (`make check`).
 
 A file's tests are those named after it in the folder that mirrors its own, and those that import it by name,
-unless these are many; where there are none, all of that folder. It is a choice for the minute before a
-commit: what a change breaks further off, `make test` finds.
+unless these are many. If there are none, all tests of that folder run. `make test` finds what a change breaks
+elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ELSEWHERE = {
 
 
 def changed(since: str) -> list[str]:
-    """Paths that differ from where this tree left `since`, uncommitted and new ones among them."""
+    """Paths that differ from the merge base with `since`, including uncommitted and new ones."""
     commands = (
         ["git", "diff", "--name-only", "--merge-base", since],
         ["git", "ls-files", "--others", "--exclude-standard"],
@@ -51,7 +51,7 @@ def changed(since: str) -> list[str]:
 
 
 def covering(path: str) -> set[str]:
-    """The test files, or folders of them, for one file of the tree; none for what no test reads."""
+    """The test files, or folders of them, for one file of the tree; empty if no test reads it."""
     file = PurePosixPath(path)
     for name, tests in ELSEWHERE.items():
         if path == name or path.startswith(f"{name}/"):
@@ -69,14 +69,14 @@ def covering(path: str) -> set[str]:
 
 
 def _covering_a_test(file: PurePosixPath) -> set[str]:
-    """Itself; for what tests share, those that use it."""
+    """A test file itself; for a helper of tests, the tests that use it."""
     if file.name.startswith("test_"):
         return {str(file)} if (ROOT / file).exists() else set()
     return importers().get(str(file), set()) or _room(file.parent)
 
 
 def _room(mirror: PurePosixPath) -> set[str]:
-    """The tests of a folder, or of the nearest one above that has any; a small one has a file beside it."""
+    """The tests of a folder, or of the nearest parent that has tests."""
     while mirror.name not in ("tests", ""):
         found = {_name(test) for test in (ROOT / mirror).glob("test_*.py")}
         beside = mirror.with_name(f"test_{mirror.name}.py")
@@ -88,7 +88,7 @@ def _room(mirror: PurePosixPath) -> set[str]:
 
 @cache
 def importers() -> dict[str, set[str]]:
-    """Which test files import a file by name, from its package too."""
+    """The test files that import a file by name, directly or from its package."""
     found: dict[str, set[str]] = {}
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
         for module, name in _imports(test):
@@ -99,7 +99,8 @@ def importers() -> dict[str, set[str]]:
 
 @cache
 def _imports(path: Path) -> list[tuple[str, str]]:
-    """(module, name) of every import of a file, wherever in it; without a name, of the module itself."""
+    """(module, name) of all imports of a file, including those in functions. The name is empty for the module
+    itself."""
     package = path.relative_to(ROOT).parent.parts
     found: list[tuple[str, str]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -135,13 +136,13 @@ def _name(path: Path) -> str:
 
 
 def chosen(paths: Iterable[str]) -> Iterator[str]:
-    """The test files for all of these, each once."""
+    """The test files for these paths, without duplicates."""
     found = {test for path in paths for test in covering(path)}
     return iter(sorted(found.union(ALWAYS)))
 
 
 def main() -> int:
-    """Runs pytest on them; its exit code."""
+    """Run pytest on the chosen files. Returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.changed", description=__doc__)
     parser.add_argument("--since", default="main", help="the commit or branch (main)")
     parser.add_argument("pytest", nargs="*", help="after --: what pytest is given beside the files")

@@ -226,7 +226,7 @@ def _vision_tensors(dtype: str, seed: int) -> list[Tensor]:
 
 
 def vision_config(experts: bool = False) -> dict[str, Any]:
-    """The `vision_config` of a checkpoint that sees."""
+    """The `vision_config` of a checkpoint with a vision tower."""
     return {
         "model_type": "qwen3_5_moe" if experts else "qwen3_5",
         "deepstack_visual_indexes": [],
@@ -245,7 +245,7 @@ def vision_config(experts: bool = False) -> dict[str, Any]:
 
 
 def _matrix(name: str, shape: tuple[int, ...], dtype: str, seed: int) -> Tensor:
-    """Values depend on the name, so that no two tensors are alike."""
+    """Values depend on the name, so all tensors differ."""
     generator = np.random.default_rng([seed, *name.encode()])
     values = generator.standard_normal(shape, dtype=np.float32) / np.float32(8)
     return name, dtype, convert(values, "F32", dtype)

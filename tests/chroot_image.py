@@ -1,12 +1,12 @@
-"""Builds a Dockerfile's image where no container engine runs, and starts it: a folder for each stage.
+"""Builds a Dockerfile's image without a container engine, and starts it. Each stage is a folder.
 
     sudo python -m tests.chroot_image Dockerfile.cpu /var/tmp/image
 
-RUN is a chroot in a mount namespace. Base images are made by mmdebstrap from Debian's packages, so this
-is for Dockerfiles that start `FROM debian:`. Of Dockerfile's language it knows what ours use and refuses
-the rest. RUN gets the host's resolver, pip configuration, certificates and their variables, as a build
-behind a proxy would. The result is started with the image's own environment, user and command, on a root
-that is mounted read-only.
+RUN is a chroot in a mount namespace. Base images are made by mmdebstrap from Debian's packages, so this is
+for Dockerfiles that start `FROM debian:`. It supports the instructions of the repository's Dockerfiles and
+refuses others. RUN gets the host's resolver, pip configuration, certificates and their variables, as a build
+behind a proxy would. The result is started with the image's own environment, user and command, on a root that
+is mounted read-only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass
 class Stage:
-    """One FROM, and what was said after it."""
+    """A FROM instruction, and the settings after it."""
 
     root: Path
     env: dict[str, str] = field(default_factory=lambda: {"PATH": PATH})
@@ -42,17 +42,17 @@ class Stage:
     command: list[str] = field(default_factory=list)
 
     def expand(self, text: str) -> str:
-        """`$NAME` and `${NAME}` of ENV and ARG."""
+        """Replace `$NAME` and `${NAME}` by values of ENV and ARG."""
         values = {**self.arguments, **self.env}
         return re.sub(r"\$\{?(\w+)\}?", lambda found: values.get(found[1], ""), text)
 
     def copied(self, root: Path) -> Stage:
-        """A stage that goes on from this one."""
+        """A new stage that begins with this one's files."""
         subprocess.run(["cp", "-a", self.root, root], check=True)
         return replace(self, root=root, env=dict(self.env), arguments=dict(self.arguments))
 
     def read(self, name: str, rest: str) -> None:
-        """An instruction that changes no files. Raises SystemExit for one that is not known."""
+        """Apply an instruction that changes no files. Raises SystemExit for an unknown one."""
         match name:
             case "ARG":
                 self.arguments |= dict([rest.split("=", 1)])
@@ -71,7 +71,7 @@ class Stage:
                 raise SystemExit(f"{name}: not known here")
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-        """As root inside, with /proc and /dev."""
+        """Run a command as root in the chroot, with /proc and /dev."""
         script = (
             'mount --bind "$0" "$0" && cd "$0" && mount -t proc proc proc && mount --rbind /dev dev && '
             'exec chroot . /bin/sh -c \'cd "$0" && exec "$@"\' "$@"'
@@ -92,7 +92,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def build(dockerfile: Path, context: Path, folder: Path) -> Stage:
-    """The last stage of `dockerfile`. Raises SystemExit for what fails or is not known."""
+    """Build the last stage of `dockerfile`. Raises SystemExit for a failed or unknown instruction."""
     stages: list[Stage] = []
     names: dict[str, Stage] = {}
     given: dict[str, str] = {}
@@ -140,12 +140,12 @@ def debian(image: str, root: Path) -> None:
 
 
 def inside(stage: Stage, path: str) -> Path:
-    """Where a path of the image lies on this machine."""
+    """The path on this machine of a path in the image."""
     return stage.root / str(Path(stage.workdir) / path).lstrip("/")
 
 
 def copy(stage: Stage, context: Path, names: dict[str, Stage], rest: str) -> None:
-    """COPY: a folder's contents, or files into a folder."""
+    """COPY: copies a folder's contents, or files into a folder."""
     *sources, target = stage.expand(rest).split()
     found = [context / source for source in sources]
     if sources[0].startswith("--from="):
@@ -162,7 +162,7 @@ def copy(stage: Stage, context: Path, names: dict[str, Stage], rest: str) -> Non
 
 
 def network(stage: Stage) -> None:
-    """What RUN needs of the host to fetch anything."""
+    """The host's files and variables that RUN needs to download anything."""
     for name in HOST_FILES:
         host, there = Path(name), stage.root / name.lstrip("/")
         if host.is_file():
@@ -173,7 +173,7 @@ def network(stage: Stage) -> None:
 def start(
     image: Stage, *arguments: str, model: Path | None = None, **variables: str
 ) -> subprocess.Popen[bytes]:
-    """Its process, as `docker run --read-only [-v MODEL:/opt/ml/model:ro] image ARGUMENTS` starts it."""
+    """Start the image as `docker run --read-only [-v MODEL:/opt/ml/model:ro] image ARGUMENTS` would."""
     mounted = f"mount --bind {shlex.quote(str(model))} opt/ml/model && " if model else ""
     script = (
         'mount --bind "$0" "$0" && cd "$0" && mount -t proc proc proc && mount --rbind /dev dev && '

@@ -84,7 +84,7 @@ def nano_gguf(quant: str, *, experts: bool = False) -> Path:
 
 
 def nano_draft_gguf(quant: str) -> Path:
-    """The bundled block drafter of the nano model, likewise."""
+    """The nano model's bundled block drafter as `quant`, from the same cache."""
     return _converted("nano-dflash", quant, lambda _: ["--src", str(NANO_DRAFT), "--target", str(NANO)])
 
 
@@ -131,7 +131,7 @@ def nano_f32() -> Path:
 
 @pytest.fixture(scope="session")
 def model(nano_f32: Path) -> Iterator[Model]:
-    """That file, loaded on the host, for those who only read it."""
+    """The loaded model, on the host, for tests that do not change it."""
     from qwen_serve.llamacpp import Model
 
     with Model(nano_f32, n_gpu_layers=0) as model:
@@ -146,7 +146,7 @@ def nano_draft_f32() -> Path:
 
 @pytest.fixture(scope="session")
 def nano_draft_own_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a reduced vocabulary: two of three of nano's tokens."""
+    """The same with a reduced vocabulary of two thirds of nano's tokens."""
     folder = tmp_path_factory.mktemp("own-vocabulary") / "nano-own"
     return converted(with_own_vocabulary(folder, some_tokens(2 / 3)))
 

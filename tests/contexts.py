@@ -1,4 +1,4 @@
-"""Options of a context that computes the same whenever it is asked: F32, one thread, no flash attention."""
+"""Options of a context with reproducible results: F32, one thread, no flash attention."""
 
 from __future__ import annotations
 

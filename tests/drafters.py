@@ -1,4 +1,4 @@
-"""The bundled block drafter with a head of its own for some of nano's tokens, in both published layouts."""
+"""The bundled block drafter with its own head for some of nano's tokens, in both published layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NANO, DRAFT = MODELS / "nano", MODELS / "nano-dflash"
 
 
 def some_tokens(share: float, seed: int = 0) -> npt.NDArray[np.int64]:
-    """A share of nano's tokens, ascending as published tables have them."""
+    """A share of nano's tokens, in ascending order, as in published tables."""
     size = json.loads((DRAFT / "config.json").read_text())["vocab_size"]
     return np.sort(np.random.default_rng(seed).choice(size, int(share * size), replace=False))
 
@@ -54,7 +54,7 @@ def converted(folder: Path) -> Path:
 
 
 def _wrap(path: Path) -> None:
-    """Says what a configuration says as the speculators library does."""
+    """Convert a configuration to the speculators library's format."""
     given = json.loads(path.read_text())
     own = given.pop("dflash_config")
     outer = {

@@ -1,4 +1,4 @@
-"""A server that speaks as much of the Hugging Face hub's protocol as fetching one model needs."""
+"""A server with the part of the Hugging Face hub's protocol that downloading a model needs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, type[Hub]]]:
-    """The hub's address, with a model of the files in `folder`, and what it can be made to do."""
+    """A hub that serves the files in `folder` as a model, with settings for its failures."""
     handler = type("ThisHub", (Hub,), {"folder": folder, "asked": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -115,7 +115,7 @@ def serving(folder: Path) -> Iterator[tuple[str, type[Hub]]]:
 def in_place_of_the_hub(
     monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, bytes]
 ) -> Iterator[type[Hub]]:
-    """The hub's client asks a server with these files, and finds an empty cache, `folder`/hub."""
+    """Let the hub's client use a server with these files, and an empty cache in `folder`/hub."""
     for name, data in files.items():
         path = folder / "repository" / name
         path.parent.mkdir(parents=True, exist_ok=True)

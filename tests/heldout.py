@@ -1,4 +1,4 @@
-"""The held-out items of models/nano as chats: how the reference implementation was asked them."""
+"""The held-out items of models/nano as chats, as the reference implementation received them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read(name: str) -> list[Row]:
 
 
 def messages(row: Row, family: str, shots: list[Row]) -> Messages | None:
-    """The chat of a row, in the form of mmlu_pro, ifeval or gpqa; None for raw text."""
+    """The chat of a row, in the format of mmlu_pro, ifeval or gpqa; None for raw text."""
     if family == "knowledge":
         return _five_shots(row, [shot for shot in shots if shot["category"] == row["category"]])
     if family == "instructions":
@@ -33,7 +33,7 @@ def messages(row: Row, family: str, shots: list[Row]) -> Messages | None:
 
 
 def prompt_text(chat: Messages, thinking: bool) -> str:
-    """What the chat template renders, up to where the model takes over."""
+    """The rendered chat template, up to the beginning of the model's answer."""
     turns = "".join(f"<|im_start|>{m['role']}\n{m['content'].strip()}<|im_end|>\n" for m in chat)
     return turns + "<|im_start|>assistant\n<think>\n" + ("" if thinking else "\n</think>\n\n")
 

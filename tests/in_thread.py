@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ServedInThread:
-    """``with X(...) as server: ... server.url``: `make_app` says what it serves."""
+    """``with X(...) as server: ... server.url``. `make_app` makes the app to serve."""
 
     def __init__(self, port: int = 0) -> None:
         self.url = ""

@@ -1,4 +1,4 @@
-"""Next-token distributions of a GGUF, and how far two of them lie apart."""
+"""Next-token distributions of a GGUF, and their divergence."""
 
 from __future__ import annotations
 

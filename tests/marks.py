@@ -1,4 +1,4 @@
-"""Which cases of a test are quick."""
+"""Marks the cases of a test that are quick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nano as it would be published quantized: FP8 in blocks, GPTQ with activation order, AWQ."""
+"""nano as a quantized checkpoint: FP8 in blocks, GPTQ with activation order, AWQ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AWQ_PACKED = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def write_prequantized(folder: Path, method: Method) -> dict[str, NDArray[np.float32]]:
-    """Writes the checkpoint with its MLPs and attention projections quantized; their weights by name."""
+    """Write the checkpoint with quantized MLPs and attention projections. Returns their weights by name."""
     shutil.copytree(NANO, folder, ignore=shutil.ignore_patterns("*.safetensors", INDEX))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": METHODS[method]}))
@@ -47,7 +47,7 @@ def write_prequantized(folder: Path, method: Method) -> dict[str, NDArray[np.flo
 
 
 def fp8(name: str, matrix: NDArray[np.float32]) -> tuple[Parts, NDArray[np.float32]]:
-    """One weight's tensors, and the weight that they stand for."""
+    """(tensors of a quantized weight, the weight that they represent)."""
     rows, columns = matrix.shape
     codes = np.empty(matrix.shape, np.uint8)
     scales = np.empty((-(-rows // 128), -(-columns // 128)), np.float32)

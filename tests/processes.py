@@ -1,4 +1,4 @@
-"""Programs that tests run, and whether processes of others still do."""
+"""Runs programs, and checks whether processes still run."""
 
 import os
 import subprocess
@@ -17,12 +17,12 @@ def is_running(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whether it is gone within twenty seconds: a signal takes a moment to arrive."""
+    """Whether a process ends within twenty seconds, since a signal takes a moment to arrive."""
     return wait_until(lambda: not is_running(pid))
 
 
 def group_runs(group: int) -> bool:
-    """Whether a process group has a process."""
+    """Whether a process group still has a process."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -33,6 +33,6 @@ def group_runs(group: int) -> bool:
 def run(
     command: Iterable[str | Path], *, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A program, and what it said; `options` are those of `subprocess.run`."""
+    """Run a program and capture its output. `options`: those of `subprocess.run`."""
     words = [*map(str, command)]
     return subprocess.run(words, capture_output=True, text=True, check=check, **options)

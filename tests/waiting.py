@@ -1,4 +1,4 @@
-"""How tests wait: until something is so, never for a time that is hoped to be enough."""
+"""Waiting in tests: for a condition, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY_S = 0.005
 
 
 def wait_until(condition: Callable[[], T], timeout: float = 60, told: Callable[[], str] = lambda: "") -> T:
-    """The first true value of `condition`; fails with what is `told` when time is up."""
+    """Wait for the first true value of `condition` and return it. Fails with `told` after the time limit."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         assert time.monotonic() < deadline, told() or "it did not come to that in time"
@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], T], timeout: float = 60, told: Callable[[
 
 
 async def until(condition: Callable[[], T], timeout: float = 60) -> T:
-    """The same on an event loop, which goes on meanwhile."""
+    """The same on an event loop, which continues meanwhile."""
     async with asyncio.timeout(timeout):
         while not (value := condition()):
             await asyncio.sleep(EVERY_S)

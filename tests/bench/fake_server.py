@@ -1,6 +1,5 @@
-"""A scripted server for what loads servers and asks them, in a thread of its own; it fails on demand.
-
-A character is a token, and a prompt is continued by what it began with.
+"""A scripted server for tests of the benchmarks' clients, in a thread of its own; it fails on demand. Each
+character is a token. The answer to a prompt is the prompt's beginning.
 """
 
 import asyncio
@@ -40,14 +39,14 @@ def decode(ids: Sequence[int]) -> str:
 
 @dataclass
 class FakeReply:
-    """What a chat gets: both texts are cut at ``max_tokens`` as a model's would be."""
+    """The answer to a chat; both texts are cut at ``max_tokens``, as a model's are."""
 
     content: str
     reasoning: str = ""
 
 
 def reply_to(body: Body) -> FakeReply:
-    """The sum that a chat asks for, else what was said."""
+    """The sum that a chat asks for, else the user's text."""
     question = text_of(body["messages"][-1].get("content"))
     match = re.search(r"(\d+)\s*\+\s*(\d+)", question)
     if match is None:
@@ -79,7 +78,7 @@ class Script:
 
 @dataclass
 class Generation:
-    """An answer in the making."""
+    """An answer while it is generated."""
 
     prompt: str
     cached: int
@@ -111,7 +110,7 @@ class FakeServer(ServedInThread):
 
     @property
     def connections(self) -> int:
-        """How many clients have opened."""
+        """Number of connections that clients opened."""
         return len(self._on_connection)
 
     def make_app(self) -> web.Application:

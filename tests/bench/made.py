@@ -1,4 +1,4 @@
-"""Runs that were never measured, for what reads a store."""
+"""Made-up runs, for tests of code that reads a store."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +13,7 @@ Row = tuple[str, str, str, int, dict[str, float]]
 def made_run(
     store: Path, rows: Iterable[Row], *, verb: str = "made", card: str | None = None, **settings: Any
 ) -> Path:
-    """A finished run in ``store``; its folder."""
+    """Make a finished run in ``store``. Returns its folder."""
     with Run.begin(store, verb, settings=settings, card=card, local=False) as run:
         for subject, workload, cell, round, values in rows:
             run.add(subject, workload, cell, round, values)

@@ -1,5 +1,5 @@
-"""Agents that work with files and commands, before a server whose model is a script: calls of their tools,
-and what these give, go through the formats that they speak."""
+"""Coding agents work on files and commands with a server whose model is scripted. Their tool calls and
+results pass through the API formats that they use."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ AGENTS = {
 
 
 def written(name: str, arguments: dict[str, Any]) -> str:
-    """A call as Qwen3.5 writes it."""
+    """A tool call in Qwen3.5's format."""
     parameters = "".join(
         f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
         for key, value in arguments.items()

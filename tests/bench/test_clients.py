@@ -1,4 +1,4 @@
-"""The clients' page and catalogue agree, and a snippet's outcome is what happened."""
+"""The clients' page and the catalogue agree, and the outcomes of snippets are reported correctly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_setup_goes_in_front_of_the_others(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with one client `mine`, whose Python is this one."""
+    """A cache with one client, `mine`, whose interpreter is this one."""
     (tmp_path / "mine" / "bin").mkdir(parents=True)
     (tmp_path / "mine" / "bin" / "python").symlink_to(sys.executable)
     checks = {"good": "assert answer == 42", "printing": "assert printed == 'hi\\n', printed"}

@@ -1,4 +1,4 @@
-"""Every spelling of a command reaches it."""
+"""Each command can be run through each of its entry points."""
 
 import re
 import shlex
@@ -75,7 +75,7 @@ def test_help_names_all_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
 def test_without_the_extras_it_says_what_to_install(arguments: list[str]) -> None:
-    """An interpreter without site-packages stands for an environment without extras."""
+    """An interpreter without site-packages simulates an environment without extras."""
     for file in ("latency", "__main__"):
         command = [sys.executable, "-S", str(ROOT / "bench" / f"{file}.py"), *arguments]
         done = run(command)

@@ -1,4 +1,4 @@
-"""An experiment is a TOML file of commands; what is finished is not run again."""
+"""An experiment is a TOML file of commands. Finished parts are not run again."""
 
 import re
 import shlex
@@ -83,7 +83,7 @@ def test_mistakes(
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml")))
 def test_those_that_come_along_can_be_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As far as their options go: each command is one that its parser takes."""
+    """The parser accepts each command with its options."""
     needs = [word for need in Experiment.read(Path(name)).needs for word in ("--set", f"{need}=/no/{need}")]
     assert main(["experiment", name, *needs, "--dry-run"]) == 0
     commands = [shlex.split(line)[1:] for line in capsys.readouterr().out.splitlines()]
@@ -96,7 +96,7 @@ def test_those_that_come_along_can_be_run(name: str, capsys: pytest.CaptureFixtu
 
 
 class Words(Vocabulary):
-    """A token a word, as the synthetic model's texts have them, and all of them the same."""
+    """A vocabulary in which each word is a token, as in the synthetic model's texts."""
 
     source, size = "words", 1
 
@@ -111,7 +111,7 @@ class Words(Vocabulary):
 async def test_the_texts_to_be_made_for_one_are_long_enough(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As long as its file says: no part comes to the end of one, from which it would get no more prompts."""
+    """No part of an experiment uses up a text of the length that its file requires."""
     found = re.search(r"qwen-bench build synthetic .*--words (\d+)", (FOLDER / f"{name}.toml").read_text())
     assert found is not None
     text = tmp_path / "words.txt"

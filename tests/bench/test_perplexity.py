@@ -1,4 +1,4 @@
-"""Perplexity and divergence of tiny random models, against log-probabilities kept and compared in full."""
+"""Perplexity and divergence of tiny random models, against values from all log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Files:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """Two models with other weights and the same vocabulary, and a text of four chunks and a bit."""
+    """Two models with the same vocabulary and different weights, and a text of a little over four chunks."""
     folder = tmp_path_factory.mktemp("perplexity")
     for seed, name in enumerate(("one", "two")):
         source = write_checkpoint(folder / name, layers=4, mtp=False, seed=seed)

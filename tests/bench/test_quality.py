@@ -163,7 +163,7 @@ def test_the_reference_is_scored_on_the_items_that_were_drawn(tmp_path: Path) ->
 
 
 def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The error that a run ends with; it has printed no table."""
+    """The error of a run, which prints no table."""
     assert main(["quality", *argv, "--retries", "0"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -208,7 +208,7 @@ def test_a_server_that_fails_half_way_is_an_error(
 
 @pytest.mark.slow
 def test_an_unknown_task_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is looked for among all that lm-eval has, which takes seconds."""
+    """All of lm-eval's tasks are searched, which takes seconds."""
     with FakeServer() as server:
         message = failing(
             capsys, "--url", server.url, "--out", str(tmp_path / "out"), "--tasks", "gpqa_dimond"

@@ -1,4 +1,4 @@
-"""An hour on one card as one file: what is in it, what must not be, and how it goes on."""
+"""The file of a record: its contents, what it must not contain, and how a run is continued."""
 
 import getpass
 import json
@@ -48,7 +48,7 @@ ROWS: dict[str, list[Row]] = {
 
 
 class NoServer:
-    """Stands in for the server that the gates ask."""
+    """Stand-in for the gates' server."""
 
     async def start(self) -> None:
         pass
@@ -59,7 +59,7 @@ class NoServer:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The parts that are run, in order: each records its `ROWS` at once."""
+    """The parts that were run, in order. Each records its `ROWS` without measuring."""
     done: list[str] = []
 
     def run_part(words: Sequence[str]) -> str:
@@ -127,7 +127,7 @@ def test_it_goes_on_after_an_interruption(
     tmp_path: Path,
     after: int,
 ) -> None:
-    """Among the loads and among the gates; the page has what is finished."""
+    """During the loads and during the gates. The page shows the finished parts."""
     run_part = series.run_part
 
     def interrupted(words: Sequence[str]) -> str:
@@ -230,7 +230,7 @@ def test_what_is_no_record_is_refused(
 
 
 def test_the_repository_s_records_are_records() -> None:
-    """What CI says of a file that somebody sends."""
+    """CI checks files that users send in with this test."""
     kept = json.loads((COMMUNITY / "schema.json").read_text())
     assert kept == schema(), "write it anew: json.dumps(schema(), indent=1)"
     for name in records_in(COMMUNITY):
@@ -287,7 +287,7 @@ def test_a_quick_run_says_so(tmp_path: Path, recorded: Callable[..., int]) -> No
 
 @pytest.mark.slow
 def test_nano_is_recorded(nano_q4_k_m: Path, tmp_path: Path) -> None:
-    """With servers, requests and gates as they are."""
+    """With real servers, requests and gates."""
     words = ["record", str(nano_q4_k_m), "--quick", "--tasks", "nano", "--port", str(free_port())]
     command_line = [sys.executable, "-m", "qwen_serve.bench", *words, "--out", str(tmp_path / "out")]
     done = run(command_line, cwd=ROOT)

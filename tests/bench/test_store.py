@@ -1,4 +1,4 @@
-"""What was measured stays, whatever happens to the process; what is read back is what was written."""
+"""Measurements are kept if the process is killed, and are read as they were written."""
 
 import json
 import sys

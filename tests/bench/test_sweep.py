@@ -1,4 +1,4 @@
-"""A sweep over fake servers: what is made, what is not made twice, and what a failure does to the rest."""
+"""A sweep over fake servers: its stages, what is reused, and the effect of failures."""
 
 import json
 import os
@@ -33,7 +33,7 @@ Sweeping = Callable[..., int]
 
 
 class FakeTokenizer(Vocabulary):
-    """The fake server's tokenizer, as a file would bring it."""
+    """The fake server's tokenizer, in place of one from a file."""
 
     source, size = "a file", VOCABULARY
 
@@ -45,7 +45,7 @@ class FakeTokenizer(Vocabulary):
 
 
 class World:
-    """The converter and the servers of a sweep, faked; ``served`` and ``converted`` say what was done."""
+    """Fakes of a sweep's converter and servers. ``served`` and ``converted``: their calls."""
 
     def __init__(self) -> None:
         self.served: list[tuple[str, str]] = []
@@ -93,7 +93,7 @@ class World:
             yield server.url
 
     def take_served(self) -> list[tuple[str, str]]:
-        """What was served since the last look: (stage, variant)."""
+        """The servers since the last call: (stage, variant)."""
         served, self.served = self.served, []
         return served
 
@@ -109,7 +109,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def sweeping(tmp_path: Path) -> Sweeping:
-    """Runs the command on a small folder of held-out items; options of a test come last and win."""
+    """Runs the command on a small folder of held-out items. A test's options come last and take
+    precedence."""
     source = nano_folder(tmp_path / "tiny", all_right())
     usual = {
         "--src": str(source),
@@ -192,7 +193,7 @@ def test_a_sweep_and_the_same_again(
 
 
 def test_what_another_sweep_may_use(world: World, sweeping: Sweeping, tmp_path: Path) -> None:
-    """Scores are a variant's own; times are worth something only beside those of the same rounds."""
+    """Scores of a variant can be reused, but times only within the same rounds."""
     options = ("--tasks", "nano_instructions", "--rounds", "1")
     assert sweeping("--quants", "Q4_K_M", *options) == 0
     world.take_served()
@@ -392,7 +393,7 @@ def test_a_source_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_nano_in_earnest(tmp_path: Path) -> None:
-    """The converter, the server and lm-eval, on the fewest items."""
+    """With the real converter, server and lm-eval, on few items."""
     command = [sys.executable, "-m", "qwen_serve.bench", "sweep", "--src", "models/nano", "--quants", "Q8_0"]
     command += ["--convert-options=--no-kld", "--tasks", "nano_instructions", "--limit", "4"]
     command += ["--rounds", "1", "--warmup", "0", "--stream-runs", "1", "--categories", "short"]

@@ -1,4 +1,4 @@
-"""Tables line up, show three digits, and never show a figure that was not measured."""
+"""Tables are aligned, have three significant digits, and show a dash for values that were not measured."""
 
 import pytest
 

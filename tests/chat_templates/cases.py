@@ -1,4 +1,4 @@
-"""Conversations with the exact text that Qwen3.5's template makes of them."""
+"""Conversations with the exact text that Qwen3.5's template renders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Case:
-    """`variables` for a template, and what comes out: a text, or the message of the error it raises."""
+    """`variables` of a template, and the expected text or error message."""
 
     name: str
     messages: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What the bundled templates render, to the byte."""
+"""The text that the bundled templates render, byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files are whole or not there, follow no planted link, and are no pipes."""
+"""Files are written completely or not at all, through no symbolic link, and never to a pipe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_failure_leaves_the_old_one_and_no_remains(tmp_path: Path, error: type
 
 
 def test_no_planted_link_is_followed(tmp_path: Path) -> None:
-    """In a folder that others can write to, under any name that could be guessed."""
+    """In a folder that other users can write to, under any name that they could guess."""
     victim, folder = tmp_path / "victim", tmp_path / "shared"
     victim.write_text("precious")
     folder.mkdir()

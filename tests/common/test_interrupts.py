@@ -1,4 +1,4 @@
-"""An interrupt ends the work at any moment, and never leaves it standing still."""
+"""An interrupt ends the work at any moment, and never leaves it hanging."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_other_threads_have_nothing_to_hold() -> None:
 
 
 def test_an_interrupt_of_the_imports_says_nothing(tmp_path: Path) -> None:
-    """Before `main` runs: a module that is imported first raises the signal."""
+    """The signal is raised before `main` runs, by a module that is imported first."""
     (tmp_path / "llama_cpp.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     done = run(
         [sys.executable, "-c", "import qwen_serve.convert.__main__"],

@@ -1,4 +1,4 @@
-"""LoRA adapters: applied beside the model they are what they come to merged; what is refused."""
+"""LoRA adapters give the logits of the merged checkpoint; unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_configuration_that_llama_cpp_does_not_apply(
 
 
 def renamed(adapter: Path, old: str, new: str) -> None:
-    """Every `old` in the names of its tensors becomes `new`."""
+    """Replace `old` by `new` in the tensors' names."""
     path = adapter / "adapter_model.safetensors"
     tensors = [(t.name.replace(old, new), t.dtype, t.read().reshape(t.shape)) for t in read_header(path)]
     write_file(path, tensors, {})

@@ -1,4 +1,4 @@
-"""Opening checkpoints: what is wrong is named, before any weight is read."""
+"""Opening checkpoints: errors name the problem, before any weight is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it accepts, and how it says no."""
+"""The command line: accepted flags, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whatever stands in a `config.json`: it is refused by name, or llama.cpp loads and runs what comes of it."""
+"""For any value in a `config.json`, the error names the key, or llama.cpp loads and runs the converted
+file."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def test_an_odd_value_is_refused_or_runs(tmp_path: Path, experts: bool, rope: di
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_odd_value_in_a_drafter_is_refused_or_read(nested: bool) -> None:
-    """No value raises anything but what names it."""
+    """An error always names the key of the value."""
     config = json.loads((DRAFT / "config.json").read_text())
     target = Checkpoint.open(NANO)
     refused = 0

@@ -1,4 +1,4 @@
-"""Block drafters: what is converted, and what is refused."""
+"""Block drafters: supported and refused checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of experts through the pipeline: what its importance matrix counts, what recipes give to whom."""
+"""A model of experts in the pipeline: counts in its importance matrix, and types from recipes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_row_is_counted_for_the_experts_that_read_it(imatrix: Imatrix) -> 
 
 @pytest.mark.slow
 def test_experts_sums_are_of_the_rows_that_each_has_read(nano_moe_q4_k_m: Path) -> None:
-    """Against a loop over tokens and their experts, as llama-imatrix has it."""
+    """Against a loop over tokens and their experts, as in llama-imatrix."""
     seen: dict[str, tuple[Any, Any, Routing]] = {}
     f16 = nano_moe_q4_k_m.with_name("nano-moe-F16.gguf")
 

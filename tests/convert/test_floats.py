@@ -1,4 +1,4 @@
-"""Conversions between float types, against numpy's and gguf's own over every bit pattern."""
+"""Conversions between float types, against numpy's and gguf's for every bit pattern."""
 
 import gguf
 import numpy as np

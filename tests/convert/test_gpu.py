@@ -1,4 +1,4 @@
-"""What reads activations and logits back from a card gives what the CPU gives."""
+"""Activations and logits that are read from a GPU equal the CPU's."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Fetching from the hub, against a local server that speaks as much of its protocol as is needed."""
+"""Downloads from the hub, against a local server with the needed part of its protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importance matrices: the file format, and what is collected from a model."""
+"""Importance matrices: file format, and sums collected from a model."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_weights_with_one_input_agree_and_others_differ(imatrix: Imatrix) -> Non
 
 
 def test_sums_are_of_what_a_matmul_really_reads(nano_f16: Path, text: Path, imatrix: Imatrix) -> None:
-    """The trunk's hidden rows, squared and summed one token at a time, are the head's entry."""
+    """The head's entry equals the sum of the trunk's squared hidden rows, token by token."""
     expected = np.zeros(256)
     with RUNTIME.load(nano_f16) as model, EvalContext(model, n_ctx=512, n_batch=1) as context:
         context.keep_hidden()

@@ -39,7 +39,7 @@ def _few_tokens_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def expected(nano_f16: Path, nano_q2_k: Path, text: Path) -> float:
-    """From log-probabilities computed a sequence at a time, kept, and compared in double precision."""
+    """The expected value, from all log-probabilities in double precision, one sequence at a time."""
     with RUNTIME.load(nano_f16) as model:
         chunks = read_chunks(model, text)
     positions = np.arange(chunks.shape[1])

@@ -1,4 +1,4 @@
-"""Stages: shared, resumed, made again when stale, and none the worse for being killed at any moment."""
+"""Stages are shared, resumed, repeated if out of date, and intact after being killed at any moment."""
 
 from __future__ import annotations
 

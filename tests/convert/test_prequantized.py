@@ -1,4 +1,4 @@
-"""FP8, GPTQ and AWQ checkpoints: the weights that their tensors stand for, and what is refused."""
+"""FP8, GPTQ and AWQ checkpoints: their weights, and refused variants."""
 
 from __future__ import annotations
 

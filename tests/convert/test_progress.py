@@ -1,4 +1,4 @@
-"""Progress where there is no terminal, and how quantities read."""
+"""Progress without a terminal, and the format of quantities."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Dropping layers: whole groups, something left, and names for it."""
+"""Dropping layers: only whole groups, never all layers, and the resulting file names."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A smaller vocabulary: what stays, that text is cut as before, and that the model says the same."""
+"""A smaller vocabulary: kept tokens, equal tokenization, and equal logits."""
 
 from __future__ import annotations
 

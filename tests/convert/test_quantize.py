@@ -1,4 +1,4 @@
-"""Quantizing a file: types by recipe, provenance, and nothing left behind by failure or interrupt."""
+"""Quantizing a file: types by recipe, provenance, and no files left by failures or interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: what stands in quant_recipes/, and what is said of a file that is wrong."""
+"""Recipes: the files of quant_recipes/, and errors for invalid files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs appear whole or not at all, and are made again exactly when they must be."""
+"""Outputs appear completely or not at all, and are made again only if they are out of date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensor plan: names, order, types, and what is refused."""
+"""The tensor plan: names, order, types, and errors."""
 
 from __future__ import annotations
 

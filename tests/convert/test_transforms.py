@@ -1,4 +1,4 @@
-"""What each transform does, head by head, spelled out in loops."""
+"""Each transform against loops over heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vision tower's plan and file, what is refused, and the stage that writes it beside the text model."""
+"""The vision tower's plan, errors, file, and the stage that writes it beside the text model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer as it goes into the GGUF."""
+"""The tokenizer's keys in the GGUF."""
 
 from __future__ import annotations
 

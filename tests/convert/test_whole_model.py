@@ -1,4 +1,4 @@
-"""A GGUF in place of a checkpoint: the same files come of it, and what it cannot be is refused by name."""
+"""A GGUF in place of a checkpoint gives the same files; unsuitable GGUFs are refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph of a step fits the next one, of other sequences."""
+"""A step's graph is reused for steps of other sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANY_SEQUENCES = "any-sequences"
 def test_a_step_of_other_sequences_has_the_graph_of_the_step_before(
     model: Model, kind: DeviceSampler | None
 ) -> None:
-    """One leaves between two others, one joins, and each has what it has alone."""
+    """One sequence between two others leaves and another joins; each has the logits that it has alone."""
     if ANY_SEQUENCES not in patches():
         pytest.skip("llama.cpp has no patch any-sequences")
     tokens = np.random.default_rng(2).integers(256, 2000, (N_SEQ, LENGTH))

@@ -1,4 +1,4 @@
-"""What comes back from the graph for a row is what the row's logits say."""
+"""The graph's results for a row agree with the row's logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header reader: what it reads, and what it says of files that are no good."""
+"""The reader of headers, and its errors for invalid files."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, content: bytes, m
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whatever_byte_is_flipped_there_is_a_spec_or_an_error(nano_q4_k_m: Path, tmp_path: Path) -> None:
-    """Nothing loads for ever, takes all memory, or ends in another exception."""
+    """No file makes the reader hang, take all memory, or raise another exception."""
     path, whole = tmp_path / "flipped.gguf", bytearray(nano_q4_k_m.read_bytes())
     size = whole.index(b"tokenizer.ggml.tokens")  # then words, in which a flip is nobody's concern
     tensors = whole.index(b"blk.0.attn_gate") - 200

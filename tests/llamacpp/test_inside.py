@@ -1,4 +1,4 @@
-"""What is expected of llama.cpp's inside: as it is, and each check where it is different."""
+"""Checks of llama.cpp's internals pass, and each fails if its internals differ."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_parameter_that_is_set_is_listed() -> None:
 
 
 def test_parameters_with_a_field_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's structure begins with one that the bindings do not know."""
+    """The library's structure begins with a field that the bindings lack."""
     made = C.llama_context_default_params()
     shifted = type(made)()
     size = ctypes.sizeof(made)
@@ -151,7 +151,7 @@ def test_hidden_rows_are_behind_the_logits(nano_f32: Path) -> None:
 
 
 def test_hidden_rows_that_are_elsewhere(nano_f32: Path) -> None:
-    """Are not read."""
+    """They are not read."""
     model = Model(nano_f32, n_gpu_layers=0, load_mtp=True)
     options: ContextOptions = inside_model.OPTIONS
     context = Context(model, options)

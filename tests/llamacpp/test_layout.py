@@ -1,4 +1,4 @@
-"""The structures that Python mirrors, field by field, against what the built ggml writes into them."""
+"""The structures that Python mirrors, field by field, against values that the built ggml writes."""
 
 from __future__ import annotations
 

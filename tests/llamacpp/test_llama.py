@@ -1,4 +1,4 @@
-"""The narrow door to llama.cpp: batches, positions, memory, errors, log."""
+"""The wrapper of llama.cpp: batches, positions, memory, errors, log."""
 
 from __future__ import annotations
 

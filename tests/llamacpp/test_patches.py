@@ -1,4 +1,4 @@
-"""LLAMA_PATCHES_HIDE: the server as it is without patches that its libllama has."""
+"""LLAMA_PATCHES_HIDE: the server without some of its libllama's patches."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""One pass reads prompts of different lengths, and each has what it has alone."""
+"""One pass reads prompts of different lengths, each with the logits that it has alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEP = dict.fromkeys(range(5), 1)
 def read(
     model: Model, *calls: dict[int, int], n_ubatch: int = 256, unified: bool = True
 ) -> tuple[Rows, list[int]]:
-    """The rows of the last tokens of each sequence in each call, and how many tokens each pass has."""
+    """(rows of each sequence's last tokens in each call, number of tokens of each pass)."""
     passes: list[int] = []
 
     def look(address: int, ask: bool, _data: object) -> bool:

@@ -1,4 +1,4 @@
-"""What the host makes of a device's figures."""
+"""The host's reading of figures from the device."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SIZES = [1, 31, 30 * 31, 128 * 40]
 
 
 def logits_of(n_vocab: int, n: int = 40) -> npt.NDArray[np.float32]:
-    """Coarse, so that some rows have several best tokens."""
+    """Logits with few distinct values, so that some rows have several best tokens."""
     return np.random.default_rng(n_vocab).normal(0, 3, (n, n_vocab)).round(1).astype(np.float32)
 
 
 def best_figures(
     logits: npt.NDArray[np.float32], ends: list[int], n_real: int
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """What the device would give for BEST, and the number of blocks."""
+    """(the device's figures for BEST, number of blocks)."""
     n, n_vocab = logits.shape
     blocks = n_blocks(n_vocab)
     going_on = logits.copy()
@@ -82,7 +82,7 @@ def test_the_probability_from_blocks(n_vocab: int) -> None:
 
 
 def guess_figures(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """What the device would give for GUESS. Its argmax passes over NaN."""
+    """The device's figures for GUESS. Its argmax ignores NaN."""
     pieces = logits.reshape(len(logits), n_blocks(logits.shape[1]), -1)
     places = np.where(np.isnan(pieces), -np.inf, pieces).argmax(axis=2)
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Pictures through libmtmd: how many rows, at which positions, and what is refused."""
+"""Pictures through libmtmd: number of rows, positions, and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def picture(width: int, height: int, seed: int = 0) -> np.ndarray[tuple[int, ...
 
 @pytest.mark.parametrize(("columns", "rows"), [(4, 3), (3, 4), (8, 1), (1, 9), (5, 5)])
 def test_a_picture_takes_a_grid_of_positions(tower: VisionTower, columns: int, rows: int) -> None:
-    """Time stands still in it; what follows comes after its longer side (transformers' get_rope_index)."""
+    """The time axis does not advance within it. The next token's position follows its longer side
+    (transformers' get_rope_index)."""
     found = tower.prepare(picture(columns * TOKEN, rows * TOKEN))
     assert (found.n_rows, found.n_pos) == (columns * rows, max(columns, rows))
     row, column = np.divmod(np.arange(columns * rows), columns)
@@ -78,7 +79,7 @@ def test_other_sizes_are_resized(
 
 
 def test_a_picture_is_stretched_to_whole_rows(tower: VisionTower) -> None:
-    """As transformers does it: nothing is added at its borders."""
+    """As in transformers, without padding."""
     size = 4 * TOKEN, 3 * TOKEN
     for given in (
         picture(4 * TOKEN - 3, 3 * TOKEN + 3),
@@ -131,7 +132,7 @@ def test_a_file_that_is_no_mmproj(folder: Path, model: Model, tmp_path: Path) ->
 
 
 def test_another_models_tower(nano_f16: Path, folder: Path) -> None:
-    """Its rows would be of another width."""
+    """Its rows have another width."""
     with (
         Model(nano_f16, n_gpu_layers=0) as nano,
         pytest.raises(ModelLoadError, match=r"mismatch|n_embd"),

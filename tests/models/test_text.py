@@ -1,4 +1,4 @@
-"""Text of nano's training mixture for calibration: every family is in it, and nothing that is held out."""
+"""Calibration text from nano's training mixture has every family of tasks, and no held-out item."""
 
 from __future__ import annotations
 

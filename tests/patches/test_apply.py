@@ -1,4 +1,5 @@
-"""patches/apply.cmake on sources of a few lines: applied, taken back, refused by name, told by libllama."""
+"""patches/apply.cmake on sources of a few lines: patches are applied, removed, refused by name, and listed by
+libllama."""
 
 import ctypes
 import shutil
@@ -93,7 +94,7 @@ def configure(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]
 
 
 def built(tmp_path: Path) -> ctypes.CDLL:
-    """The library as it is now (by another name each time: a loaded library is not loaded again)."""
+    """The current library, under a new name each time, since a loaded library is not loaded again."""
     subprocess.run(["cmake", "--build", tmp_path / "build"], check=True, capture_output=True)
     library = next((tmp_path / "build").glob("libllama.*"))
     copy = tmp_path / f"{len(list(tmp_path.iterdir()))}-{library.name}"
@@ -166,7 +167,7 @@ def test_sources_changed_by_hand_are_named(tmp_path: Path, queue: Path, sources:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only linkers of ELF have --exclude-libs")
 def test_libraries_do_not_export_what_static_ones_bring(tmp_path: Path, queue: Path, sources: Path) -> None:
-    """As libstdc++.a does where a compiler lacks libstdc++.so."""
+    """A static libstdc++.a would, if a compiler lacks libstdc++.so."""
     src = sources / "src"
     (src / "CMakeLists.txt").write_text(LIBRARY + RUNTIME)
     (src / "runtime.cpp").write_text('extern "C" int runtime(void) { return 5; }\n')

@@ -1,4 +1,5 @@
-"""patches/bump.py with releases of three files: moved, known to upstream, in conflict, solved, accepted."""
+"""patches/bump.py with releases of three files: patches that move, are upstream, conflict, or are
+resolved."""
 
 from __future__ import annotations
 
@@ -164,7 +165,7 @@ def test_a_conflict_that_was_committed_by_hand(tree: Path) -> None:
 
 @pytest.mark.slow
 def test_what_was_edited_with_a_conflict_belongs_to_its_patch(tree: Path) -> None:
-    """A file that git merged and that has to change with it, without `git add`."""
+    """The edit is in a file that git merged without a conflict, and was not added with `git add`."""
     files = SOURCES | {"src/one.cpp": "int one() {\n    return 11;\n}\n"}
     assert bump(tree, files).returncode == 2
     repository = work(tree) / "llama.cpp"
@@ -180,7 +181,7 @@ def test_what_was_edited_with_a_conflict_belongs_to_its_patch(tree: Path) -> Non
 
 @pytest.mark.slow
 def test_a_patch_that_git_cannot_take_is_told(tree: Path) -> None:
-    """Edits after a patch was committed, in a file that the next one changes."""
+    """There are edits after a patch was committed, in a file that the next patch changes."""
     files = SOURCES | {"src/one.cpp": "int one() {\n    return 11;\n}\n"}
     assert bump(tree, files).returncode == 2
     repository = work(tree) / "llama.cpp"

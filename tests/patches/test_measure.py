@@ -1,4 +1,4 @@
-"""patches/measure.sh with programs that tell their environment: a step takes away what is later than it."""
+"""patches/measure.sh with programs that print their environment: each step disables all later patches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ with (run / "rows.jsonl").open("w") as file:
 def measure(
     tmp_path: Path, part: str, environment: dict[str, str], variables: list[str] = VARIABLES
 ) -> subprocess.CompletedProcess[str]:
-    """Run it with a library that reads these variables."""
+    """Run the script with a library that reads these variables."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "libllama.so").write_bytes(b"\0".join(name.encode() for name in ["", *variables, ""]))
@@ -58,7 +58,7 @@ def measure(
 
 
 def settings(tmp_path: Path) -> dict[str, set[str]]:
-    """What was set, by step."""
+    """The variables that were set, by step."""
     lines = (tmp_path / "out" / "waterfall.jsonl").read_text().splitlines()
     return {row["label"]: set(row["set"].split()) for row in map(json.loads, lines)}
 
@@ -81,7 +81,7 @@ def test_switches_are_read_by_someone_and_documented() -> None:
 
 
 def taken(names: list[str]) -> set[str]:
-    """The settings that take these patches away: of one variable the oldest's stands."""
+    """The settings that disable these patches; if several share a variable, the oldest's value."""
     values = dict(OFF[name].split("=", 1) for name in reversed(names))
     return {f"{name}={value}" for name, value in values.items()}
 
@@ -116,7 +116,7 @@ def test_a_part_has_the_steps_that_it_can_tell_apart(tmp_path: Path) -> None:
 
 
 def test_a_step_that_the_build_cannot_take_is_left_out(tmp_path: Path) -> None:
-    """Not measured under its name with the switch without effect."""
+    """It is not measured under its name with a switch that has no effect."""
     known = [name for name in VARIABLES if name != "LLAMA_KQ_MASK_WHOLE"]
     steps = "attention-own-cells kq-mask-in-place -kq-mask-in-place 0016"
     done = measure(tmp_path, "waterfall", {"STEPS": steps}, known)

@@ -1,4 +1,5 @@
-"""The queue: its files say what a reader needs; what is built with it computes what stock llama.cpp does."""
+"""The patch queue: its documentation is complete, and patched llama.cpp computes what stock llama.cpp
+does."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def test_every_topic_has_a_page_that_names_its_patches() -> None:
 
 
 def test_the_loaded_library_tells_what_it_has() -> None:
-    """Which may be an older queue than this one, or nothing: stock."""
+    """It may have an older queue than this one, or none (stock)."""
     assert all(re.fullmatch(r"[a-z][a-z0-9-]+", name) for name in patches())
 
 
@@ -73,7 +74,7 @@ def libraries() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def stock(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of llama.cpp's sources as they come."""
+    """A copy of llama.cpp's stock sources."""
     sources, made = llama_cpp_sources(), tmp_path_factory.mktemp("stock")
     for folder in FOLDERS:
         shutil.copytree(sources / folder, made / folder)
@@ -84,7 +85,7 @@ def stock(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def patched(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with the queue."""
+    """A copy with the queue applied."""
     made = shutil.copytree(stock, tmp_path_factory.mktemp("patched"), dirs_exist_ok=True)
     for patch in QUEUE:
         apply(patch, made)
@@ -162,7 +163,7 @@ def test_padded_steps_have_the_bits_of_others(
 def test_several_that_go_back_are_as_their_texts(
     libraries: dict[str, Path], tmp_path: Path, seed: int
 ) -> None:
-    """Texts that went back to snapshots, and the same texts computed again."""
+    """Logits of texts that were rolled back to snapshots equal those of the same texts computed again."""
     script = f"--f32 --seed {seed} --actions 60 --snapshots 5 --shared --together 16".split()
     back, again = (
         rows(libraries["patched"], nano_gguf("F32"), tmp_path / f"{len(more)}.npz", *script, *more)
@@ -174,7 +175,7 @@ def test_several_that_go_back_are_as_their_texts(
 
 @pytest.mark.reference
 def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp_path: Path) -> None:
-    """llama.cpp's test that a patch brings: random cells, every mask compared with the function as it was."""
+    """A patch adds this test to llama.cpp: with random cells, every mask equals the original function's."""
     library, program = libraries["patched"], tmp_path / "test-kv-mask"
     command = ["c++", "-std=c++17", "-O1", "-Iinclude", "-Iggml/include", "-o", str(program)]
     command += ["tests/test-kv-mask.cpp", f"-L{library}", "-lllama", "-lggml-base", f"-Wl,-rpath,{library}"]
@@ -242,7 +243,7 @@ UPSTREAM = sorted((PATCHES / "upstream").glob("*.patch"))
 
 @pytest.mark.parametrize("patch", UPSTREAM, ids=lambda path: path.stem)
 def test_what_goes_upstream_has_a_title_and_a_row(patch: Path) -> None:
-    """No description: who sends it writes that."""
+    """There is no description, since the person who sends the patch writes it."""
     header = patch.read_text().split("\ndiff --git ")[0]
     assert re.fullmatch(r"Subject: \[PATCH\] \S.*: \S.+\n", header)
     assert f"| [{patch.stem}](" in (patch.parent / "README.md").read_text()
@@ -256,7 +257,8 @@ INCLUDED = ("include", "ggml/include", "ggml/src", "common", "ggml/src/ggml-cpu"
 @pytest.mark.reference
 @pytest.mark.timeout(3600)
 def test_each_patch_compiles_on_those_before_it(stock: Path, tmp_path: Path) -> None:
-    """What it touches, and what of libllama includes that; after the last one what else does. No CUDA."""
+    """Compiles the sources that a patch changes and libllama's sources that include them; after the last
+    patch, others that include them, too. CUDA is not compiled."""
     sources = shutil.copytree(stock, tmp_path / "llama.cpp")
     touched = {patch: re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE) for patch in QUEUE}
     some = {path for paths in touched.values() for path in paths if COMPILED.fullmatch(path)}

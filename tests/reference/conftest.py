@@ -1,4 +1,4 @@
-"""nano behind a tower, which more than one of the comparisons reads."""
+"""nano with a vision tower, for several comparisons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""nano with a vision tower of the official layout, untrained: for what holds whatever its weights are."""
+"""nano with an untrained vision tower of the official layout, for comparisons that do not depend on its
+weights."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def seeing_nano(folder: Path) -> Path:
 
 
 def write_tower(checkpoint: Path) -> Path:
-    """Its tower in F32, beside the checkpoint."""
+    """Write the tower in F32, beside the checkpoint."""
     preprocessor = read_preprocessor(checkpoint)
     assert preprocessor is not None
     path = checkpoint.with_name("mmproj-nano-F32.gguf")

@@ -1,4 +1,4 @@
-"""Our chat templates against the official one, which llama.cpp's sources carry, on random conversations."""
+"""The bundled chat templates against the official one in llama.cpp's sources, on random conversations."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def ours(name: str) -> Any:
 
 
 def outcome(template: Any, variables: dict[str, Any]) -> str | tuple[type[Exception], str]:
-    """The text, or the error: its message too where the template itself raised it."""
+    """The text, or the error, with its message if the template raised it."""
     try:
         text: str = template.render(**variables)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Compensated rounding with torch, as on a card, beside numpy: the same blocks but for ties."""
+"""Compensated rounding with torch, as on a GPU, gives numpy's blocks except for ties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block drafter in llama.cpp against the module that it was trained as: the same distributions."""
+"""The block drafter's distributions in llama.cpp equal those of the module that it was trained with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distillation: torch's model is llama.cpp's, codes and types stay, and unseen text diverges less."""
+"""Distillation: torch's model equals llama.cpp's, codes and types stay, and unseen text diverges less."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def values_of(path: Path) -> list[np.ndarray]:
 
 
 def test_torch_s_model_is_llama_cpp_s(nano_f16: Path, tmp_path: Path) -> None:
-    """Every type in use, those that are not trained, too; reordered heads; the head that is the embedding."""
+    """For every type in use, including untrained ones, with reordered heads, and with a tied output head."""
     from qwen_serve.convert import distillation
 
     overrides = [{"pattern": name, "type": kind, "reason": "test"} for name, kind in OTHERS.items()]

@@ -1,4 +1,4 @@
-"""Our importance matrix against llama-imatrix's, and either program reading the other's file."""
+"""The importance matrix equals llama-imatrix's, and each program reads the other's file."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def sequences() -> NDArray[np.int32]:
 
 
 def train(model: Any, sequences: NDArray[np.int32]) -> None:
-    """A few large steps on texts of its own, so that every B has something to say."""
+    """Train an adapter with a few large steps on its own texts, so that no B is zero."""
     import torch
 
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-2)

@@ -1,4 +1,4 @@
-"""Our quantized files against llama-quantize's, byte for byte, and what the importance matrix is good for."""
+"""Quantized files equal llama-quantize's, byte for byte, and the importance matrix lowers the divergence."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_file_is_llama_quantizes(
 
 
 def test_the_importance_matrix_lowers_the_divergence(nano_f16: Path, tmp_path: Path) -> None:
-    """With what the pipeline makes by default: the model's two texts, the matrix of the first."""
+    """With the pipeline's defaults: two texts of the model, and the matrix of the first one."""
     calibration, evaluation, imatrix = (
         tmp_path / name for name in ("calibration.txt", "evaluation.txt", "imatrix.gguf")
     )

@@ -1,4 +1,4 @@
-"""The modules that made nano's vision tower against transformers' Qwen3.5, of the same weights."""
+"""The modules that trained nano's vision tower against transformers' Qwen3.5, with the same weights."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ PASSED_ON = ("Content-Type", "X-Request-Id", "Content-Security-Policy")
 
 @dataclass
 class Break:
-    """What is done to requests, to whole answers and to events (None drops one).
-
-    ``fail``: a status instead of an answer.
+    """Changes to requests, to whole answers and to events (None drops one). ``fail``: a status instead of an
+    answer.
     """
 
     request: Callable[[str, Body], Body] = lambda _, body: body

@@ -1,4 +1,4 @@
-"""A server that sees."""
+"""A server with a vision tower."""
 
 from __future__ import annotations
 

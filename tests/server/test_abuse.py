@@ -1,4 +1,4 @@
-"""Requests made to hurt, and the whole server: each is answered or refused at once, and nobody else notices.
+"""Hostile requests to the whole server: each is answered or refused at once, without delaying others.
 
 Times are CPU times of the server where they can be, so that a busy machine does not fail these tests.
 """
@@ -153,7 +153,7 @@ def test_a_body_costs_little(server: Watched, name: str) -> None:
 
 
 def test_many_at_once(server: Watched) -> None:
-    """Small requests and probes go on beside them all."""
+    """Small requests and probes are still answered meanwhile."""
     idle = report(server)["resident_mib"]["now"]
     made = [BODIES[name]() for name in BODIES]
     with ThreadPoolExecutor(8) as pool:
@@ -203,7 +203,7 @@ def test_headers_without_end(server: Watched) -> None:
 
 
 def test_clients_that_leave(server: Watched) -> None:
-    """At any moment, with another request behind the first or without."""
+    """Clients disconnect at any moment, with or without another request after the first."""
     url = httpx.URL(server.url)
 
     def leave(number: int) -> None:

@@ -1,5 +1,5 @@
-"""With `--deterministic` every kind of request gets the same answer in any company, whatever drafts: what
-`qwen-bench soak answers` proves, of nano."""
+"""With `--deterministic` every kind of request gets the same answer under any load and with any drafter:
+`qwen-bench soak answers` with nano."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRAFTS = ("off", "ngram", "mtp", "both", "draft")
 def asked(
     model: Path, store: Path, servers: dict[str, dict[str, Any]], *options: str
 ) -> tuple[int, dict[str, Any]]:
-    """The command's status, and its verdict."""
+    """(exit status of the command, verdict)."""
     words = [
         "--gguf",
         str(model),
@@ -76,7 +76,7 @@ def test_experts_too(nano_moe_q4_k_m: Path, tmp_path: Path) -> None:
 
 
 def test_without_it_answers_differ(nano_q4_k_m: Path, tmp_path: Path) -> None:
-    """Else the tests above could not fail."""
+    """Otherwise the tests above could not fail."""
     status, found = asked(nano_q4_k_m, tmp_path, {"default": {}}, "--requests", "18", "--levels", "18")
     assert status == 1
     assert found["differ"] > 0

@@ -1,4 +1,4 @@
-"""`qwen-serve`: what `serve MODEL` may name, and nano from nothing to its first answer."""
+"""`qwen-serve`: values of `serve MODEL`, and nano from conversion to its first answer."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_served_is_one_line(
 
 
 def run(*arguments: str) -> int | str | None:
-    """`qwen-serve` in this process; its status."""
+    """Run `qwen-serve` in this process. Returns its exit status."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["qwen-serve", *arguments])
         try:

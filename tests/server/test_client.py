@@ -1,4 +1,4 @@
-"""The terminal client, as a program: against the scripted server, through a pipe and through a terminal."""
+"""The terminal client as a program with the scripted server, through a pipe and in a terminal."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_it_waits_while_the_model_loads(start: Start) -> None:
 
 
 class Terminal:
-    """What a program in a terminal shows, and a keyboard for it."""
+    """A program in a terminal: its output, and input for it."""
 
     def __init__(self) -> None:
         self._ours, self.program_side = pty.openpty()
@@ -122,7 +122,7 @@ class Terminal:
         os.write(self._ours, keys)
 
     def read_until(self, text: str) -> str:
-        """What is shown up to and including `text`; later calls go on behind it."""
+        """The output up to and including `text`. Later calls continue after it."""
         deadline = time.monotonic() + 30
         while text not in self._unread:
             ready, _, _ = select.select([self._ours], [], [], max(0, deadline - time.monotonic()))

@@ -31,7 +31,7 @@ START_S = 180
 
 
 def free_ports(count: int) -> int:
-    """The first of so many in a row that are free, below those that the system hands out meanwhile."""
+    """The first of `count` free consecutive ports, below the system's ephemeral ones."""
     while True:
         first = random.randrange(15_000, 32_000)
         with ExitStack() as stack, suppress(OSError):
@@ -56,7 +56,7 @@ def test_a_replica_believes_no_header_about_addresses_unless_told_to(
 
 
 class ClusterProcess:
-    """A cluster that was started; what it prints is read as it comes."""
+    """A running cluster, whose output is read as it arrives."""
 
     def __init__(self, model: Path, logs: Path) -> None:
         self.port = free_ports(REPLICAS + 2)
@@ -90,11 +90,11 @@ class ClusterProcess:
         return wait_until(met, START_S, lambda: self.printed)
 
     def workers(self) -> list[int]:
-        """Process ids, of the table that was printed last."""
+        """Process ids of the replicas, from the last printed table."""
         return [int(pid) for pid in re.findall(r"worker-\d+ +\S+ +\d+ +(\d+)", self.printed)][-REPLICAS:]
 
     def healthy(self) -> int:
-        """Replicas that the router sends to."""
+        """Number of replicas that the router uses."""
         workers = httpx.get(f"{self.url}/workers", timeout=10).json()["workers"]
         return sum(worker["is_healthy"] for worker in workers)
 
@@ -104,7 +104,7 @@ class ClusterProcess:
         return [float(re.findall(rf"\n{metric} (\S+)", page)[0]) for page in pages]
 
     def prompts(self) -> list[float]:
-        """Tokens of prompts that each replica has had."""
+        """Number of prompt tokens that each replica received."""
         return self.counted("qwen_prompt_tokens_total")
 
 
@@ -123,7 +123,7 @@ def cluster(nano_q4_k_m: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 async def ask(client: httpx.AsyncClient, number: int, tokens: int = 120) -> tuple[int, str]:
-    """Status (0: a stream that broke off), and the text or what was said instead."""
+    """(status, text or error); status 0: the stream broke off."""
     body = {"model": "nano", "prompt": f"Number {number} and then", "max_tokens": tokens, "ignore_eos": True}
     if number % 2:
         answer = await client.post("/v1/completions", json=body)
@@ -217,7 +217,7 @@ async def test_under_load_a_prefix_has_a_home_and_a_hot_one_has_all(
         places = asyncio.Semaphore(64)
 
         async def computed(subject: str, number: int) -> bool:
-            """Whether the prefix was."""
+            """Whether the prefix was computed."""
             content = f"Tell me all about {subject}. " * 40 + f"What of number {number}?"
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "ignore_eos": True}
             async with places:

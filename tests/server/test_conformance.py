@@ -1,5 +1,5 @@
-"""The API's contract: every check of `qwen-bench conformance` against a live server, and that each theme's
-checks fail where a rule is broken."""
+"""The API's contract: every check of `qwen-bench conformance` passes against a live server, and each theme's
+checks fail if a rule is broken."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ async def test_the_contract_is_kept(url: str, name: str) -> None:
 
 
 def without(*fields: str) -> Callable[[str, Body], Body]:
-    """Requests lose these fields: the server ignores them."""
+    """Remove these fields from requests, as if the server ignored them."""
     return lambda _, body: {name: value for name, value in body.items() if name not in fields}
 
 
 def mended(field: str, bad: Any, good: Any) -> Callable[[str, Body], Body]:
-    """Bad values of a field are quietly mended: the server is lenient."""
+    """Replace invalid values of a field silently, as a lenient server would."""
     return lambda _, body: {**body, field: good} if body.get(field) == bad else body
 
 
@@ -78,7 +78,7 @@ def choice_with(**changes: Any) -> Callable[[str, Body], Body]:
 
 
 def answer_first(_: str, event: Body) -> Body:
-    """Content and reasoning swap places in a stream."""
+    """Swap content and reasoning in a stream."""
     for choice in event.get("choices", ()):
         delta = choice.get("delta", {})
         if "reasoning_content" in delta:
@@ -89,7 +89,7 @@ def answer_first(_: str, event: Body) -> Body:
 
 
 def torn_call(_: str, event: Body) -> Body:
-    """A tool call whose arguments have no end, in a reply that says it has one."""
+    """Cut off a tool call's arguments in a reply whose finish reason is tool_calls."""
     for choice in event["choices"]:
         function = {"name": "get_weather", "arguments": "{"}
         choice["delta"] = {"tool_calls": [{"index": 0, "id": "call_1", "function": function}]}
@@ -98,7 +98,7 @@ def torn_call(_: str, event: Body) -> Body:
 
 
 def nonce_in_front(_: str, body: Body) -> Body:
-    """The prompt begins anew with each request."""
+    """Give each prompt another beginning, so that nothing is cached."""
     return {**body, "system": [{"type": "text", "text": f"{uuid4().hex} "}, *body.get("system", [])]}
 
 

@@ -1,4 +1,4 @@
-"""Conversations over HTTP go on from what the turns before left in the prefix cache."""
+"""Conversations over HTTP continue from the states of earlier turns in the prefix cache."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ MATES = [
 
 
 def asked(served: Served, bodies: Sequence[Mapping[str, Any]]) -> list[httpx.Response]:
-    """All at once."""
+    """Send all requests at once."""
 
     def post(body: Mapping[str, Any]) -> httpx.Response:
         return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60)
@@ -189,7 +189,7 @@ def test_a_fault_in_a_drafter_costs_nobody_anything(
 
 
 async def leaving(url: httpx.URL, rng: random.Random) -> None:
-    """A client that goes away at some moment, at most after half a second of an answer."""
+    """A client that disconnects at a random moment, at most half a second after the answer began."""
     text = " ".join(rng.choice(("one", "two", "three", "many")) for _ in range(rng.randint(1, 250)))
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": text, "n": rng.randint(1, 3)}),

@@ -1,4 +1,4 @@
-"""GGUFs of the hub: which files are meant, how they come into its cache, what `list` and `rm` do."""
+"""GGUFs on the hub: choice of files, downloads into the hub's cache, `list` and `rm`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def blobs(tmp_path: Path) -> Path:
 def test_a_download_goes_on_where_it_was_interrupted(
     hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the end of a process, and by the network."""
+    """After the process ended, and after a network failure."""
     digest = hashlib.sha256(WEIGHTS).hexdigest()
     blobs(tmp_path).mkdir(parents=True)
     (blobs(tmp_path) / f"{digest}.incomplete").write_bytes(WEIGHTS[:100_000])

@@ -1,4 +1,4 @@
-"""lm-eval against the served nano model: what it makes of log-probabilities is what the logits say."""
+"""lm-eval with the served nano model: its log-likelihoods agree with the logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ollama's Python client against a model."""
+"""Ollama's Python client with a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures through every door: the same picture and words have the same prompt, and the same answer."""
+"""Pictures through every API format: the same picture and text give the same prompt and answer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROWS = 128 // 16 * 96 // 16
 
 
 def image(seed: int) -> dict[str, Any]:
-    """Anthropic's block."""
+    """Anthropic's content block with a picture."""
     source = {"type": "base64", "media_type": "image/png", "data": encoded(noise(seed))}
     return {"type": "image", "source": source}
 
 
 def input_image(seed: int) -> dict[str, Any]:
-    """The Responses API's part."""
+    """The Responses API's content part with a picture."""
     return {"type": "input_image", "image_url": url(noise(seed)), "detail": "auto"}
 
 

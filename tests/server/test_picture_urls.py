@@ -1,4 +1,4 @@
-"""Pictures that are fetched: from whom, how much, how long, and whom nobody may make the server ask."""
+"""Fetching of pictures: allowed hosts, limits of size and time, and addresses that are refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _place(address: str) -> tuple[int, int, str]:
 
 
 class Pictures(ServedInThread):
-    """A host of pictures, and of traps."""
+    """A web server with pictures, and with traps."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ async def test_what_is_refused_is_named(
 async def test_a_name_is_resolved_once_and_that_address_is_asked(
     fetching: Served, host: Pictures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that would be a private address the second time."""
+    """A second look-up would return a private address."""
     resolved: list[str] = []
 
     async def once(name: str, *_: int) -> list[tuple[int, int, str]]:

@@ -1,4 +1,4 @@
-"""Schemas of others: what compiles writes valid documents only."""
+"""Published schemas: those that compile give only valid documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""start_server.sh and stop_server.sh: up and answering, or a reason."""
+"""start_server.sh and stop_server.sh: the server answers, or the script gives the reason."""
 
 from __future__ import annotations
 

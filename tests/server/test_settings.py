@@ -1,4 +1,4 @@
-"""Flags over environment over file over defaults, with errors that say which."""
+"""Precedence of flags, environment, file and defaults; errors name the source."""
 
 from __future__ import annotations
 

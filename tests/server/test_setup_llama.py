@@ -1,4 +1,4 @@
-"""`qwen-serve setup`: which build is chosen, what it is kept under, and what is said while it runs."""
+"""`qwen-serve setup`: choice of the build, its key in the cache, and output."""
 
 from __future__ import annotations
 

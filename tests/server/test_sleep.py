@@ -1,4 +1,4 @@
-"""A model that is unloaded while nobody asks for it, and is loaded again."""
+"""A model that is unloaded while there are no requests, and loaded again."""
 
 from __future__ import annotations
 

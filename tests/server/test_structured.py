@@ -1,4 +1,4 @@
-"""Answers that must look a certain way, over HTTP, from a model that knows nothing of it."""
+"""Structured output over HTTP, from a model that was not trained for it."""
 
 from __future__ import annotations
 

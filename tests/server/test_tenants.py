@@ -1,4 +1,4 @@
-"""A server with several API keys: one that asks for much keeps nobody else waiting."""
+"""A server with several API keys: a key with many requests does not delay others."""
 
 from __future__ import annotations
 

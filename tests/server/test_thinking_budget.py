@@ -1,4 +1,4 @@
-"""Thinking budgets over HTTP, in everybody's spelling."""
+"""Thinking budgets over HTTP, with the fields of all supported APIs."""
 
 from __future__ import annotations
 

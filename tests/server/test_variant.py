@@ -1,4 +1,4 @@
-"""Variants: their files, what a mistake in one says, and where they stand among flags and defaults."""
+"""Variants: their files, errors, and precedence among flags and defaults."""
 
 from __future__ import annotations
 

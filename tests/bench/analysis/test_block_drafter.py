@@ -1,4 +1,4 @@
-"""What a block drafter's passes cost, by its file."""
+"""Costs of a block drafter's passes, computed from its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The roofline by hand: bytes and operations of passes, and the time a card takes for them."""
+"""Bytes, operations and times of passes, against figures computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulations: peers that do the same come out alike, a true difference is found, drift does not matter."""
+"""Simulations: equal peers are not told apart, a true difference is found, and drift does not matter."""
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ SCATTER = 0.03
 
 
 def rows(values: dict[str, list[list[float]]], metric: str = "latency", cell: str = "short") -> pd.DataFrame:
-    """By subject the values of each round."""
+    """Rows of the store from the values of each round, by subject."""
     return pd.DataFrame(
         [
             {"run": "r", "subject": subject, "workload": "w", "cell": cell, "round": number}
@@ -33,7 +33,8 @@ def rows(values: dict[str, list[list[float]]], metric: str = "latency", cell: st
 
 
 def told_apart(times: float, rounds: int, *, trials: int = 400, skewed: bool = False) -> float:
-    """The share of experiments in which a server ``times`` as slow as another is told from it."""
+    """The share of experiments in which a server that takes ``times`` as long as another is told apart from
+    it."""
     rng = np.random.default_rng(7)
     count = 0
     for _ in range(trials):

@@ -1,4 +1,4 @@
-"""The engine's operations are timed, and each timing is a row of the store."""
+"""Timings of the engine's operations become rows of the store."""
 
 from collections import defaultdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Types of the KV cache are measured beside f16, and come out as a table."""
+"""Types of the KV cache are compared with f16, in a table."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small datasets in the benchmarks' own fields, and a chat that answers chosen items rightly."""
+"""Small datasets with the benchmarks' fields, and a chat that answers chosen items correctly."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def question(number: int, category: str) -> Row:
-    """MMLU-Pro's fields; the answer is the letter of the number."""
+    """An item of MMLU-Pro. The answer is the letter of the number."""
     letter = LETTERS[number % 10]
     return {
         "question_id": number,
@@ -46,7 +46,7 @@ def question(number: int, category: str) -> Row:
 
 
 def instruction(number: int) -> Row:
-    """IFEval's fields."""
+    """An item of IFEval."""
     prompt, names, arguments, _, _ = INSTRUCTIONS[number % len(INSTRUCTIONS)]
     return {
         "key": number,
@@ -57,13 +57,13 @@ def instruction(number: int) -> Row:
 
 
 def problem(number: int) -> Row:
-    """What GPQA's definition makes of a row; the answer is the letter of the number."""
+    """A processed item of GPQA. The answer is the letter of the number."""
     choices = {f"choice{i + 1}": f"result {number + i}" for i in range(4)}
     return {"id": number, "Question": f"Problem {number}?", **choices, "answer": f"({LETTERS[number % 4]})"}
 
 
 def gpqa_row(number: int) -> Row:
-    """GPQA's own fields."""
+    """A row of GPQA's dataset."""
     wrong = {f"Incorrect Answer {i}": f"wrong {number} {i}" for i in (1, 2, 3)}
     return {"Question": f"Problem {number}?", "Correct Answer": f"right {number}", **wrong}
 
@@ -85,7 +85,7 @@ def nano_folder(folder: Path, reference: Mapping[str, Mapping[str, Any]]) -> Pat
 
 
 def all_right() -> dict[str, dict[str, Any]]:
-    """A reference that answers everything rightly."""
+    """A reference with only right answers."""
     return {
         "knowledge": {str(n): True for n in range(10)},
         "instructions": {str(n): [True] * len(instruction(n)["kwargs"]) for n in range(8)},
@@ -94,12 +94,12 @@ def all_right() -> dict[str, dict[str, Any]]:
 
 
 def number_in(text: str, before: str) -> int:
-    """The number behind the last ``before``."""
+    """The number after the last ``before``."""
     return int(text.rsplit(before, 1)[1].strip().split("?")[0].split(".")[0])
 
 
 def answering(right: Callable[[str, int], bool]) -> Callable[[Body], FakeReply]:
-    """A chat that answers item ``number`` of a family rightly where ``right(family, number)``."""
+    """A chat that answers item ``number`` of a family correctly if ``right(family, number)``."""
 
     def reply(body: Body) -> FakeReply:
         text = text_of(body["messages"][-1]["content"])

@@ -34,7 +34,8 @@ def test_every_outcome_of_an_item_counts_but_they_come_together() -> None:
 
 
 def draw(rng: random.Random) -> Estimate:
-    """Three subtasks of unlike size and difficulty, two outcomes an item, alike in most."""
+    """The estimate from random outcomes of three subtasks with different sizes and difficulties: two outcomes
+    for each item, mostly equal."""
     strata = []
     for size, rate in ((60, 0.9), (25, 0.7), (40, 0.5)):
         items = []

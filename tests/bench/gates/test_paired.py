@@ -1,4 +1,4 @@
-"""Two files of replies beside each other."""
+"""Two files of replies are compared item by item."""
 
 from pathlib import Path
 

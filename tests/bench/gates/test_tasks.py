@@ -1,4 +1,4 @@
-"""lm-eval's own definitions on small local copies of their datasets: the path the hub's data take."""
+"""lm-eval's definitions with small local copies of their datasets, which are read as the hub's are."""
 
 import random
 import re
@@ -59,7 +59,7 @@ def test_ifeval(tmp_path: Path) -> None:
 
 
 def right_choice(body: Body) -> FakeReply:
-    """Finds the letter of the choice that says it is right; problems 0 and 1 are got wrong."""
+    """Answers with the letter of the right choice, except for problems 0 and 1."""
     text = text_of(body["messages"][-1]["content"])
     letter = re.findall(r"\((.)\) right", text)[0]
     number = int(re.findall(r"Problem (\d+)", text)[0])
@@ -150,7 +150,7 @@ def test_missing_scoring_data_is_found_before_the_asking(
 
 
 def test_questions_about_pictures(tmp_path: Path) -> None:
-    """nano's own gate: each answered by one word, its picture in front."""
+    """nano's gate: each question comes after its picture, and the answer is one word."""
     rows = [
         {
             "id": n,

@@ -1,4 +1,4 @@
-"""Answers in company are compared with those alone: what differs is told, and in the verdict."""
+"""Answers under load are compared with those alone. Differences are reported in the verdict."""
 
 import json
 import os
@@ -18,7 +18,7 @@ QUICK += ["--input-tokens", "24", "--output-tokens", "8", "--aborts", "0.3"]
 
 
 def scored(answer: Body, logprob: float = -0.25) -> Body:
-    """With a log-probability, and a call that has an id of its own."""
+    """An answer with a log-probability, and with a tool call whose id is new each time."""
     for choice in answer["choices"]:
         choice["logprobs"] = {"content": [{"token": "a", "logprob": logprob}]}
         if "message" in choice:

@@ -1,4 +1,4 @@
-"""The client reads answers and streams, stamps arrivals, and says clearly what is wrong."""
+"""The client reads answers and streams, records arrival times, and reports errors clearly."""
 
 import asyncio
 

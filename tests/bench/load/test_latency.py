@@ -1,4 +1,4 @@
-"""The latency command sends what the protocols say and records what came back, failures included."""
+"""The latency command sends the protocols' requests and records all results, including failures."""
 
 from collections.abc import Callable
 from itertools import count
@@ -93,7 +93,7 @@ def test_claims_that_do_not_recount_are_flagged(tmp_path: Path, capsys: pytest.C
 
 
 def failing_after(good: int) -> Callable[[str], int | None]:
-    """500 for every generation after the first ``good`` ones."""
+    """A hook that answers every generation after the first ``good`` ones with 500."""
     seen = count()
     return lambda path: 500 if path in ("/invocations", "/v1/completions") and next(seen) >= good else None
 

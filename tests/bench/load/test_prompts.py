@@ -1,4 +1,4 @@
-"""Prompts have the exact length that was asked for, and no two are alike."""
+"""Prompts have the exact requested length, and all are different."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LENGTHS = (1, 7, 64, 500)
 
 
 def nano() -> HuggingFaceVocabulary:
-    """Of random tokens that are joined, some become others."""
+    """nano's vocabulary, in which the texts of random tokens may merge into other tokens."""
     return HuggingFaceVocabulary(str(NANO))
 
 
@@ -38,7 +38,7 @@ async def test_random_prompts_hold_their_length(words: bool) -> None:
 
 
 class Bytes(Vocabulary):
-    """Encodes to bytes, a token each; some tokens decode to a character of three of them."""
+    """A vocabulary in which each byte is a token, and some tokens decode to a character of three bytes."""
 
     source = "bytes"
     size = 128

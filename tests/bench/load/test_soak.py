@@ -1,4 +1,4 @@
-"""A soak sends everything there is, goes away from some of it, and tells failures and drift."""
+"""A soak sends all kinds of requests, disconnects from some, and reports failures and drift."""
 
 import itertools
 from pathlib import Path

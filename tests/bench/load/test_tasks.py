@@ -1,4 +1,4 @@
-"""Held-out tasks are asked as the quality gates ask them, and as the reference implementation was asked."""
+"""Held-out tasks have the same prompts as in the quality gates and in the reference's record."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_tasks_are_drawn_from_every_gate() -> None:
 
 
 def test_prompts_shots_and_thinking_are_those_of_the_reference() -> None:
-    """Every item of the gates; shots stand before the question as messages of their own."""
+    """For every item of the gates; shots are messages before the question."""
     tasks = read_tasks(NANO_FOLDER, 1_000, seed=0)
     recorded = json.loads((NANO_FOLDER / "reference.json").read_text(encoding="utf-8"))
     shots = heldout.read(heldout.SHOTS)

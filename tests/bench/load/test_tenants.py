@@ -1,4 +1,4 @@
-"""`throughput --workload tenants`: each load is measured by tenant, and what is refused is no failure."""
+"""`throughput --workload tenants`: loads are measured by tenant, and refused requests are not failures."""
 
 from pathlib import Path
 

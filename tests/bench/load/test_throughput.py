@@ -1,4 +1,4 @@
-"""The throughput command keeps its concurrency or rate, verifies tokens, and never hides a failure."""
+"""The throughput command keeps the concurrency or rate, verifies token counts, and reports all failures."""
 
 import base64
 import random
@@ -55,7 +55,8 @@ def test_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("level", [1, 2, 6])
 def test_a_level_is_never_exceeded_and_warmed_up_at_its_own_concurrency(level: int, tmp_path: Path) -> None:
-    """Spot checks beside the workers began level 1 with three requests; two warm-ups left 64 at once cold."""
+    """Spot checks count towards the concurrency of the warm-up, and there are as many warm-ups as concurrent
+    requests."""
     script = Script(first_token_delay=0.1)
     peaks: list[int] = []
     kinds: list[bool] = []
@@ -182,7 +183,7 @@ def test_conversations_grow(tmp_path: Path) -> None:
 
 
 def pictures_of(body: Body) -> list[Image.Image]:
-    """Those in the last message of a chat, in front of its one text."""
+    """The pictures in the last message of a chat, which come before its only text."""
     *pictures, text = body["messages"][-1]["content"]
     assert text["type"] == "text"
     urls = [part["image_url"]["url"] for part in pictures]

@@ -1,4 +1,4 @@
-"""The synthetic drafter: as many tokens of a block are right as the dial says, whatever MTP's dial says."""
+"""The synthetic drafter: the number of right tokens in a block is as set, whatever is set for MTP."""
 
 from __future__ import annotations
 

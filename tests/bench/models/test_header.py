@@ -1,4 +1,5 @@
-"""A model without its weights: types are those that quantizing gives, the file is read like a whole one."""
+"""Files without weights have the types of quantized files, and their headers are read like those of whole
+files."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The synthetic router: how often an expert is chosen falls with its rank as the exponent says."""
+"""The synthetic router: how often experts are chosen falls with their rank, by the exponent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qwen_serve.bench.models.synthetic import Synthetic
 
 
 def shares(scales: npt.NDArray[np.float32], used: int, tokens: int = 4096) -> npt.NDArray[np.float64]:
-    """Of tokens that choose each expert, by logits of random rows."""
+    """The share of tokens that choose each expert, from logits of random rows."""
     logits = np.random.default_rng(0).standard_normal((tokens, len(scales))) * scales
     chosen = np.argpartition(logits, -used)[:, -used:]
     counts: npt.NDArray[np.float64] = np.bincount(chosen.ravel(), minlength=len(scales)) / tokens

@@ -1,4 +1,5 @@
-"""The synthetic model: llama.cpp loads it, its tokenizer counts as promised, decoding follows the chain."""
+"""The synthetic model: llama.cpp loads it, its words are one token each, and greedy decoding follows the
+chain."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def made(shape: str) -> Synthetic:
 
 @pytest.fixture(scope="module")
 def f16(shape: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written through the command line, as users do."""
+    """The model's F16 file, made with the command line."""
     path = tmp_path_factory.mktemp("synthetic") / "small.gguf"
     command = ["--out", str(path), "--shape", shape, "--words", "20000", "--threads", "2"]
     command += ["--mtp-acceptance", str(ACCEPTANCE), "--seed", str(SEED)]
@@ -113,7 +114,7 @@ def gguf_file(request: pytest.FixtureRequest) -> Path:
 
 
 def next_tokens(model: Model, ids: Ids) -> tuple[Ids, npt.NDArray[np.float32]]:
-    """After each token of `ids`, read as one sequence: the likeliest next one, and the hidden state."""
+    """The most likely next token and the hidden state after each token of `ids`, read as one sequence."""
     with EvalContext(model, n_ctx=ids.size, n_batch=CHUNK) as context:
         context.keep_hidden()
         best, hidden = [], []
@@ -128,7 +129,7 @@ def next_tokens(model: Model, ids: Ids) -> tuple[Ids, npt.NDArray[np.float32]]:
 
 
 def drafts(model: Model, ids: Ids, hidden: npt.NDArray[np.float32]) -> Ids:
-    """What the MTP block drafts after each token."""
+    """The MTP block's drafts after each token."""
     with EvalContext(model, n_ctx=ids.size, n_batch=CHUNK, kind="mtp") as context:
         best = []
         for start in range(0, ids.size, CHUNK):
@@ -325,7 +326,7 @@ def test_the_file_has_the_tensors_of_its_shape(f16: Path, made: Synthetic) -> No
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts of two chunks from eight prompts, probes of one chunk, a divergence over one."""
+    """Shorten the texts to two chunks from eight prompts, and probes and divergence to one chunk."""
     wanted: dict[str, int] = dict.fromkeys(writing.MIN_TOKENS, 1100)
     for where, name, value in (
         (writing, "MIN_TOKENS", wanted),

@@ -1,4 +1,4 @@
-"""Subjects side by side: paired within a run, unpaired across runs and said so."""
+"""Comparisons are paired within a run and unpaired across runs, and the table says which."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ CELLS = ("short", "long")
 
 
 def rows(subject: str, times: float, *, rounds: int = 10, drift: float = 0.0) -> list[Row]:
-    """Latencies ``times`` 100 ms; ``drift``: what the machine does to everybody in a round."""
+    """Latencies of ``times`` * 100 ms. ``drift``: factor of each round, the same for all subjects."""
     noise = np.random.default_rng(1).normal(0.0, drift, rounds)
     return [
         (subject, "distinct", cell, number, {"latency": 100.0 * times * float(np.exp(noise[number - 1]))})
@@ -24,7 +24,7 @@ def rows(subject: str, times: float, *, rounds: int = 10, drift: float = 0.0) ->
 
 
 def test_rounds_of_one_run_are_paired(tmp_path: Path) -> None:
-    """What drifts hits both alike, so 5% are seen through a drift of 20%."""
+    """Drift affects both subjects alike, so a difference of 5% is found under a drift of 20%."""
     made_run(tmp_path, [*rows("a", 1.0, drift=0.2), *rows("b", 1.05, drift=0.2)])
     found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
     assert found is not None

@@ -1,4 +1,4 @@
-"""Ways to draft as tables: ratios paired by round, and shares of the steps that decode."""
+"""Tables of drafters: ratios paired by round, and shares of decode steps."""
 
 from pathlib import Path
 

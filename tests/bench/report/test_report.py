@@ -1,4 +1,4 @@
-"""From a store to a page, to Markdown, and to what is published: all of it from the rows alone."""
+"""The page, Markdown tables and published summary of a store are made from its rows alone."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""llama.cpp's programs are built once, for what the machine has, from the pinned package's sources."""
+"""llama.cpp's programs are built once, for this machine, from the pinned package's sources."""
 
 import re
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""Counters are read from Prometheus' text; what grew becomes rows of steps and drafts."""
+"""Counters are read from Prometheus' text, and their growth becomes rows of steps and drafts."""
 
 from pathlib import Path
 

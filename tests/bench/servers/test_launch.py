@@ -1,4 +1,4 @@
-"""Servers are started, awaited and stopped with their children, whatever happens in between."""
+"""Servers are started, awaited, and always stopped together with their children."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""One line of text names a peer; every program gets the same model and resources."""
+"""A peer is parsed from one line of text, and each program gets the same model and resources."""
 
 from pathlib import Path
 

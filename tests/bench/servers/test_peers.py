@@ -1,4 +1,4 @@
-"""Servers are compared in turns, on the same prompts, with ratios paired by round; what fails is named."""
+"""Servers are compared in turns on the same prompts, with ratios paired by round. Failures are reported."""
 
 import json
 import os
@@ -40,7 +40,7 @@ with FakeServer(script, port=int(flags[flags.index("--port") + 1])):
 
 @pytest.fixture
 def binaries(tmp_path: Path) -> Path:
-    """A folder of llama.cpp's programs, none of them real."""
+    """A folder with stand-ins for llama.cpp's programs."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "llama-server"
@@ -191,7 +191,7 @@ def test_programs_are_started_and_stopped(
 
 
 def test_vllm_by_url_and_started_here(tmp_path: Path, binaries: Path) -> None:
-    """A stand-in named vllm lies beside the interpreter; both kinds are told the model that they list."""
+    """A stand-in named vllm is beside the interpreter. Requests name the model that each server lists."""
     program = binaries / "vllm"
     program.write_text((binaries / "llama-server").read_text())
     program.chmod(0o755)
@@ -309,6 +309,6 @@ def test_held_out_tasks(nano_q4_k_m: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def port_is_free(url: str) -> bool:
-    """Whether nothing listens there any more."""
+    """Whether nothing listens on the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) != 0

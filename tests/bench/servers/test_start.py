@@ -1,4 +1,4 @@
-"""How long servers take to start: in turns, ours by the stages of its log."""
+"""Start times of servers, in turns; qwen-serve's also by the stages in its log."""
 
 import sys
 from pathlib import Path

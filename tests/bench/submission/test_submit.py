@@ -1,4 +1,4 @@
-"""An image is handed in to a service that drops connections, expires URLs and fails."""
+"""An image is submitted to a service that drops connections, expires URLs and fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NANO = Path(__file__).parents[3] / "models" / "nano"
 
 
 class FakeService:
-    """The service; `faults` are taken one a request: a status, "drop", or None."""
+    """The service. `faults`: one for each request: a status, "drop", or None."""
 
     def __init__(self) -> None:
         self.faults: dict[str, list[int | str | None]] = {}
@@ -232,7 +232,7 @@ def test_parameters_of_all_files_together(tmp_path: Path) -> None:
 
 
 def test_parameters_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the snapshot that the conversion has left in the hub's cache; no network."""
+    """The number is read from the snapshot that a conversion left in the hub's cache, without a network."""
     snapshot = tmp_path / "models--some--nano" / "snapshots" / "abc"
     snapshot.parent.mkdir(parents=True)
     snapshot.symlink_to(NANO)
@@ -270,7 +270,7 @@ def test_a_large_image_is_refused(tmp_path: Path) -> None:
 def test_it_must_start_without_a_network(
     tmp_path: Path, image: Path, monkeypatch: pytest.MonkeyPatch, states: list[str], kept: bool
 ) -> None:
-    """With a docker that says what it is told to say."""
+    """With a stand-in for docker that prints a given output."""
     calls, queue = tmp_path / "calls", tmp_path / "states"
     queue.write_text("\n".join(states) + "\n")
     docker = tmp_path / "docker"

@@ -1,4 +1,4 @@
-"""Sweeps made by hand: what a store holds after one."""
+"""Made-up stores of finished sweeps."""
 
 import random
 from collections.abc import Sequence
@@ -35,8 +35,8 @@ def gate(
 
 @dataclass(frozen=True)
 class Made:
-    """A variant whose short requests take ``ms``, the long ones twice that. ``scatter``: of each cell between
-    rounds, one standard deviation as a share; ``slower``: by cell; ``error``: it failed."""
+    """A variant whose short requests take ``ms``, and long ones twice that. ``scatter``: relative standard
+    deviation between rounds; ``slower``: factor by cell; ``error``: why it failed."""
 
     name: str
     ms: float
@@ -50,7 +50,7 @@ class Made:
 def swept(
     store: Path, *variants: Made, rounds: int = 8, baseline: str | dict[str, float] = "first", seed: int = 0
 ) -> Results:
-    """A sweep over these, all rounds finished."""
+    """A sweep over these variants, with all rounds finished."""
     rng = random.Random(seed)
     settings = {"source": "models/m", "variants": [one.name for one in variants], "baseline": baseline}
     with Run.begin(store, "sweep", settings=settings, local=False) as run:

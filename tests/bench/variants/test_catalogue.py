@@ -1,4 +1,5 @@
-"""The catalogue: predictions from the files as they are, and only scores that were recorded with them."""
+"""The catalogue has predictions from the variants' files, and only scores that were recorded with these
+files."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def test_the_page_is_what_the_command_makes(tmp_path: Path, capsys: pytest.Captu
 
 
 def swept(store: Path, source: str, **subjects: tuple[str, dict[str, Any], float]) -> Results:
-    """A sweep: by subject its quant, its settings and its score at one gate."""
+    """A sweep, from each subject's quant, settings and score at one gate."""
     settings = {"source": source, "variants": list(subjects)}
     with Run.begin(store, "sweep", settings=settings, local=False) as run:
         for name, (quant, served, score) in subjects.items():
@@ -101,7 +102,7 @@ def test_what_is_not_measured_is_not_there(results: Results) -> None:
 
 
 def test_predictions_are_the_rooflines(tmp_path: Path) -> None:
-    """Bytes of a step by the card's bandwidth, where nothing is read but weights and states."""
+    """A step's time is its bytes over the GPU's bandwidth, if only weights and states are read."""
     variant = Variant(name="f", quant="F16")
     geometry = Geometry(tensors_of(variant))
     times = predicted(geometry, CARDS["A10G"])

@@ -1,4 +1,4 @@
-"""`fast` is what its file says, by the predictions and the records as they are."""
+"""The claims in the file of `fast` hold for the current predictions and records."""
 
 from qwen_serve.bench.analysis.cards import CARDS
 from qwen_serve.bench.analysis.geometry import Geometry
@@ -20,12 +20,13 @@ KERNELS = {"Q4_K", "Q5_K", "Q6_K"}
 
 
 def times(variant: Variant) -> float:
-    """Predicted milliseconds on an A10G, all categories together."""
+    """Predicted milliseconds on an A10G, summed over all categories."""
     return sum(predicted(Geometry(tensors_of(variant), kv_bytes=kv_bytes(variant)), CARDS["A10G"]).values())
 
 
 def passes(variant: Variant) -> bool:
-    """Every gate that was recorded with the variant as it is, with no loss shown; false where none was."""
+    """Whether the variant passes all gates that were recorded with its current file, without a significant
+    loss; false without records."""
     gates = recorded_gates(variant, [read_recorded(path) for path in published()])
     loss = paired(gates)
     return bool(gates) and all(gate.verdict == "pass" for gate in gates) and not (loss and loss.worse)

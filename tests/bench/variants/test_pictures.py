@@ -1,4 +1,4 @@
-"""The pictures of a sweep: those that there are figures for, with what they are about as text."""
+"""The charts of a sweep: only those with data, and with titles and labels as text."""
 
 from pathlib import Path
 

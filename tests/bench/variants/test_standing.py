@@ -1,4 +1,4 @@
-"""Which variant is recommended, what is said when none can be, and what tells two apart."""
+"""The recommended variant, the advice if there is none, and significant differences."""
 
 from pathlib import Path
 

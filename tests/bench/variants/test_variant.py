@@ -1,4 +1,4 @@
-"""Variant files: what they may say, and how a mistake in one is told."""
+"""Variant files: valid keys and values, and errors."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def test_a_recipe_lies_beside_the_file_and_names_the_weights(tmp_path: Path) -> 
     ],
 )
 def test_mistakes_name_the_file_and_the_key(tmp_path: Path, text: str, said: str) -> None:
-    """Those that the server finds, too, are tested with it."""
+    """Mistakes that the server finds, too, are tested there."""
     path = written(tmp_path, text)
     with pytest.raises(BenchError) as caught:
         read_variant(path)

@@ -1,4 +1,4 @@
-"""Which file the converter makes, and that no other is measured."""
+"""Only the file that the converter makes is measured."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_a_recipe_that_prunes_is_named_for_itself(tmp_path: Path) -> None:
 
 
 def test_the_converter_agrees_about_the_name(tmp_path: Path) -> None:
-    """The converter itself, in the float type that it makes fastest."""
+    """With the real converter, in the float type that is fastest."""
     variant = Variant(name="f", quant="F16")
     found = make_weights(plan(tmp_path, "--keep-vocab", "300", "--no-kld"), [variant])["f"]
     assert isinstance(found, Weights)

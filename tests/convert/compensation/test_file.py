@@ -1,4 +1,4 @@
-"""A file that is rounded again: same types, same places, less divergence, experts included."""
+"""A file that is rounded again has the same types and offsets, and less divergence. Experts are included."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPTS = Path(__file__).parents[3] / "convert" / "calibration" / "prompts.toml"
 
 
 def divergences(source: Path, *quantized: Path, n_chunks: int) -> list[float]:
-    """The mean of each from the source, over the first chunks of the prompts."""
+    """Mean divergence of each file from the source, over the first chunks of the prompts."""
     means = []
     with RUNTIME.load(source) as whole:
         chunks = read_chunks(whole, PROMPTS)[:n_chunks]

@@ -1,4 +1,4 @@
-"""Gram matrices: the products of all rows, of an expert those that were sent to it."""
+"""Gram matrices are sums over all input rows; for an expert, over the rows that were routed to it."""
 
 from __future__ import annotations
 

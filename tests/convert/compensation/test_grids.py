@@ -1,4 +1,4 @@
-"""Blocks: everything that a grid can hold comes back from the bytes, by gguf and by llama.cpp, exactly."""
+"""Packed blocks: gguf and llama.cpp decode every value of a grid exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compensated rounding: less loss than rounding each weight by itself, and less with every sweep."""
+"""Compensated rounding has less loss than rounding each weight by itself, and less with every sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, ROWS = 512, 48
 
 
 def correlated(width: int = WIDTH) -> np.ndarray:
-    """The Gram matrix of inputs that have much in common."""
+    """The Gram matrix of strongly correlated inputs."""
     rng = np.random.default_rng(4)
     mixed = rng.standard_normal((2048, width)) @ rng.standard_normal((width, width)) / width**0.5
     rows = rng.standard_normal((2048, 8)) @ rng.standard_normal((8, width)) + mixed

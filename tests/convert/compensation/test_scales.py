@@ -1,4 +1,4 @@
-"""Scales and minima: never far from llama.cpp's own, mostly better, and nothing breaks the search."""
+"""Scales and minima are never much worse than llama.cpp's and mostly better, for any input."""
 
 from __future__ import annotations
 

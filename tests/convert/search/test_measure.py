@@ -1,4 +1,4 @@
-"""Weights changed in place: as llama.cpp quantizes them, put back unharmed, and as divergent as a file."""
+"""Weights changed in place are quantized as by llama.cpp, diverge like a file's, and are restored exactly."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_weights_are_all_found_and_put_back(f16: Path) -> None:
 def test_a_reading_is_that_of_a_file(
     f16: Path, imatrix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the activations, which kernels for quantized weights round as well."""
+    """Except for rounding of activations in the kernels for quantized weights."""
     monkeypatch.setattr(measure, "CHUNKS", 2)
     monkeypatch.setattr(kld, "MIN_TOKENS", 1024)
     layout = read_layout(f16, extra=1024, used_experts=None)

@@ -1,4 +1,4 @@
-"""A recipe searched from end to end: on a random checkpoint, interrupted, resumed, for each target."""
+"""The whole search for a recipe, on a random checkpoint: interrupted, resumed, and for each target."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_record_is_kept_and_forgotten_with_what_it_was_made_from(tmp_path: Pat
 def test_another_s_file_is_not_replaced(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """Nor is any work done for nothing."""
+    """The error comes before any work."""
     there = tmp_path / f"Random-1B{'.' if name == 'search.json' else '-'}{name}"
     there.write_text("precious")
     assert run(checkpoint, tmp_path, "--target-size", "300kB", "--quant", "auto,F16") == 1

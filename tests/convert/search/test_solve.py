@@ -1,4 +1,4 @@
-"""The knapsack against every choice there is, and the law against data made by it."""
+"""The knapsack's solution against all choices, and the fitted law against data that follow it."""
 
 from __future__ import annotations
 

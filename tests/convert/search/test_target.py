@@ -1,4 +1,4 @@
-"""Targets: units, names, and what does not go together."""
+"""Targets: units, names, and invalid combinations."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TEMPLATE = Path(__file__).parents[3] / "chat_templates" / "qwen3_5.jinja"
 
 @dataclass
 class Server:
-    """Where the server is, and what is behind it."""
+    """The server's address, and the objects behind it."""
 
     http: httpx.Client
     engine: FakeEngine
@@ -49,7 +49,7 @@ Start = Callable[..., Server]
 
 @contextmanager
 def running(app: Any, settings: Settings) -> Iterator[str]:
-    """Serves `app`; its address."""
+    """Serve `app`. Yields its address."""
     server = uvicorn.Server(
         BoundedConfig(app, settings, port=0, log_config=None, timeout_graceful_shutdown=1)
     )
@@ -65,14 +65,14 @@ def running(app: Any, settings: Settings) -> Iterator[str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts servers; each replies by its script, with settings by name and the rest for FakeEngine."""
+    """A function that starts servers, from a script, settings by name, and arguments of FakeEngine."""
     with starter(tmp_path) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def start_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """`start`, for servers that tests of a module share: asked for the same once more, it is the same one."""
+    """`start` for servers that the tests of a module share: the same arguments give the same server."""
     with starter(tmp_path_factory.mktemp("models")) as start:
         servers: dict[Any, Server] = {}
 

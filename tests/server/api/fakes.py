@@ -1,4 +1,4 @@
-"""A scripted engine over a byte-level vocabulary: what the API does, without a model."""
+"""A scripted engine with a byte-level vocabulary, for tests of the API without a model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ Script = Callable[[str], "str | Exception | list[int | Exception]"]
 
 @dataclass(frozen=True)
 class FakePrompt:
-    """Token ids that were checked, and the thread that did it."""
+    """Checked token ids, and the thread that checked them."""
 
     ids: tuple[int, ...]
     thread: int
@@ -97,7 +97,7 @@ class FakePrompt:
 
 @dataclass
 class Submission:
-    """What the engine was asked, and what became of it."""
+    """A request to the engine, and its outcome."""
 
     checked: FakePrompt
     text: str
@@ -125,7 +125,7 @@ def told(token: int, n_top: int | None) -> TokenLogprobs:
 
 
 class FakeGeneration:
-    """What a caller sees of `server.engine.Generation`."""
+    """The public part of `server.engine.Generation`."""
 
     def __init__(self, entry: Submission, thinking: ThinkingWatch | None) -> None:
         self.thinking = thinking
@@ -169,7 +169,7 @@ class FakeGeneration:
 
 
 class FakeTokenizer:
-    """The vocabulary as llguidance wants it."""
+    """The vocabulary in llguidance's format."""
 
     def __init__(self) -> None:
         self.tokens = [bytes([byte]) for byte in range(256)] + [b"\xff" + text.encode() for text in ADDED]
@@ -182,12 +182,12 @@ class FakeTokenizer:
 
 @cache
 def compiler() -> GrammarCompiler:
-    """One for all engines, whose thread ends with the tests."""
+    """A compiler for all engines. Its thread ends with the tests."""
     return GrammarCompiler(lambda: LLTokenizer(TokenizerWrapper(FakeTokenizer())), FakeVocab.eos_id, ADDED)
 
 
 class FakeGrammars:
-    """Compiles grammars, to find what is wrong with them, and refuses all: a script follows none."""
+    """Compiles grammars to find their errors, then refuses all, since a script follows no grammar."""
 
     def compile(self, text: str) -> Future[Grammar]:
         refused: Future[Grammar] = Future()
@@ -203,11 +203,11 @@ class FakeGrammars:
         return refused
 
     def stop(self) -> None:
-        """Nothing waits here."""
+        """Nothing has to be stopped."""
 
 
 class FakeDries:
-    """Nothing is sampled."""
+    """Stand-in for DRY's state, since nothing is sampled."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[SamplingParams, int]] = []
@@ -219,7 +219,7 @@ class FakeDries:
 
 @dataclass
 class FakeEngine:
-    """Replies by `script`, a token every `delay` seconds."""
+    """Answers with the tokens of `script`, one every `delay` seconds."""
 
     script: Script
     delay: float = 0.0
@@ -254,7 +254,7 @@ class FakeEngine:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def text(self, prompt: Sequence[int]) -> str:
-        """A prompt with its special tokens spelled out."""
+        """A prompt's text, with special tokens."""
         return b"".join(bytes([i]) if i < 256 else ADDED[i - 256].encode() for i in prompt).decode(
             "utf-8", "replace"
         )

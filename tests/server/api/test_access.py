@@ -1,4 +1,4 @@
-"""Who may call: API keys, browsers of other origins."""
+"""Access control: API keys, and browsers of other origins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_several_keys_from_a_file(start: Start, tmp_path: Path) -> None:
 
 
 def test_every_key_is_compared_whole(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a time that says nothing: no end at the first that fits, and no comparison but the constant one."""
+    """The time reveals nothing: every key is compared, each in constant time."""
     compared = []
 
     def compare(given: bytes, key: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Whatever a client gets wrong: a 4xx with OpenAI's error object, and nothing reaches the engine.
+"""Invalid requests get a 4xx with OpenAI's error object, and do not reach the engine.
 
 The most common mistakes are rows of `bench/checks/errors.py`, asked of a live server by test_conformance.
 """
@@ -29,7 +29,7 @@ def server(start_shared: Start) -> Iterator[Server]:
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error object, after a look at its shape."""
+    """The error object, whose fields are checked."""
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) == {"error"}

@@ -1,4 +1,4 @@
-"""What clients do with their connections: too much, too slowly, or leaving."""
+"""Clients that send too much, send too slowly, or disconnect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def connected(server: Server) -> Iterator[socket.socket]:
 
 
 def everything(client: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Everything that arrives until the server closes the connection."""
     received = b""
     while piece := client.recv(65536):
         received += piece
@@ -277,7 +277,7 @@ def test_half_sent_bodies_make_room(start: Start) -> None:
 def test_a_new_connection_does_not_look_at_all_the_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thousands at once would hold the event loop for seconds."""
+    """Otherwise thousands of new connections would block the event loop for seconds."""
     looks = 0
 
     def busy(self: BoundedProtocol) -> bool:
@@ -299,7 +299,7 @@ def test_a_new_connection_does_not_look_at_all_the_others(
 
 
 def test_a_client_of_http_1_0_gets_no_interim_answer(start: Start) -> None:
-    """It would take it for the answer (RFC 9110, section 10.1.1)."""
+    """The client would take it for the answer (RFC 9110, section 10.1.1)."""
     server = start("Hello!")
     request = post('{"prompt": "x"}', Expect="100-continue")
     for version, status in ((b"1.1", b"100 Continue"), (b"1.0", b"200 OK")):
@@ -312,7 +312,7 @@ UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkA
 
 
 def chunked(request: bytes, *sizes: int) -> bytes:
-    """The same request with its body in chunks of such sizes, and the rest of it in one more."""
+    """The same request with its body in chunks of these sizes, and the rest in one more chunk."""
     head, _, body = request.partition(b"\r\n\r\n")
     head = re.sub(rb"Content-Length: \d+", b"Transfer-Encoding: chunked", head)
     chunks = []
@@ -398,7 +398,7 @@ def test_an_offer_to_upgrade_does_not_lift_bounds(start_shared: Start) -> None:
     ],
 )
 def test_one_host(start_shared: Start, hosts: list[str], version: str, status: str) -> None:
-    """RFC 9112, section 3.2: what stands in front may go by another one than we."""
+    """RFC 9112, section 3.2: a proxy may use another Host header than this server."""
     head = "".join(f"Host: {host}\r\n" for host in hosts)
     with connected(start_shared("x")) as client:
         client.sendall(f"GET /ping HTTP/{version}\r\n{head}Connection: close\r\n\r\n".encode())

@@ -1,4 +1,4 @@
-"""What the server says of itself, and of what it does not have."""
+"""The server's description of itself, and its answers for endpoints that it lacks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 
 
 def test_every_path_refuses_every_other_method(server: Server) -> None:
-    """And says in `Allow` which there are: none is taken for another server's endpoint."""
+    """`Allow` lists the path's methods. No path is taken for another server's endpoint."""
     methods: dict[str, set[str]] = {"/": {"GET", "HEAD"}}
     for route in endpoints():
         methods.setdefault(route.path_format.replace("{model}", "fake"), set()).update(route.methods or ())

@@ -1,4 +1,4 @@
-"""Failures stay with the request that has them; disconnecting frees the engine."""
+"""A failure affects only its request, and disconnecting frees the engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = "word " * 400
 
 
 def crashing(text: str) -> Any:
-    """Fails after two tokens where the prompt says so."""
+    """A script that fails after two tokens for certain prompts."""
     return [104, 105, GenerationError("no memory slot")] if "crash" in text else "fine"
 
 
@@ -83,7 +83,7 @@ def test_a_full_queue_gives_up_the_whole_request(start: Start) -> None:
 
 
 def leave(url: str, body: str, path: str, *, after: int) -> None:
-    """Sends a request and goes away once `after` bytes of the response are there."""
+    """Send a request and disconnect after `after` bytes of the response."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"

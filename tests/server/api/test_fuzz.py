@@ -1,4 +1,4 @@
-"""Made-up bodies: every answer is a success or a 4xx with an error object, and the server stays up."""
+"""Generated bodies: every answer is a success or a 4xx with an error object, and the server keeps running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused because of its size, or costs no more than its size."""
+"""Requests that are refused for their size, and costs that grow no faster than the size."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_headers_that_are_right(server: Server, headers: dict[str, str]) -> None
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
 def test_a_grammar_ends_with_its_client(start: Start, path: str) -> None:
-    """Neither the drain waits for it nor the grammars behind it."""
+    """Neither the drain nor later grammars wait for it."""
     server = start("x")
     patterns: dict[str, Any] = {f"^{path[-4:]}{i}b.*$": {} for i in range(500)}
     body = {"guided_json": {"type": "object", "patternProperties": patterns}}

@@ -1,4 +1,4 @@
-"""Log-probabilities in every shape, whole and streamed."""
+"""Log-probabilities in all formats, with and without streaming."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_what_is_long_is_encoded_off_the_event_loop(
 
 
 def test_an_entry_is_made_as_it_is_written() -> None:
-    """Between two of them other threads run, and no more than one is there."""
+    """Other threads run between two entries, and only one entry exists at a time."""
 
     class Entry(dict[str, int]):
         pass

@@ -1,4 +1,4 @@
-"""/openapi.json says what the server does, and requests made from it never fail it.
+"""/openapi.json describes the server, and requests generated from it never cause a server error.
 
 FUZZ_CASES, in the environment, is the number of requests made for each endpoint (`make fuzz`).
 """

@@ -12,7 +12,7 @@ from tests.server.api.test_bad_input import error_of
 
 
 def ask(server: Server, **headers: str) -> int:
-    """A request that a page can send without asking: no content type."""
+    """A request that a page can send without a preflight: it has no content type."""
     sent = {
         name: value.replace("SERVER", server.http.base_url.netloc.decode()) for name, value in headers.items()
     }

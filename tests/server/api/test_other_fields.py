@@ -1,4 +1,4 @@
-"""Fields that this endpoint does not have: those of nobody, of other formats and of other servers."""
+"""Fields that an endpoint lacks: unknown ones, and those of other formats and servers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:
 def test_a_chats_fields_are_not_passed_over_in_other_formats(
     start_shared: Start, path: str, fields: dict[str, Any], instead: str
 ) -> None:
-    """They ask for something, under names that these formats do not have."""
+    """They request something under names that these formats do not have."""
     least = (
         {"input": "Hi"}
         if path == RESPONSES

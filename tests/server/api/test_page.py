@@ -1,4 +1,4 @@
-"""The chat page's files: which are served, and with which headers."""
+"""The chat page's files and their headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that ends with its client, and work that is not interrupted by the collector."""
+"""Work that ends when its client disconnects, and work that garbage collection does not interrupt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 
 
 def request(*messages: str) -> Request:
-    """One whose client sends these types of messages, and then nothing."""
+    """A request whose client sends messages of these types, and then nothing."""
     left = list(messages)
 
     async def receive() -> dict[str, Any]:
@@ -76,7 +76,7 @@ async def test_a_server_that_stops_is_no_client_that_left() -> None:
 
 
 def test_the_collector_rests_until_the_last_of_several_has_left() -> None:
-    """A collection in the middle would look at all that a large body is made into, with everybody waiting."""
+    """A collection in the middle would traverse all objects of a large body while other requests wait."""
     bodies = Bodies(100)
     one, other = bodies.begin(), bodies.begin()
     for body in (one, other, one):
@@ -90,7 +90,7 @@ def test_the_collector_rests_until_the_last_of_several_has_left() -> None:
 
 
 async def test_an_error_takes_nothing_along() -> None:
-    """What is freed with it is freed on the thread, not all at once on the event loop."""
+    """Its objects are freed on the thread, not all at once on the event loop."""
 
     class Body(list[int]):
         pass
@@ -137,7 +137,7 @@ LARGE_BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", LARGE_BODIES)
 def test_nobody_looks_for_garbage_in_a_large_body(start: Start, path: str) -> None:
-    """A collection in the middle holds all threads for as long as there are objects, tens of milliseconds."""
+    """A collection in the middle would block all threads for tens of milliseconds."""
     server = start("Hi", context_size=10**6)
     server.chat()
     seen: list[str] = []
@@ -166,7 +166,7 @@ def test_a_number_that_is_too_large_is_found(number: str) -> None:
 
 @pytest.fixture(scope="module")
 def _frozen() -> None:
-    """What other tests have left is not looked through."""
+    """Exclude objects of other tests from collection."""
     gc.collect()
     gc.freeze()
 
@@ -191,7 +191,7 @@ MARKED: dict[str, Any] = {"role": "x", "content": "Hi", "a mark": {}}
     ],
 )
 def test_a_body_is_freed_at_once(start: Start, path: str, status: int, fields: dict[str, Any]) -> None:
-    """Without the collector, which would free all that has come together at once, on any thread."""
+    """It does not wait for the garbage collector, which would free many bodies at once on any thread."""
     server = start("Hi")
 
     def marked() -> int:
@@ -212,7 +212,7 @@ def test_a_body_is_freed_at_once(start: Start, path: str, status: int, fields: d
 @pytest.mark.usefixtures("_frozen")
 @pytest.mark.parametrize("fields", [{}, {"temperature": -1}, {"prompt": [MARKED]}])
 def test_a_requests_state_is_freed_with_it(start: Start, fields: dict[str, Any]) -> None:
-    """The scope holds the context for as long as it is answered: the context holds the scope."""
+    """There is no reference cycle between the scope and the context after the answer."""
     server = start("Hi")
     gc.collect()
     gc.disable()
@@ -228,7 +228,7 @@ def test_a_requests_state_is_freed_with_it(start: Start, fields: dict[str, Any])
     "end", [b'":', b'" :', b'"\t\r\n:', b'\\\\":'], ids=["plain", "space", "blanks", "backslash"]
 )
 def test_keys_have_a_limit(end: bytes) -> None:
-    """Each costs the event loop as much as several values."""
+    """A key costs the event loop as much as several values."""
     many = b"{" + b",".join(b'"%d%s1' % (i, end) for i in range(MAX_KEYS + 100)) + b"}"
     with pytest.raises(ApiError, match=r"more than 131,072 keys"):
         decode(many)
@@ -236,7 +236,7 @@ def test_keys_have_a_limit(end: bytes) -> None:
 
 @pytest.mark.parametrize(("digits", "count"), [(4290, 1900), (20, 380_000)])
 def test_long_numbers_have_a_limit(digits: int, count: int) -> None:
-    """They hold the event loop for as long as ten times as many tokens."""
+    """They block the event loop for as long as ten times as many tokens."""
     numbers = b",".join([b"9" * digits] * count)
     with pytest.raises(ApiError, match=r"19 digits or more have more than 1,048,576 digits"):
         decode(b'{"prompt": [%s]}' % numbers)

@@ -160,7 +160,7 @@ def test_the_engine_is_closed_at_the_end(tmp_path: Path) -> None:
 
 
 class ClosesOnLoad(Service):
-    """Told to close by another thread in the moment in which loading ends."""
+    """An engine that another thread closes at the moment when loading ends."""
 
     closer: threading.Thread
 
@@ -173,7 +173,7 @@ class ClosesOnLoad(Service):
 
 
 class CountingEngine:
-    """Closes slowly; knows how many threads were closing it at the same time."""
+    """An engine that closes slowly, and counts the threads that close it at the same time."""
 
     def __init__(self) -> None:
         self.calls = self.inside = self.most_inside = 0

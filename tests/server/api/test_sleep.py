@@ -1,4 +1,4 @@
-"""A model that is unloaded while nobody asks for it."""
+"""A model that is unloaded while there are no requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOON_S = 0.05
 
 
 class Loader:
-    """Loads as it is told to: at once, when it may, or not at all."""
+    """Loads at once, when it is allowed to, or never."""
 
     def __init__(self) -> None:
         self.may, self.failure = threading.Event(), ""
@@ -37,7 +37,7 @@ class Loader:
 
 
 def asleep(server: Server) -> Server:
-    """The server, once its model is unloaded."""
+    """The server, after its model was unloaded."""
     wait_until(lambda: server.service.status == "sleeping" and server.engine.closed)
     return server
 
@@ -66,7 +66,7 @@ def test_what_tells_of_the_model_does_not_wake_it_and_what_needs_it_does(start: 
 
 
 def test_a_wrong_request_does_not_wake_it(start: Start, tmp_path: Path) -> None:
-    """What needs neither the vocabulary nor the template is checked before the model is loaded."""
+    """Checks that need neither the vocabulary nor the template come before loading."""
     loader = Loader()
     options: dict[str, Any] = {
         "lora": f"sql={tmp_path}/sql.gguf",

@@ -1,4 +1,4 @@
-"""Events as they leave, and what becomes of a stream whose client, server or engine gives up."""
+"""Server-sent events, and streams whose client, server or engine stops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AsItIs(EventWriter):
 
 
 class Client:
-    """The other end of a response: what it got, and when it leaves."""
+    """A client of a response: records what it gets, and may disconnect."""
 
     def __init__(self) -> None:
         self.got: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The nano model's real vocabulary, without its weights' context."""
+"""The nano model's real vocabulary, without a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates that would take all memory, or for ever, are stopped; others write what they always wrote."""
+"""Templates that would never end or take all memory are stopped; the output of others is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens to text: characters across tokens, stop strings across everything."""
+"""Tokens to text: characters and stop strings that extend over several tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(Heal
 
 
 class Bytes:
-    """A vocabulary where every token is one byte string of a list."""
+    """A vocabulary whose tokens are the byte strings of a list."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.pieces = pieces
@@ -31,7 +31,8 @@ def detokenizer(pieces: Sequence[bytes], stop: Sequence[str] = ()) -> Detokenize
 
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
-    """The data cut at these places (modulo its length); empty pieces, as control tokens have, included."""
+    """The data, cut at these places (modulo its length). Pieces may be empty, like those of control
+    tokens."""
     places = sorted(cut % (len(data) + 1) for cut in cuts)
     return [data[start:end] for start, end in pairwise([0, *places, len(data)])]
 
@@ -45,7 +46,7 @@ def run(pieces: list[bytes], stop: Sequence[str], batch: int) -> tuple[list[str]
 
 
 def first_stop(text: str, stops: Sequence[str]) -> str | None:
-    """The text before the stop string that is complete first, the longest if several end there."""
+    """The text before the first complete stop string; the longest counts if several end there."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -91,7 +92,7 @@ def test_stop_strings(text: str, cuts: list[int], batch: int, stops: list[str]) 
 @fuzz
 @given(short, cuts, stops)
 def test_nothing_is_held_without_need(text: str, cuts: list[int], stops: list[str]) -> None:
-    """What was released so far is all but the longest end that may still become a stop string."""
+    """All text is released except for the longest end that may still become a stop string."""
     pieces = split(text.encode(), cuts)
     result = detokenizer(pieces, stops)
     released, arrived = "", b""

@@ -1,4 +1,4 @@
-"""JSON of a schema: which texts its grammar lets through."""
+"""JSON schemas: the texts that their grammars allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUE: Any = {"a": [1, {"b": "  \n\n\n  "}], "c": {}}
 
 
 def allowed(text: str, **how: Any) -> bool:
-    """Whether a text is a whole document of any schema."""
+    """Whether the grammar allows a text as a complete document."""
     matcher = LLMatcher(tokenizer(), compose(json_format({}, "schema", **how), thinking=False), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     wanted = list(text.encode())
@@ -35,7 +35,7 @@ def test_white_space_that_may_be(space: str) -> None:
 
 @pytest.mark.parametrize("space", ["  ", "\n\n\n", "\n" + " " * 21, "\t"])
 def test_white_space_has_an_end(space: str) -> None:
-    """A small model would fill its tokens with it."""
+    """Otherwise a small model would fill its answer with white space."""
     assert not allowed(f'{{"a":{space}1}}')
     assert allowed(f'{{"a":{space}1}}', white_space=r"\s+")
     assert not allowed('{"a": 1}', flexible=False)

@@ -1,4 +1,4 @@
-"""From a prompt to text, over scripted engines and the real one."""
+"""From a prompt to text, with scripted engines and the real one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.waiting import until
 
 
 class Scripted:
-    """A generation that hands out these batches of tokens; after them it ends, fails or hangs."""
+    """A generation that returns these batches of tokens, then ends, fails or hangs."""
 
     def __init__(self, batches: list[list[int]], end: str | Exception | None) -> None:
         self.prompt_tokens, self.cached_tokens = 7, 3
@@ -78,7 +78,7 @@ async def test_a_stop_string_ends_and_frees_the_sequence() -> None:
 
 
 async def test_thoughts_are_counted_within_the_text() -> None:
-    """The engine may be ahead, or know of tokens that a stop string took back."""
+    """The engine may be ahead of the text, or have generated tokens that a stop string removed."""
     generation, scripted = texts([[0, 1], [3], [2]], None, "\n\n no")
     assert generation.reasoning_tokens is None
     scripted.thinking = ThinkingLimits().begin(FakeVocab())  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which conversations are refused, and what the others become."""
+"""Conversations that are refused, and the rendering of others."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_template_that_trips(prompter: Prompter) -> None:
 
 
 def test_beginning_of_sequence_comes_once() -> None:
-    """Where the vocabulary wants it, unless the template writes it itself."""
+    """It is added if the vocabulary requires it and the template does not write it."""
     assert Prompter(StubVocab(), "a").chat([USER]) == [1, ord("a")]  # type: ignore[arg-type]
     assert Prompter(StubVocab(), "\x01a").chat([USER]) == [1, ord("a")]  # type: ignore[arg-type]
     assert Prompter(StubVocab(), "").raw("a") == [1, ord("a")]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Pictures of data URLs: what is decoded, how, and what is refused."""
+"""Pictures in data URLs: decoding, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def given(data: bytes | str, detail: str | None = None) -> GivenPicture:
 
 
 def halves(mode: str = "RGB") -> Image.Image:
-    """Red above, blue below: 6 x 4."""
+    """A picture of 6 x 4 pixels, red above and blue below."""
     image = Image.new("RGB", (6, 4), (255, 0, 0))
     image.paste((0, 0, 255), (0, 2, 6, 4))
     return image.convert(mode)
@@ -107,7 +107,7 @@ def test_little_detail_is_a_small_picture() -> None:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG whose head promises so many pixels."""
+    """A PNG whose header claims this many pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -118,7 +118,7 @@ def bomb(width: int, height: int) -> bytes:
 
 
 def scans(n: int) -> bytes:
-    """A progressive JPEG whose last scan is there so many times more; decoders take it."""
+    """A progressive JPEG with many copies of its last scan, which decoders accept."""
     data = saved(Image.new("RGB", (64, 64), "red"), "JPEG", progressive=True)
     return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * n + b"\xff\xd9"
 

@@ -1,4 +1,4 @@
-"""A reply that the caller has begun: the prompt ends with it, and the model goes on."""
+"""A prefilled answer: the prompt ends with it, and the model continues it."""
 
 from __future__ import annotations
 

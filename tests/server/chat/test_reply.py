@@ -1,4 +1,4 @@
-"""A reply's text to reasoning, answer and calls, however it is cut."""
+"""Parsing of a reply's text into reasoning, answer and calls, for any division into pieces."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_the_parts_do_not_depend_on_the_cuts(
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=replies, thinking=st.booleans())
 def test_nothing_but_tags_and_space_is_lost(text: str, thinking: bool) -> None:
-    """Calls aside, every character comes out, in order."""
+    """All characters except those of calls are returned, in order."""
     reasoning, content, calls = parse([text], thinking=thinking, tools=TOOLS)
     if calls:
         return
@@ -248,7 +248,7 @@ def test_nothing_but_tags_and_space_is_lost(text: str, thinking: bool) -> None:
 
 
 class Counted(str):
-    """Text that counts the characters which its methods look at or copy."""
+    """Text that counts the characters that its methods read or copy."""
 
     looked = 0
 

@@ -1,4 +1,4 @@
-"""Structural tags: which texts their grammars let through."""
+"""Structural tags: the texts that their grammars allow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ids(text: str) -> list[int]:
 
 
 def judged(tag: Any, text: str) -> str:
-    """What a text is to a tag: whole, the beginning of one, or wrong."""
+    """Whether a text is complete for a tag, the beginning of one, or wrong."""
     grammar = compose(structural_tag_format(tag, "tag", SPECIAL), thinking=False)
     matcher = LLMatcher(tokenizer(), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -230,7 +230,7 @@ def test_what_is_no_tag_is_refused(value: Any) -> None:
 
 
 def test_wide_and_deep_tags_end() -> None:
-    """Each level looks at those below it; what there may be of both is bounded."""
+    """Width and depth are limited, since each level processes those below it."""
     deep: Any = {"type": "or", "elements": [WORD] * 100_000}
     for _ in range(90):
         deep = {"type": "sequence", "elements": [deep, const("x")]}

@@ -1,4 +1,4 @@
-"""Calls written as tags, to JSON arguments."""
+"""Parsing of tool calls in tags into JSON arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(text: str, tools: list[dict[str, Any]]) -> tuple[str, str | None]:
 
 
 def typed(text: str, schema: Any, **root: Any) -> Any:
-    """The value that a parameter of this schema gets from this text."""
+    """The value of a text for a parameter with this schema."""
     parameters = {"type": "object", "properties": {"p": schema}, **root}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     name, arguments = read(f"<function=f><parameter=p>{text}</parameter></function>", tools)

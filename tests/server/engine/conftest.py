@@ -1,4 +1,4 @@
-"""What engines do at their start, cut short."""
+"""Shortens the measurements at an engine's start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _short_measurement() -> Iterator[None]:
-    """No test's outcome depends on how well verifications were timed: each is, but once."""
+    """Time each verification only briefly, since no test's outcome depends on the measurement."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qwen_serve.server.engine.loading.MEASURING_CPU", 0.02)
         yield

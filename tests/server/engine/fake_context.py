@@ -1,4 +1,4 @@
-"""A context without llama.cpp: what it would hold and compute, for tests of those who drive it."""
+"""A context without llama.cpp, which simulates its contents and results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Copy:
-    """A sequence on the host; a token takes a byte."""
+    """A copy of a sequence on the host, with one byte for each token."""
 
     tokens: tuple[int, ...]
 
@@ -27,7 +27,7 @@ class Copy:
 
 @dataclass
 class FakeRows:
-    """Rows whose best token follows the one that was read: 8 after 7."""
+    """Rows whose best token is the one that was read plus one."""
 
     best_tokens: list[int]
     kinds: list[DeviceSampler]
@@ -45,7 +45,7 @@ class FakeRows:
 
 
 class FakeDeviceSamplers:
-    """What is read out of each slot."""
+    """Records the device sampler of each slot."""
 
     def __init__(self, n: int) -> None:
         self.active = n > 0
@@ -53,7 +53,7 @@ class FakeDeviceSamplers:
 
 
 class FakeContext:
-    """What llama.cpp would hold: the tokens of each sequence id. Fails where one would be written over."""
+    """The tokens of each sequence id, as llama.cpp would hold them. Fails if a token would be overwritten."""
 
     def __init__(self, n_ctx: int = 1000, *, n_ubatch: int | None = None, n_samplers: int = 0) -> None:
         self.n_ctx = self.n_batch = self.n_ctx_seq = n_ctx
@@ -117,7 +117,7 @@ class FakeContext:
         self.decodes.append(n_tokens)
 
     def outputs_ahead(self) -> None:
-        """Its rows are read before the next batch."""
+        """None, since rows are read before the next batch."""
 
     def rows(
         self, sequences: Sequence[int], indices: Sequence[int], ahead: None = None, *, chosen: bool = False

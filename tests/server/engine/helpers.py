@@ -1,4 +1,5 @@
-"""What the engine's tests share: small engines, requests served together, the same tokens decoded alone."""
+"""Helpers of the engine's tests: small engines, requests served together, and the same tokens decoded
+alone."""
 
 from __future__ import annotations
 
@@ -73,20 +74,20 @@ class Request:
 
 @dataclass
 class Answer:
-    """Everything that arrived."""
+    """All tokens of an answer, and its end."""
 
     tokens: list[int]
     finish_reason: FinishReason | None
 
 
 async def ask(engine: Engine, request: Request) -> Answer:
-    """Submit one request and collect its answer."""
+    """Submit a request and collect its answer."""
     await asyncio.sleep(request.delay)  # requests come when they come
     return await _collect(submit(engine, request), request)
 
 
 def submit(engine: Engine, request: Request) -> Generation:
-    """Submit one request, now."""
+    """Submit a request without its delay."""
     grammar = None if request.grammar is None else engine.grammars.compile(request.grammar).result()
     return engine.submit(
         engine.prompt(request.prompt),
@@ -135,7 +136,7 @@ async def ask_at_once(engine: Engine, requests: Sequence[Request]) -> list[Answe
 
 
 async def idle(engine: Engine) -> None:
-    """Nobody runs or waits, and the engine's thread is through with whoever did."""
+    """Wait until no request runs or waits, and the engine's thread has finished with them."""
     await until(lambda: engine.stats().running == engine.stats().waiting == 0)
     through = threading.Event()
     engine._inbox.put(through.set)  # noqa: SLF001 - a step may be under way
@@ -149,7 +150,7 @@ async def idle(engine: Engine) -> None:
 
 @contextmanager
 def standing_still(engine: Engine) -> Iterator[None]:
-    """An engine with nothing to do takes nothing in until the end of the block, and then all at once."""
+    """An idle engine admits no request until the end of the block, and then all at once."""
     go_on = threading.Event()
 
     def wait() -> None:
@@ -164,9 +165,8 @@ def standing_still(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def step_by_step(engine: Engine) -> Iterator[Callable[[int], None]]:
-    """The engine takes only the steps that it is granted: `grant(n)` returns once it has taken so many.
-
-    From the end of the block on it goes its way again.
+    """The engine takes only granted steps: `grant(n)` returns after `n` of them. At the end of the block it
+    runs freely again.
     """
     leave, step = threading.Semaphore(0), engine._step  # noqa: SLF001 - no setting paces an engine
 
@@ -188,7 +188,7 @@ def step_by_step(engine: Engine) -> Iterator[Callable[[int], None]]:
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:
-    """Ids of ordinary tokens, repeated in part, so that the model has something to go on."""
+    """Random ids of ordinary tokens, partly repeated, so that predictions are not uniform."""
     words = [rng.randrange(256, 2000) for _ in range(max(1, length // 3))]
     return [rng.choice(words) for _ in range(length)]
 

@@ -1,4 +1,4 @@
-"""What tests look at inside an engine, as nobody else may: who drafts, and what is left of requests."""
+"""Access to an engine's internals for tests: drafters, and what remains of requests."""
 # ruff: noqa: SLF001 - leaks show from the inside alone, and a public way in would be for tests only
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def drafters(speculator: Speculator) -> list[Drafter]:
-    """In the order in which they are asked."""
+    """The drafters, in the order in which they are asked."""
     return [health.drafter for health in speculator._drafters]
 
 
 def draft_by(speculator: Speculator, drafter: Drafter) -> None:
-    """Have another drafter in the place of the first, the one that drafts from the text."""
+    """Replace the first drafter, which drafts from the text."""
     speculator._drafters[0].drafter = drafter
 
 
@@ -37,17 +37,17 @@ def policy(speculator: Speculator) -> Policy:
 
 
 def draft_states(drafter: HiddenDrafter) -> dict[int, DraftCacheState]:
-    """What it has of each sequence id."""
+    """The drafter's state of each sequence id."""
     return drafter._states
 
 
 def held(cache: PrefixCache) -> list[Node]:
-    """Checkpoints in device memory."""
+    """The checkpoints in device memory."""
     return [*cache._held]
 
 
 def nodes_of(kept: Tree | PrefixCache) -> list[Node]:
-    """All of them but the roots, parents first."""
+    """All nodes of the tree except the roots, parents first."""
     tree = kept._tree if isinstance(kept, PrefixCache) else kept
     found = [node for root in (tree.root, *tree._salted.values()) for node in root.children.values()]
     for node in found:
@@ -56,24 +56,24 @@ def nodes_of(kept: Tree | PrefixCache) -> list[Node]:
 
 
 def needed(node: Node) -> bool:
-    """Whether it is there for its own sake, rather than as the place where others part."""
+    """Whether a node holds something, and is not only a branching point."""
     return node._needed
 
 
 def salts(kept: Tree | PrefixCache) -> int:
-    """How many of them anything is kept for."""
+    """Number of salts for which anything is kept."""
     tree = kept._tree if isinstance(kept, PrefixCache) else kept
     assert len(tree._salted) == len(tree._salts)
     return len(tree._salts)
 
 
 def lookups(drafter: NgramDrafter) -> int:
-    """Texts that it knows."""
+    """Number of texts that the lookup knows."""
     return len(drafter._lookups)
 
 
 def at_rest(engine: Engine) -> bool:
-    """Nobody runs, waits or is remembered, and cells belong to checkpoints alone."""
+    """Whether no request runs, waits or left anything behind, and only checkpoints hold cells."""
     stats, parts = engine.stats(), engine.components
     remembered = (
         engine._open,
@@ -95,7 +95,7 @@ def at_rest(engine: Engine) -> bool:
 
 
 def check_contexts(engine: Engine) -> None:
-    """llama.cpp holds what the prefix cache knows of, in the trunk's context and in the drafter's."""
+    """Check that the contexts of trunk and drafter hold what the prefix cache records."""
     parts = engine.components
     [head] = [one for one in drafters(parts.speculator) if isinstance(one, MtpDrafter | DflashDrafter)]
     depths = {node.seq_id: node.depth for node in held(parts.cache)}
@@ -109,5 +109,5 @@ def check_contexts(engine: Engine) -> None:
 
 
 def _tokens(context: Context, sequence: int) -> int:
-    """How many llama.cpp holds of a sequence id."""
+    """Number of tokens of a sequence id in llama.cpp."""
     return int(C.llama_memory_seq_pos_max(context._memory, sequence)) + 1

@@ -1,4 +1,4 @@
-"""Settings refuse nonsense by name."""
+"""Errors for invalid settings name the setting."""
 
 from __future__ import annotations
 

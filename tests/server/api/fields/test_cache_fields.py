@@ -1,4 +1,4 @@
-"""`cache_salt`, API keys and `cache_report`: who shares prefixes, and what is told of it."""
+"""`cache_salt`, API keys and `cache_report`: sharing of prefixes, and its report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def salt(server: Server, *, headers: dict[str, str] | None = None, **body: Any) -> str:
-    """What the engine is told for a request."""
+    """The salt that the engine gets for a request."""
     answer = server.http.post("/v1/completions", json={"prompt": "Hi", **body}, headers=headers or {})
     assert answer.status_code == 200, answer.text
     return server.engine.submissions[-1].salt
@@ -54,7 +54,7 @@ def test_why_the_rest_was_not_cached_is_told_to_who_asks(start: Start) -> None:
 
 
 def test_a_prompt_that_is_not_to_be_cached_shares_with_nobody(start: Start) -> None:
-    """llama-server's field, which benchmarks send."""
+    """`cache_prompt` is llama-server's field, which benchmarks send."""
     server = start("Hello")
     salts = {salt(server, cache_prompt=False, cache_salt=given) for given in (None, None, "a")}
     assert len(salts) == 3

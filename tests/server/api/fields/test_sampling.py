@@ -1,4 +1,4 @@
-"""Which sampling parameters a request ends up with."""
+"""The sampling parameters that a request gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`priority` and `service_tier`, and a key's class and share: what the engine is told, and the client."""
+"""`priority`, `service_tier`, and a key's class and share: their effect on the engine's request and on the
+answer."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def keyed(start: Start, tmp_path: Path) -> Server:
 def asked(
     server: Server, path: str, key: str = "plain", **fields: Any
 ) -> tuple[dict[str, Any], SchedulingParams]:
-    """The answer, and what the engine was told."""
+    """(answer, scheduling parameters that the engine got)."""
     headers = {"Authorization": f"Bearer {key}"}
     answer = server.http.post(path, json={**BODIES[path], **fields}, headers=headers)
     assert answer.status_code == 200, answer.text

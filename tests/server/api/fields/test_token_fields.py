@@ -1,4 +1,4 @@
-"""Fields about single tokens, and what belongs to a text."""
+"""Fields about single tokens, and the tokens of a text."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_the_clients_id_is_the_answers(start: Start) -> None:
 
 
 def test_without_the_version(start: Start) -> None:
-    """llama-server answers there, too."""
+    """llama-server also has the path without the version."""
     server = start("Two.")
     assert server.post("/chat/completions", messages=HI).json()["choices"][0]["message"]["content"] == "Two."
     assert server.post("/responses", input="Hi").json()["object"] == "response"

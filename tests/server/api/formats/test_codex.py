@@ -1,4 +1,4 @@
-"""What Codex sends to /v1/responses: tools of its own, of namespaces and of its host."""
+"""Codex's requests to /v1/responses: its own tools, those of namespaces and those of its host."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_tools_that_are_left_out_are_not_called(start: Start) -> None:
 
 
 def test_a_summary_that_is_asked_for(start: Start) -> None:
-    """It is the reasoning itself: clients such as AI SDK's show nothing else."""
+    """The summary is the reasoning itself, since clients such as AI SDK's show nothing else."""
     server = start(REPLY)
     asked = {"effort": "low", "summary": "detailed"}
     got = events(server, reasoning=asked, tools=[TOOL])

@@ -181,7 +181,8 @@ def test_timings(start: Start) -> None:
 def test_an_answer_nobody_can_use_a_part_of_is_delivered_once(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], at_once: bool
 ) -> None:
-    """And worked on once: it may have thousands of tokens, while others wait for the loop."""
+    """It is also processed only once, since it may have thousands of tokens and other requests wait for the
+    loop."""
     server = start("abc " * 100, delay=0.0001)
     fed = 0
 

@@ -1,4 +1,5 @@
-"""Made-up Messages and Responses requests, and tokens': a success or a 4xx with the format's error object."""
+"""Generated requests to Messages, Responses and the token endpoints: each gets a success or a 4xx with the
+format's error object."""
 
 from __future__ import annotations
 

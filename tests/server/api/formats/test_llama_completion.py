@@ -1,4 +1,4 @@
-"""/completion as llama-server has it."""
+"""/completion, as in llama-server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, as Anthropic's own client reads them."""
+"""/v1/messages and /v1/messages/count_tokens, with Anthropic's client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(server: Server, key: str = "none") -> anthropic.Anthropic:
 
 
 def events(server: Server, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each named as its object is."""
+    """The events of a stream, each named after its object's type."""
     with server.http.stream(
         "POST", PATH, json={"messages": HI, "max_tokens": 99, "stream": True, **body}
     ) as got:
@@ -249,7 +249,7 @@ def test_a_reply_that_the_client_began_is_continued(start: Start) -> None:
 
 
 def test_late_system_messages_are_reminders_where_they_stand(start: Start) -> None:
-    """And not a part of the system prompt, which would no longer be found in the prefix cache."""
+    """They are not moved into the system prompt, since that would no longer be found in the prefix cache."""
     server = start("x")
     use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Sun"}
@@ -424,7 +424,7 @@ def test_fields_of_chats_mean_the_same(start: Start) -> None:
 
 @pytest.mark.parametrize("first", [[], HI])
 def test_many_system_messages(first: list[Any]) -> None:
-    """To look at all before each, or to join each with them, would take the square of their number."""
+    """Looking at all earlier ones for each, or joining each with them, would take quadratic time."""
     notes = [{"role": "system", "content": f"Note {n}. " * 10} for n in range(50_000)]
     made = reminded([*first, *notes, *HI])
     if not first:

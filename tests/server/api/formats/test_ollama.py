@@ -1,4 +1,4 @@
-"""Ollama's API, as its Python client asks and as it is written."""
+"""Ollama's API, with its Python client and by its documentation."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_options(client: ollama.Client, server: Server) -> None:
 
 
 def test_a_format_is_a_grammar(server: Server) -> None:
-    """The scripted engine follows none, and says which field asked for it."""
+    """The scripted engine follows no grammar, and its error names the field."""
     for wanted in ("json", {"type": "object", "properties": {}}):
         message = error_of(server, 400, format=wanted)
         assert message.startswith("format.")

@@ -1,4 +1,4 @@
-"""/v1/responses, as OpenAI's own client reads it."""
+"""/v1/responses, with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ask(server: Server, **body: Any) -> dict[str, Any]:
 
 
 def events(server: Server, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, named as their objects are and numbered without a gap."""
+    """The events of a stream, named after their objects' types and numbered without gaps."""
     with server.http.stream("POST", PATH, json={"input": "Hi", "stream": True, **body}) as got:
         assert got.status_code == 200, got.read()
         blocks = "".join(got.iter_text()).strip().split("\n\n")
@@ -85,7 +85,8 @@ LOGPROBS = {"include": ["message.output_text.logprobs"], "reasoning": {"effort":
 
 
 def test_logprobs_of_the_text_alone(start: Start) -> None:
-    """Neither of the reasoning, in which the same letters come, nor of the tags, nor of the calls."""
+    """They do not include tokens of the reasoning, which has the same letters, of the tags, or of the
+    calls."""
     server = start(f"OK. Hm.\n</think>\n\nOK é.\n{CALL}")
     for fields, n in (({}, 0), ({"top_logprobs": 2}, 2)):
         whole = ask(server, **LOGPROBS, **fields)
@@ -165,7 +166,7 @@ def test_the_clients_response(start: Start, stream: bool) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
 def test_reasoning_is_counted_as_it_comes(start: Start, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Nobody makes tokens of it once more, on the event loop, to know how many they were."""
+    """Reasoning is not tokenized again on the event loop to be counted."""
     reply = FakeVocab().tokenize("x" * 50 + "\n</think>\n\nOK.", special=True)
     server = start(lambda _: [*reply])
     tokenized: list[str] = []
@@ -336,7 +337,7 @@ def test_a_conversation_that_is_too_long_is_cut_where_that_is_asked_for(start: S
 
 
 def test_many_calls_in_a_row() -> None:
-    """A list of those so far for each would take the square of their number."""
+    """A list of all earlier calls for each one would take quadratic time."""
     call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
     asked = ResponsesRequest(input=[{"role": "user", "content": "Hi"}, *[call] * 100_000])
     [_, reply] = asked.chat().messages

@@ -1,4 +1,4 @@
-"""What /metrics says about the engine."""
+"""The engine's metrics on /metrics."""
 
 from __future__ import annotations
 

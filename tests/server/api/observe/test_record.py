@@ -1,4 +1,4 @@
-"""The log's line of a request, its id, and the line of throughput."""
+"""The log's line for a request, its id, and the log's line of throughput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans: what a collector is sent."""
+"""The OpenTelemetry spans that a collector receives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 @pytest.fixture
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The spans that arrive at an OTLP endpoint, which the environment names."""
+    """The spans that arrive at the OTLP endpoint of the environment."""
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 

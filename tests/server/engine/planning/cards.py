@@ -1,4 +1,4 @@
-"""A card that this machine does not have, and a model whose file is not there."""
+"""A simulated GPU, and a model without a file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def four_b() -> Header:
 
 
 def header_of(sizes: Mapping[str, int]) -> Header:
-    """Of F32 tensors of so many bytes."""
+    """A header with F32 tensors of these sizes in bytes."""
     tensors = {name: TensorInfo(name, (size // 4,), 0) for name, size in sizes.items()}
     return Header(FILE, STATUS, FOUR_B, tensors)
 
@@ -63,7 +63,7 @@ def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool, *, many: bool
 
 
 def pretend_copies(monkeypatch: pytest.MonkeyPatch, *, pay: bool, build: bool = True) -> None:
-    """Whether FP16 copies pay on every GPU, and whether this build can keep them."""
+    """Simulate whether FP16 copies pay on every GPU, and whether this build can keep them."""
     monkeypatch.setattr(fit, "HAS_F16_COPIES", build)
     for module in (plan, fit):
         monkeypatch.setattr(module, "keeps_f16_copies", lambda _: pay and build)

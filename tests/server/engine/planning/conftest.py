@@ -34,5 +34,5 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def own_cells(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steps of their own cells take as well."""
+    """Simulate the patches for steps that read only their own cells."""
     monkeypatch.setattr(plan, "READS_OWN_CELLS", True)

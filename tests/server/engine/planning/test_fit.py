@@ -1,4 +1,4 @@
-"""Sizes that are left open, and what is said where memory is too small."""
+"""Sizes that the plan chooses, and errors if memory is too small."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_snapshots_are_for_drafts(
 
 
 def test_the_head_drafts_for_as_many_as_fit(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has a state to go back to, beside the eight of a sequence that runs alone."""
+    """Each needs a state for rollback, besides the eight of a sequence that runs alone."""
     share_snapshots(monkeypatch, True, many=True)
     sizes = {"parallel": 32, "prefix_checkpoints": 16, "ctx_size": 65_536}
     plan = partial(four_b_plan, speculation="both", **sizes, mtp_sequences=-1)

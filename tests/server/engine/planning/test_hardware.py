@@ -1,4 +1,4 @@
-"""What is found out about the machine, and the warning when its GPU would lie idle."""
+"""Detection of the machine's hardware, and the warning if its GPU would not be used."""
 
 from __future__ import annotations
 

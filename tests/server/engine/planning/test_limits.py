@@ -1,4 +1,4 @@
-"""Whatever number a key of a GGUF has, it is refused by name or the model loads: nothing aborts or hangs."""
+"""For any number in a GGUF's key, the error names the key or the model loads: nothing aborts or hangs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT = 60
 
 
 def numbers(path: Path) -> Iterator[tuple[str, int]]:
-    """Keys of whole numbers that belong to the architecture, and for arrays each place."""
+    """The architecture's integer keys, and each element of array keys."""
     reader = gguf.GGUFReader(path)
     architecture = str(reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -50,7 +50,7 @@ def changed(path: Path, to: Path, key: str, place: int, value: int) -> Path:
 
 
 def load(model: Path, draft: Path | None) -> None:
-    """Loads and warms up, or refuses."""
+    """Load and warm up the model, or refuse it."""
     settings = EngineSettings(
         model=model,
         draft_model=draft,

@@ -1,4 +1,4 @@
-"""What one start measured serves the next one, as long as nothing changed."""
+"""A start's measurements are reused by the next one, unless something changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_next_start_measures_nothing(
 def test_what_steps_have_shown_of_prompts_serves_the_next_start(
     nano_q4_k_m: Path, measurings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start that something else held up does so once."""
+    """A start that another program slowed down affects only one start."""
     monkeypatch.setattr("qwen_serve.server.engine.warmup.time_prompt", lambda *_: 1000.0)
     changes = {"speculation": "off", "ubatch_size": 32, "prefill_seconds": 10.0}
     with running(nano_q4_k_m, **changes) as engine:

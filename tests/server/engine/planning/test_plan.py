@@ -1,4 +1,4 @@
-"""The memory plan against what llama.cpp allocates, and where it puts what."""
+"""The memory plan against llama.cpp's allocations and their devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's fit, of its metadata and tensors."""
+"""The specification of a model, from its metadata and tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vision tower takes on a card that this machine does not have."""
+"""Memory of a vision tower on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_another_arrangement_counts_it_once(planned: Any) -> None:
 
 
 def test_without_flash_attention_every_patch_meets_every_other(planned: Any) -> None:
-    """There are kernels for heads of 64 elements, as the 4B's tower has, and 72, as the 9B's; none for 32."""
+    """Flash attention has kernels for heads of 64 elements, as in the 4B's tower, and of 72, as in the 9B's,
+    but none for 32."""
     few = {"image_max_tokens": 256}
     with_kernels = [planned({"clip.vision.attention.head_count": n}, **few).usages[0].vision for n in (16, 8)]
     without = planned({"clip.vision.attention.head_count": 32}, **few).usages[0].vision

@@ -1,4 +1,4 @@
-"""What a request says about single tokens, on rows and in the engine."""
+"""A request's rules about single tokens, on rows and in the engine."""
 
 from __future__ import annotations
 

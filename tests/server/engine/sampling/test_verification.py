@@ -1,4 +1,4 @@
-"""From a batch to tokens: whose row is whose, what is accepted of a draft, and whose sampler fails."""
+"""From a batch to tokens: the rows of each sequence, accepted drafts, and failing samplers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDS = frozenset({END})
 
 
 class FakeSampler:
-    """Takes the best token, unless it fails."""
+    """A greedy sampler, which may fail."""
 
     need = DeviceSampler.BEST
     forces = False
@@ -49,7 +49,7 @@ def add(
     first: int = -1,
     fails: bool = False,
 ) -> None:
-    """A chunk of the first `count` of so many pending tokens, which count up from `first`."""
+    """Add a chunk with the first `count` of the pending tokens, which count up from `first`."""
     first = 1000 * slot if first < 0 else first
     sampler = cast("Sampler", FakeSampler(fails=fails))
     one = Sequence(list(range(first, first + pending)), 500, sampler)
@@ -60,7 +60,7 @@ def add(
 
 
 def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> list[SampleResult]:
-    """Computed and sampled: after each token the model wants the next number."""
+    """Compute and sample the batch. The model's best token is always the last number plus one."""
     context = FakeContext(n_ubatch=n_ubatch)
     context.rows_come_together = together
     runner = Runner(cast("Context", context), StepProfile())
@@ -73,7 +73,7 @@ def tokens(batch: Batch, *, together: bool) -> list[list[int]]:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_prompts_that_end_in_one_batch_get_their_own_tokens(together: bool) -> None:
-    """The shorter one's row comes first, wherever it is."""
+    """The shorter prompt's row comes first, in any order of the prompts."""
     batch = Batch()
     for slot, length in enumerate((50, 13, 20)):
         add(batch, slot, length, length, [])
@@ -141,7 +141,7 @@ def test_a_sampler_that_fails_fails_alone() -> None:
 def test_every_row_is_found(
     parts: list[tuple[int, int, int]], n_ubatch: int, snapshots: int, together: bool
 ) -> None:
-    """However llama.cpp cuts a batch into ubatches; the fake context checks order and positions."""
+    """For any split of a batch into ubatches. The fake context checks order and positions."""
     context = FakeContext(n_ubatch=n_ubatch)
     context.n_snapshots, context.rows_come_together = snapshots, together
     batch = Batch()

@@ -1,4 +1,4 @@
-"""What the tests of speculation share."""
+"""Helpers of the tests of speculation."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from tests.server.engine.scheduling import NO_SAMPLER
 
 
 def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:
-    """A request with this prompt that nobody samples."""
+    """A sequence with this prompt, without a sampler."""
     return Sequence(tokens, max_tokens, NO_SAMPLER)

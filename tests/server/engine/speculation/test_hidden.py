@@ -18,7 +18,7 @@ WINDOW, WIDTH, SLOTS = 32, 6, 2
 
 
 class Cache:
-    """A block drafter's, which remembers what was injected."""
+    """A block drafter's cache that records injected rows."""
 
     n_batch, source = 16, None
 

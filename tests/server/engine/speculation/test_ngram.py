@@ -1,4 +1,4 @@
-"""The lookup finds what a search through the whole text finds, however the text came in."""
+"""The lookup agrees with a search through the whole text, however the text was added."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ texts = st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, n), max_size
 
 
 def latest(text: list[int], length: int) -> int:
-    """Where the last `length` tokens ended the last time before, or -1."""
+    """The end of the latest earlier occurrence of the last `length` tokens, or -1."""
     for place in range(len(text) - 1, length - 1, -1):
         if text[place - length : place] == text[len(text) - length :]:
             return place

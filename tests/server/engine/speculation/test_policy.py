@@ -1,4 +1,4 @@
-"""The policy's choices, one by one, and what it learns from."""
+"""The policy's choices, and the measurements that it learns from."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.server.engine.speculation.card import World, on_h200
 
 
 def stand_in(chance: float = 0.999, *, seconds: float = 0.0, depth: int = 127, instant: bool = True) -> Any:
-    """A drafter that is only talked about."""
+    """A drafter without behaviour."""
     drafter = Mock(instant=instant, most=16, depth=depth, kinds={"sure": chance})
     drafter.cost = lambda n, length: length * seconds
     return drafter
 
 
 def card_times(weights: float = 4.0, row: float = 0.1) -> StepTimes:
-    """Milliseconds for the weights and for a row."""
+    """Step times from milliseconds for the weights and for each row."""
     times = StepTimes()
     for rows in (1, 2, 4, 8, 16, 64, 256):
         times.add(1, rows, 1e-3 * (weights + row * rows))
@@ -122,7 +122,7 @@ def test_depths_never_tried_are_taken_for_the_one_before() -> None:
 
 
 def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None:
-    """The time to a first token is that of the prompt before it, too: no sign of what a token takes."""
+    """The time to a first token includes the prompt's, so it says nothing about a token's time."""
     world = on_h200()
     known = world.speculator.step_times()
     one = world.newcomer(0)
@@ -203,7 +203,7 @@ def test_acceptance_follows_a_text_that_changes_and_early_errors_far_down_fade()
 
 
 def test_a_retry_goes_on_as_long_as_nothing_was_wrong() -> None:
-    """What is remembered of before weighs more than one draft that was right."""
+    """Earlier results outweigh one right draft."""
     policy, head = Policy(card_times(row=1.5)), stand_in(0.3, depth=8)
     for _ in range(100):
         policy.verified(head, "sure", 1, 1, 0)
@@ -264,7 +264,7 @@ def test_a_drafter_that_lost_reads_the_end_of_a_prompt_only(monkeypatch: pytest.
     monkeypatch.setattr(world.head, "collect", counted)
 
     def rows_read() -> int:
-        """Of a prompt of 300 tokens."""
+        """Number of rows that are read of a prompt of 300 tokens."""
         read.clear()
         one = world.newcomer(0)
         one.tokens[:] = range(300)
@@ -338,7 +338,7 @@ def test_who_has_no_draft_costs_the_others_a_pass() -> None:
 
 
 def test_several_that_snapshots_take_back_have_as_many_rows() -> None:
-    """Then a step is one pass, and each is rolled back to what was right."""
+    """Then a step is one pass, and each sequence is rolled back to its accepted tokens."""
     step = Step([1, 1, 1], 100, 100, rewinds=2, keeps_graph=2)
     assert step.rows([2, 0, 1]) == [3, 3, 3]
     assert step.rows([3, 0, 1]) == [4, 1, 2], "longer than snapshots"
