@@ -42,7 +42,8 @@ def publish_results(
     folder.mkdir(parents=True, exist_ok=True)
     about = "; ".join(dict.fromkeys(model_and_card(one) for one in results.manifests.values()))
     pictures = draw_pictures(frame, folder, about=about)
-    headline = headline_table(frame, first, about)
+    days = dict.fromkeys(f"{one.started:%Y-%m-%d}" for one in results.manifests.values())
+    headline = headline_table(frame, first, f"{about}, {', '.join(days)}")
     tables = [headline] if headline.rows else []
     tables += sweep_tables(results)
     if any(one.verb != SWEEP for one in results.manifests.values()):

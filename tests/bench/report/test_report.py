@@ -97,7 +97,7 @@ def test_what_is_published_has_no_single_requests_and_comes_out_the_same_again(t
     assert (short["rounds"], short["values"], short["p50"]) == (10, 500, 124.5)
     assert len(summary) == 2 * 3 + 2 * 3
     text = page.read_text()
-    assert text.startswith("# Ours\n\n<!-- headline -->\n**synthetic 4B on NVIDIA H200**")
+    assert text.startswith("# Ours\n\n<!-- headline -->\n**synthetic 4B on NVIDIA H200, 20")
     assert text.endswith("<!-- end -->\n\nbelow\n")
     assert "| llama-server, tuned | 224 (1x [1, 1]) | 160 (0.8x [0.8, 0.8]) |" in text
     assert "old" not in text
