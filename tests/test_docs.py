@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import os
 import re
@@ -85,6 +86,17 @@ def test_links_in_the_tree_lead_somewhere() -> None:
     ]
     assert len(links) > 50
     assert not [(page.name, target) for page, target in links if not (page.parent / target).exists()]
+
+
+def test_messages_of_the_troubleshooting_table_are_in_the_code() -> None:
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8").partition("## Troubleshooting")[2]
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    files = [file for room in ("common", "llamacpp", "server") for file in (ROOT / room).rglob("*.py")]
+    code = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    text = re.sub(r'"\s*\n\s*f?"', "", code) + os.strerror(errno.EADDRINUSE)  # adjacent literals are one
+    parts = [part.strip() for message in messages for part in message.split("...") if part.strip()]
+    assert len(messages) > 10
+    assert not [part for part in parts if part not in text]
 
 
 PEERS = sorted((ROOT / "docs").glob("from-*.md"))
