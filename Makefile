@@ -222,7 +222,7 @@ record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure
 
 #: Maintain
 docs: setup $(VENV)/.dev ## build the documentation in build/site and check its links
-	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --site-dir build/site
 
 lint: setup $(VENV)/.dev ## run ruff, mypy --strict and hadolint
 	$(VENV)/bin/ruff check .

@@ -23,12 +23,19 @@ from qwen_serve.server.engine import EngineStats  # noqa: E402
 from qwen_serve.server.settings import described_settings  # noqa: E402
 
 PAGES = {
+    "README.md": "overview.md",
     "server/README.md": "architecture.md",
     "server/engine/prefix_cache/README.md": "prefix-caching.md",
     "server/engine/defaults.md": "defaults.md",
     "quant_recipes/README.md": "recipes.md",
     "patches/README.md": "patches.md",
     "patches/moving-the-pin.md": "moving-the-pin.md",
+    "patches/tried.md": "tried.md",
+    **{
+        f"patches/topics/{path.name}": f"patches-{path.name}"
+        for path in sorted((ROOT / "patches/topics").glob("*.md"))
+    },
+    "models/nano/README.md": "nano.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -41,6 +48,9 @@ MADE = {"server/engine/settings.py": "settings.md", "server/api/observe/metrics.
 """Where a page is made from code, the file that a link names in the tree."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
+BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
+NAMED = re.compile(r"^( *```\w+) [\w.-]+$", re.MULTILINE)
+"""A fence with a snippet's name after its language, which superfences would not take for a fence."""
 
 
 def relinked(text: str, file: str) -> str:
@@ -54,7 +64,7 @@ def relinked(text: str, file: str) -> str:
             page = path.removeprefix("docs/")
         return f"{image}[{label}]({page}{anchor or ''})" if page else label
 
-    return LINK.sub(turned, text)
+    return LINK.sub(turned, NAMED.sub(r"\1", BADGE.sub("", text)))
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "DISABLE_MKDOCS_2_WARNING": "true", "PYTHONPATH": str(ROOT)}
     done = run(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
