@@ -216,7 +216,7 @@ class Scheduler:
         if self.waiting and (self._free_slots or self.waiting.contended):
             return False
         for sequence in self.running:
-            if sequence.suspect or sequence.sampler.forces or sequence.limit - len(sequence.tokens) < 2:
+            if sequence.suspect or sequence.sampler.may_force or sequence.limit - len(sequence.tokens) < 2:
                 return False
         if not self._make_room(batch.n_tokens):
             return False

@@ -79,6 +79,7 @@ class Sampler:
             self._chain = SamplerChain(samplers_of(params, seed, vocab.size))
         self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
         """The chain considers only this many best tokens; 0: perhaps all."""
+        self.closed = False
         self._forced: deque[int] = deque()
         """Tokens that come next regardless of the model."""
         self.need = device_sampler_for(
@@ -141,6 +142,11 @@ class Sampler:
         return forced
 
     @property
+    def may_force(self) -> bool:
+        """Whether tokens may be forced right after the next one."""
+        return self._constraint is not None or bool(self._forced) or self.horizon == 1
+
+    @property
     def horizon(self) -> int | None:
         """Number of next tokens before the first place at which the think block's limits may force tokens
         that a draft does not know; None: any number."""
@@ -159,7 +165,8 @@ class Sampler:
             self._constraint.prepare(draft)  # if greedy, the best token is nearly always allowed
 
     def close(self) -> None:
-        """Free llama.cpp's part. Idempotent."""
+        """Free llama.cpp's part, when the answer has ended. Idempotent."""
+        self.closed = True
         for each in self._processors:
             if isinstance(each, Dry):
                 each.close()

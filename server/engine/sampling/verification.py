@@ -67,10 +67,11 @@ def _accepted(draft: ListLike[int], best: list[int]) -> list[int]:
 
 
 def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> SampleResult:
-    if not tokens or not chunk.sequence.sampler.forces:
+    sampler = chunk.sequence.sampler
+    if not tokens or not sampler.forces or sampler.closed:  # closed: these tokens follow the answer's end
         return SampleResult(tokens, recompute=recompute)
     try:
-        return SampleResult(tokens, chunk.sequence.sampler.forced(tokens), recompute=recompute)
+        return SampleResult(tokens, sampler.forced(tokens), recompute=recompute)
     except Exception as error:  # an error of one sequence must not affect the others
         return SampleResult(error=error)
 

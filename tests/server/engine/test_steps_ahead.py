@@ -11,7 +11,7 @@ import pytest
 
 from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.errors import NoMemorySlot
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine import SamplingParams, ThinkingLimits
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -34,6 +34,8 @@ pytestmark = pytest.mark.skipif(not HAS_NEXT_TOKENS, reason="this llama.cpp has 
 
 PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off"}
 """Sampling on the device, though that is the host here, as on a GPU."""
+BRIDGE = (300, 301, 3609, 302)
+"""Closes a think block; 3609 is </think>."""
 ENDS = SamplingParams()
 """Greedy, with the tokens that end an answer."""
 
@@ -102,6 +104,37 @@ async def test_whatever_comes_and_goes(nano_f32: Path, seed: int) -> None:
         engine.components.cache.trim()
         states = engine.components.states
         assert states.cells.used == states.cells.idle
+
+
+async def thinking(engine: Engine, limits: ThinkingLimits, params: SamplingParams) -> tuple[list[int], int]:
+    """An answer that begins with thoughts, and how many tokens these have."""
+    prompt = engine.prompt(random_prompt(random.Random(10), 20))
+    generation = engine.submit(prompt, params, 60, thinking=limits)
+    tokens = [token async for new in generation for token in new]
+    await idle(engine)  # a step may still be computed that goes beyond the end
+    assert generation.thinking is not None
+    return tokens, generation.thinking.tokens
+
+
+@pytest.mark.parametrize(
+    ("limits", "params", "waits"),
+    [
+        (ThinkingLimits(), SamplingParams(ignore_eos=True), 2),
+        (ThinkingLimits(), ENDS, 2),
+        (ThinkingLimits(BRIDGE, 25), SamplingParams(ignore_eos=True), 5),
+        (ThinkingLimits(BRIDGE, loop_guard=True), SamplingParams(ignore_eos=True), 2),
+    ],
+    ids=["no limits", "no limits, to its end", "a budget", "a guard"],
+)
+async def test_thoughts_run_ahead_until_their_limit_is_near(
+    nano_f32: Path, limits: ThinkingLimits, params: SamplingParams, waits: int
+) -> None:
+    """Only the step before a check of the limits, and the last of an answer, are waited for."""
+    with running(nano_f32, **PLAIN) as engine:
+        expected = await thinking(engine, limits, params)
+    with ahead(nano_f32) as (engine, launched):
+        assert await thinking(engine, limits, params) == expected
+        assert launched["again"] >= len(expected[0]) - len(BRIDGE) * (limits.budget is not None) - waits
 
 
 async def test_prompts_are_read_behind_prompts_that_end(nano_f32: Path) -> None:
