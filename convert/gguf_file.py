@@ -57,7 +57,6 @@ def write_gguf(
     plan: TensorPlan,
     kept_layers: tuple[int, ...],
     outtype: FloatType,
-    threads: int = DEFAULT_THREADS,
 ) -> None:
     """Writes the GGUF that `plan` describes to `path`.
 
@@ -65,7 +64,7 @@ def write_gguf(
         not finite or does not fit `outtype`.
     """
     writer = _metadata(checkpoint, source, plan, kept_layers, outtype)
-    write_file(path, writer, plan, checkpoint.config, threads)
+    write_file(path, writer, plan, checkpoint.config)
 
 
 def write_header(

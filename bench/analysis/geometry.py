@@ -128,13 +128,12 @@ class Geometry:
         further = sequences * min(rows - 1, snapshots) * self.state_bytes
         return replace(work, n_bytes=work.n_bytes + further)
 
-    def prefill(self, tokens: int, *, start: int = 0, ubatch: int = UBATCH) -> Iterator[Work]:
-        """The passes that read `tokens` prompt tokens after `start` earlier ones. The last pass has logits of
-        one row."""
+    def prefill(self, tokens: int, *, ubatch: int = UBATCH) -> Iterator[Work]:
+        """The passes that read `tokens` prompt tokens. The last pass has logits of one row."""
         for first in range(0, tokens, ubatch):
             rows = min(ubatch, tokens - first)
             last = first + rows == tokens
-            yield self._pass(self.trunk, rows, start + first, outputs=1 if last else 0)
+            yield self._pass(self.trunk, rows, first, outputs=1 if last else 0)
 
     def draft_step(self, context: float) -> Work:
         """A pass of the MTP block for one token. Raises BenchError if the file has no such block."""

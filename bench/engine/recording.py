@@ -27,12 +27,12 @@ class Recorder:
     subject: str
     workload: str
 
-    def time(self, cell: str, action: Callable[[], object], times: int, *, metric: str = "step_time") -> None:
+    def time(self, cell: str, action: Callable[[], object], times: int) -> None:
         """Run ``action`` untimed, then time it ``times`` times; each time is a round."""
         for _ in range(UNTIMED):
             action()
         for round in range(1, times + 1):
-            self.once(cell, action, round, metric=metric)
+            self.once(cell, action, round)
 
     def once(
         self, cell: str, action: Callable[[], object], round: int = 1, *, metric: str = "step_time"

@@ -38,14 +38,13 @@ class Inputs:
 
     Args:
         gram: [width, width]; replaced by the identity if all inputs were 0.
-        damping: the share of the diagonal's mean that is added to it.
     """
 
-    def __init__(self, gram: Array, damping: float = DAMPING) -> None:
+    def __init__(self, gram: Array) -> None:
         width = len(gram)
         mean = float(gram.diagonal().sum()) / width
         self.gram = gram / (mean or 1.0)
-        self.gram.reshape(-1)[:: width + 1] += damping if mean > 0 else 1.0
+        self.gram.reshape(-1)[:: width + 1] += DAMPING if mean > 0 else 1.0
         self.diagonal = self.gram.diagonal()
         importance = on_host(self.diagonal, np.float32)
         falling = [np.argsort(-importance[i : i + SPAN], kind="stable") + i for i in range(0, width, SPAN)]
