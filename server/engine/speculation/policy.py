@@ -37,13 +37,13 @@ COOLDOWN_FIRST, COOLDOWN_LAST = 128, 1024
 """Steps of a cooldown, first and maximum. A text changes its character within hundreds of steps."""
 
 BUDGET = 0.0025
-"""Share of the time that retries may cost. A cooldown is as long as needed for that."""
+"""A cooldown is no longer than needed for a retry to take this share of the time."""
 
 PROVEN = 16
 """Consecutive steps with drafts after which a retry counts as successful."""
 
-LOSS, RETRY_LOSS = 5, 2
-"""Net loss, in the time of steps, that starts a cooldown: the first one, and one after an earlier loss."""
+LOSS = 5
+"""Net loss, in the time of steps, that starts a cooldown."""
 
 JUDGED = 8
 """Drafts that do not pay go into cooldown only if they may have at least this many tokens, since shorter
@@ -263,7 +263,7 @@ class Policy:
             record.fresh = False
             return
         record.loss = max(0.0, record.loss + seconds - tokens * self.times.of(n, 1) / n)
-        if record.loss > (RETRY_LOSS if record.cooldown.lost else LOSS) * seconds:
+        if record.loss > LOSS * seconds:
             self._give_up(record, n)
 
     def _give_up(self, record: Record, n: int, least: int = 0) -> None:
