@@ -81,7 +81,13 @@ def serve(arguments: Sequence[str]) -> int:
     """Runs `serve [MODEL] [--quant NAME] [--variant NAME] ...`, where MODEL comes first and becomes --model;
     returns the exit status."""
     from qwen_serve.server.settings import ENV_PREFIX
-    from qwen_serve.server.settings_sources import SettingsError, load_variant, named_variant, settings_help
+    from qwen_serve.server.settings_sources import (
+        SettingsError,
+        load_settings,
+        load_variant,
+        named_variant,
+        settings_help,
+    )
     from qwen_serve.server.weights import WeightsError, resolve
 
     count = 1 if arguments and not arguments[0].startswith("-") else 0
@@ -106,6 +112,8 @@ def serve(arguments: Sequence[str]) -> int:
         try:
             chosen = options.variant or named_variant()
             variant = load_variant(chosen) if chosen else None
+            # before a download and a conversion; any file replaces the model
+            load_settings(["--model", __file__, *settings])
             chosen_tower = f"{ENV_PREFIX}MMPROJ" in os.environ or any(
                 word.partition("=")[0] == "--mmproj" for word in settings
             )

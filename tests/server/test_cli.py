@@ -68,6 +68,15 @@ def test_a_conversion_ends_with_who_wants_to_serve(tmp_path: Path, sent: signal.
         process.wait()
 
 
+@pytest.mark.parametrize("wrong", [["--port", "80000"], ["--paralel", "4"]])
+def test_settings_are_checked_before_a_model_is_fetched(
+    wrong: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("qwen_serve.server.weights.resolve", lambda *_, **__: pytest.fail("too late"))
+    assert serve(["Qwen/Qwen3.5-4B", *wrong]) == 2
+    assert wrong[0] in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_nano_is_converted_once_and_answers(tmp_path: Path) -> None:
     log = tmp_path / "log"

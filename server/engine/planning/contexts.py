@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine.settings import EngineSettings
 
     from .spec import DraftSpec, ModelSpec
+
+log = logging.getLogger(__name__)
 
 CELL_PADDING = 256
 """llama.cpp rounds the cache up to a multiple of this (`GGML_PAD` in llama-context.cpp)."""
@@ -76,6 +79,11 @@ def load_model(
         repack=settings.repack == "on" and not rehearse,
         load_mtp=uses_mtp(settings, spec),
     )
+    if settings.repack == "on" and not (rehearse or model.repacked):
+        log.warning(
+            "repack is 'on', but no matrix was reordered: that needs an NVIDIA GPU from sm_80 on and the "
+            "patch repacked-weights"
+        )
     return _confirmed(model, spec.file, settings)
 
 

@@ -220,10 +220,15 @@ def test_they_are_repacked_where_that_is_known_to_be_faster(
 def test_a_server_without_memory_for_them_starts_and_says_so(
     nano_q4_k_m: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = plan_memory(resolve_settings(settings(nano_q4_k_m, speculation="off")), read_header(nano_q4_k_m))
+    wanted = resolve_settings(settings(nano_q4_k_m, speculation="off"))
+    plan = plan_memory(wanted, read_header(nano_q4_k_m))
+    repacked = replace(plan, settings=plan.settings.replace(repack="on"))
     short = replace(plan, usages=tuple(replace(usage, copies=3 * GIB) for usage in plan.usages))
     with caplog.at_level(logging.WARNING):
         build_engine(plan, StepProfile(), StartProfile()).close()
         assert "copies" not in caplog.text
+        assert "reordered" not in caplog.text
+        build_engine(repacked, StepProfile(), StartProfile()).close()
+        assert "no matrix was reordered" in caplog.text
         build_engine(short, StepProfile(), StartProfile()).close()
     assert "FP16 copies of weights got 0 bytes of the 3.0 GiB" in caplog.text
