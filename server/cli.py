@@ -48,7 +48,17 @@ Each command has --help."""
 
 def main() -> int:
     """Runs the subcommand with the rest of the command line; returns 2 for an unknown one."""
-    command, arguments = (sys.argv[1:2] or [""])[0], sys.argv[2:]
+    try:
+        return _run((sys.argv[1:2] or [""])[0], sys.argv[2:])
+    except ModuleNotFoundError as error:
+        if (error.name or "qwen_serve").partition(".")[0] == "qwen_serve":
+            raise
+        what = "`qwen-serve setup` installs llama.cpp, `pip install qwen-serve` the rest"
+        print(f"error: {error.name} is not installed: {what}", file=sys.stderr)
+        return 1
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
     match command:
         case "chat":
             from qwen_serve.server import client

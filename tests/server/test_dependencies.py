@@ -39,6 +39,19 @@ sys.argv[1:] = ["--src", "models/nano"]
 runpy.run_module("qwen_serve.convert", run_name="__main__", alter_sys=True)
 """
 
+SERVE = """
+import sys
+sys.modules["pydantic"] = None
+sys.argv[1:] = ["serve", "nano"]
+from qwen_serve.server.cli import main
+sys.exit(main())
+"""
+
+
+def test_what_is_not_installed_is_named() -> None:
+    done = run([sys.executable, "-c", SERVE])
+    assert (done.returncode, done.stderr.startswith("error: pydantic is not installed: ")) == (1, True)
+
 
 def test_a_gguf_is_served_without_what_converts(nano_q4_k_m: Path) -> None:
     command = [sys.executable, "-c", SERVING, str(nano_q4_k_m), *CONVERTING, "scipy", "aiohttp"]
