@@ -110,7 +110,7 @@ class Command:
 
     @property
     def elsewhere(self) -> str | None:
-        """Why it is not run here."""
+        """The reason why a command is not run here."""
         return next((why for pattern, why in ELSEWHERE.items() if re.search(pattern, self.text)), None)
 
     def smaller(self, url: str) -> str:
@@ -121,7 +121,7 @@ class Command:
 
 
 def read_commands() -> list[Command]:
-    """Raises AssertionError for a block in a language that nobody classified."""
+    """Read the commands of a page. Raises AssertionError for a block in an unknown language."""
     found = []
     for page in PAGES:
         name = str(page.relative_to(ROOT))
@@ -134,7 +134,7 @@ def read_commands() -> list[Command]:
 
 
 def commands_of(block: str) -> Iterator[str]:
-    """Lines that belong together, without comments."""
+    """The commands of a block, with continued lines joined and without comments."""
     text = ""
     for line in block.splitlines():
         text += line.strip() if not text else f"\n{line}"
@@ -304,7 +304,7 @@ def test_a_pages_commands_run(page: str, folder: Path, url: str) -> None:
 
 
 def starts_and_stops(text: str, folder: Path) -> None:
-    """A server comes up, and goes away when it is told to."""
+    """The server starts, and stops when it gets a signal."""
     log = folder / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What can be proved of deploy/ without Docker or a cluster: that its files agree with the server."""
+"""deploy/ without Docker or a cluster: its files agree with the server."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_one_server_with_its_dashboard() -> None:
 
 
 def test_servers_may_do_nothing_but_serve() -> None:
-    """Neither root nor capabilities nor a file system to write to."""
+    """Containers run without root, without capabilities, and with a read-only file system."""
     for name in ("compose.yaml", "compose.single.yaml"):
         servers = [s for s in load(name)["services"].values() if "qwen-serve" in s.get("image", "")]
         assert servers
@@ -134,7 +134,7 @@ def test_the_dashboard_shows_metrics_that_there_are(nano_q4_k_m: Path) -> None:
 
 @contextmanager
 def proxied(folder: Path, upstream: str) -> Iterator[httpx.Client]:
-    """deploy/nginx.conf as it is, but for who is in front and behind, and where its files are."""
+    """nginx with deploy/nginx.conf, in which only addresses and paths are changed."""
     if (nginx := shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/bin")) is None:
         pytest.skip("nginx is not installed (apt-get install nginx-light)")
     with socket.create_server(("127.0.0.1", 0)) as free:

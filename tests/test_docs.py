@@ -74,7 +74,7 @@ def test_the_changelog_begins_with_the_version_of_the_package() -> None:
 
 
 def test_links_in_the_tree_lead_somewhere() -> None:
-    """On the site strict mode sees to that."""
+    """The site's links are checked by mkdocs' strict mode."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
     pages += [ROOT / "models" / "nano" / "README.md", ROOT / "server/engine/prefix_cache/README.md"]
     pages += (ROOT / "patches").rglob("*.md")

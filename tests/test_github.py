@@ -1,4 +1,4 @@
-"""Issue forms ask for what there is; workflows are what GitHub takes, and their steps are scripts."""
+"""Issue forms name existing options; workflows are valid, and their steps are scripts."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, needs_vision]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """nano in F16, which finds its tower beside it."""
+    """A server with nano in F16, which finds the vision tower beside it."""
     folder = tmp_path_factory.mktemp("seeing")
     how = ["--src", str(NANO_FOLDER), "--quant", "F16", "--out", str(folder), "--threads", "1"]
     subprocess.run([sys.executable, "-m", "qwen_serve.convert", *how], check=True)
@@ -46,7 +46,7 @@ def test_answers_are_those_of_the_reference(server: ServerProcess, tmp_path: Pat
 
 
 def ask(http: httpx.Client, picture: str, question: str, **fields: Any) -> tuple[str, int, int]:
-    """The answer, tokens of the picture and tokens from the cache."""
+    """(answer, tokens of the picture, tokens from the cache)."""
     shown = {"type": "image_url", "image_url": {"url": picture}}
     content = [shown, {"type": "text", "text": question}]
     body = {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 16, **fields}
@@ -58,7 +58,7 @@ def ask(http: httpx.Client, picture: str, question: str, **fields: Any) -> tuple
 
 
 def test_a_second_question_is_answered_from_the_cache(server: ServerProcess) -> None:
-    """Of two pictures alike in size, each gets its own answers."""
+    """Two pictures of the same size get different answers."""
     rows = [row for row in read("pictures") if row["kind"] == "digit"]
     asked = ("Which digit is it?", "What colour is the digit?", "Where is the digit?")
     with server.client() as http:

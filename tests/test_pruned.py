@@ -1,4 +1,4 @@
-"""A nano with some layers, or half the vocabulary, pruned: converted, quantized, and served over HTTP."""
+"""nano without some layers, or with half of the vocabulary: converted, quantized, and served over HTTP."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Who imports what: the rooms of the tree keep to themselves, and one package alone touches the C API."""
+"""Rules of imports: rooms depend on each other in one direction, and only one package uses the C API."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_imports_point_one_way(room: str) -> None:
 
 
 def test_a_module_has_one_name() -> None:
-    """In a checkout `import server` would find the same files a second time."""
+    """In a checkout, `import server` would import the same files a second time."""
     bare = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MULTILINE)
     for room in (*PACKAGES, "tests", "models"):
         for path in (path for path in sources(room) if bare.search(path.read_text(encoding="utf-8"))):
@@ -126,7 +126,7 @@ def test_a_module_has_one_name() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Also where one of them does so later, in a function."""
+    """Imports in functions count, too."""
     modules = {}
     for path in (path for room in PACKAGES for path in sources(room)):
         name = ".".join(("qwen_serve", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(

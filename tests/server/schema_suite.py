@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def schema_suite(gguf: Path, folder: Path, documents: int, longest: int, seed: int) -> int:
-    """How many documents are invalid."""
+    """The number of invalid documents."""
     model = Model(gguf, n_gpu_layers=0)
     grammars = GrammarCompiler(lambda: llguidance_tokenizer(model), model.eos)
     counts = dict.fromkeys(
@@ -88,7 +88,7 @@ def _schemas(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _write(model: Model, grammar: Grammar, rng: random.Random, longest: int) -> str | None:
-    """A document of random tokens; None where it has no end within reach."""
+    """A document of random tokens; None if it does not end within the limit."""
     constraint, tokens = grammar.begin(), grammar.begin().forced()
     constraint.forced()
     while len(tokens) < longest:

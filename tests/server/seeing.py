@@ -35,7 +35,7 @@ def write_tower(folder: Path) -> Path:
 
 
 def noise(seed: int, width: int = 128, height: int = 96) -> Image.Image:
-    """Large enough not to be enlarged: a token is 16 pixels wide."""
+    """A picture of noise, large enough not to be enlarged: a token is 16 pixels wide."""
     values = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
     return Image.fromarray(values).resize((width, height), Image.Resampling.NEAREST)
 
@@ -73,7 +73,7 @@ def body(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 async def post(served: Served, path: str, request: dict[str, Any], status: int = 200) -> Any:
-    """What is answered, which must have that status."""
+    """The response, which must have this status."""
     async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
         answer = await http.post(path, json=request)
         assert answer.status_code == status, answer.text

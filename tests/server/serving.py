@@ -34,7 +34,8 @@ EXACT = ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off"
 
 
 class ServerProcess:
-    """A server that was started, killed at the latest when its context ends; its log is read as it comes."""
+    """A running server, which is killed at the end of its context at the latest. Its log is read as it
+    arrives."""
 
     module = "qwen_serve.server"
 
@@ -63,12 +64,13 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Where it listens, from its log."""
+        """The server's address, from its log."""
         found = self.wait_for(lambda: re.search(r"listening on (https?://[^\s;]+)", self.log))
         return str(found[1])
 
     def wait_for(self, condition: Any, timeout: float = START_S) -> Any:
-        """The first true value of `condition`; fails when the server ends or time is up."""
+        """Wait for the first true value of `condition` and return it. Fails if the server ends, or after the
+        time limit."""
 
         def met() -> Any:
             value = condition()
@@ -78,12 +80,12 @@ class ServerProcess:
         return wait_until(met, timeout, lambda: self.log)
 
     def wait_ready(self) -> str:
-        """Its address, once /ping answers 200."""
+        """Wait until /ping answers 200. Returns the address."""
         self.wait_for(lambda: httpx.get(f"{self.url}/ping").status_code == 200)
         return self.url
 
     def client(self) -> httpx.Client:
-        """A client for it, once it is ready."""
+        """Wait until the server is ready. Returns a client."""
         return httpx.Client(base_url=self.wait_ready(), timeout=120)
 
     def wait(self, timeout: float = 60) -> int:

@@ -29,7 +29,7 @@ class Watchdog:
         with Path("/proc/thread-self/schedstat").open() as statistics:
 
             def waited() -> float:
-                """Seconds for which this thread could have run but had no core."""
+                """Seconds for which this thread was runnable but had no core."""
                 statistics.seek(0)
                 return int(statistics.read().split()[1]) / 1e9
 

@@ -1,4 +1,4 @@
-"""A scheduler over a pretend model: what the tests of its policies share."""
+"""A scheduler with a simulated model, for the tests of its policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class NoSampler:
-    """Nobody draws, and nothing is refused."""
+    """A sampler that does nothing."""
 
     horizon = None
 
@@ -34,12 +34,12 @@ def sequence(prompt: int, max_tokens: int = 10, **scheduling: Any) -> Sequence:
 
 
 def fixed(tokens: int) -> PrefillBudget:
-    """Prompt tokens of a step, whatever they take."""
+    """A fixed budget of prompt tokens for each step."""
     return PrefillBudget(0.15, tokens, tokens, fixed=tokens)
 
 
 def store(context: FakeContext, slots: int, n_rollback: int = 0) -> StateStore:
-    """A real one."""
+    """A real state store."""
     return StateStore(cast("Context", context), slots, range(slots, slots + n_rollback))
 
 
@@ -52,7 +52,7 @@ def scheduler(
     states: StateStore | None = None,
     **options: Any,
 ) -> Scheduler:
-    """A scheduler without a prefix cache; a batch is one ubatch if nothing else is said."""
+    """A scheduler without a prefix cache. By default a batch is one ubatch."""
     states = states or store(FakeContext(cells), slots)
     return Scheduler(
         slots=slots,
@@ -66,12 +66,12 @@ def scheduler(
 
 
 def used(s: Scheduler) -> int:
-    """KV cells in use."""
+    """Number of KV cells in use."""
     return s._states.cells.used  # noqa: SLF001 - the scheduler keeps its store to itself
 
 
 def commit(s: Scheduler, batch: Batch) -> None:
-    """A model computed the batch: token 7 for every sequence that samples; drafts were all right."""
+    """Commit a batch of a model that gives token 7 to every sequence that samples, and accepts all drafts."""
     s.reserve(batch)
     s.commit(
         batch,

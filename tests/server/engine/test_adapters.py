@@ -1,4 +1,5 @@
-"""LoRA adapters in the engine: a step has one selection of them, prefixes are apart, files are checked."""
+"""LoRA adapters in the engine: a step has one selection of adapters, prefixes are separate, files are
+checked."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def converted(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two adapters of every projection, strong enough to have an opinion."""
+    """Two adapters of every projection, large enough to change answers."""
     folder = tmp_path_factory.mktemp("adapters")
     return [write_adapter(folder / name, NANO, seed=seed, size=0.4) for seed, name in enumerate("ab")]
 
@@ -63,7 +64,7 @@ async def answer(generation: Generation) -> list[int]:
 
 
 def test_a_request_is_answered_in_company_as_alone(nano_f32: Path, loras: list[Path]) -> None:
-    """With drafts, by a head that has no adapter; and what one has read is of no use to another."""
+    """With drafts by a head without adapters, and with states that are not shared between adapters."""
 
     async def compare(engine: Engine) -> None:
         alone = []
@@ -216,7 +217,7 @@ def test_who_has_the_same_adapters_is_in_a_step_and_others_take_turns() -> None:
 
 
 def test_new_ones_come_behind_those_who_wait() -> None:
-    """However many selections come, each gets its turn."""
+    """Each selection gets its turn, however many there are."""
     s = scheduler(slots=3, batch=64, budget=64)
 
     def add(adapters: Adapters, tokens: int) -> None:
@@ -240,7 +241,7 @@ def test_new_ones_come_behind_those_who_wait() -> None:
 def test_a_tenant_with_many_scales_has_no_more_turns_than_one_with_a_single_set(
     policy: SchedulingPolicy,
 ) -> None:
-    """One names a new scale in each request and always has seven of them running."""
+    """One tenant uses a new scale in each request and always has seven of them running."""
     s = scheduler(slots=8, batch=64, budget=64, policy=policy)
     turns = Counter[str]()
 
@@ -273,7 +274,7 @@ def test_who_shares_a_set_shares_its_turn() -> None:
 
 
 def write(path: Path, tensors: dict[str, tuple[int, ...]], **changes: str) -> Path:
-    """Shapes as numpy has them."""
+    """Write a file of tensors with numpy's shapes."""
     writer = gguf.GGUFWriter(path, changes.get("arch", "qwen35"))
     writer.add_type(changes.get("kind", "adapter"))
     writer.add_string("adapter.type", changes.get("type", "lora"))

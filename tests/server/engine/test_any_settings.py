@@ -1,4 +1,4 @@
-"""Whatever the engine does to be fast, in any combination: the same answers, and nothing left behind."""
+"""Answers are the same with any combination of the engine's optimizations, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ SEED = 9
 
 
 def requests(seed: int) -> list[Request]:
-    """Prompts that share, repeat and part; greedy, drawn and penalised answers; some are left early."""
+    """Prompts that share beginnings, repeat and diverge; greedy, sampled and penalized answers; some are
+    cancelled."""
     rng = random.Random(seed)
     found: list[Request] = []
     for _ in range(12):
@@ -82,7 +83,7 @@ def _params(rng: random.Random) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def plain(nano_f32: Path) -> list[Answer]:
-    """What the requests get one by one, with nothing switched on."""
+    """The answers to the requests one by one, without optimizations."""
     off: dict[str, Any] = {"parallel": 1, "speculation": "off", "prefix_cache": False}
     alone = [replace(one, delay=0.0, cancel_after=None) for one in requests(SEED)]
     with running(nano_f32, **EXACT, **off) as engine:

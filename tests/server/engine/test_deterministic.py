@@ -1,4 +1,4 @@
-"""`deterministic`: in a quantized model too, an answer does not depend on what else is served.
+"""`deterministic`: an answer does not depend on other requests, even in a quantized model.
 
 That it does depend on it otherwise, and with every kind of draft, is in tests/server/test_answers.py.
 """
@@ -207,7 +207,7 @@ def test_passes_of_several_tokens_that_differ_are_not_used(
 
 
 def with_drafts(rng: random.Random) -> list[Request]:
-    """Texts that repeat, so that there is something to draft: greedy, seeded, kept to a grammar."""
+    """Requests with repetitive texts, so that there are drafts: greedy, seeded, and with a grammar."""
     asked: list[Request] = []
     for length in (5, 40, 128, 150, 260):
         text = random_prompt(rng, length) * 2

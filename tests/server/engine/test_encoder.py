@@ -1,4 +1,4 @@
-"""Pictures of pixels: encoded once while they are known, and no more of them than may be held."""
+"""Pictures: each is encoded once while it is cached, and the cache stays within its limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 8
 
 
 class FakeTower:
-    """A row for each pixel of a column."""
+    """A tower that gives a row for each pixel of a column."""
 
     fails = False
 
@@ -208,7 +208,7 @@ def test_the_next_picture_is_prepared_while_one_is_encoded(threads: ThreadPoolEx
 
 
 class Left(Exception):
-    """Who asked is gone."""
+    """The client has disconnected."""
 
 
 def test_who_left_while_theirs_waited_costs_nothing(threads: ThreadPoolExecutor) -> None:

@@ -1,4 +1,4 @@
-"""The engine as its callers see it: answers, limits, cancellation, failures, and the way out."""
+"""The engine's interface: answers, limits, cancellation, failures, and closing."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def ask_for(
     params: SamplingParams = ENDLESS,
     stream: bool = True,
 ) -> Generation:
-    """Submit a request, now."""
+    """Submit a request."""
     return engine.submit(engine.prompt(prompt), params, max_tokens, stream=stream)
 
 
 async def first(generation: Generation) -> list[int]:
-    """The first tokens that arrive."""
+    """Wait for the first tokens of an answer."""
     return await generation.__anext__()
 
 
@@ -179,7 +179,7 @@ async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:
 async def test_an_answer_that_is_not_streamed_is_delivered_once(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of it passes through the queue before its end, however many steps it takes."""
+    """Nothing of it passes through the queue before its end."""
     received: list[tuple[Generation, int, Any]] = []
     put: list[Generation] = []
     receive, original = Generation.receive, OutputQueue.put

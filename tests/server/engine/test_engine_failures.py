@@ -1,4 +1,4 @@
-"""What fails costs its own request, and whoever is left is told when the engine itself fails."""
+"""A failure costs only its request. If the engine fails, all remaining requests get an error."""
 
 from __future__ import annotations
 

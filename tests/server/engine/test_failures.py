@@ -1,4 +1,4 @@
-"""Optional work that fails costs that work, is counted, and changes no answer."""
+"""A failure in optional work is counted and changes no answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ N = 40
 
 
 def sometimes(function: Callable[..., Any], rng: random.Random, share: float = 0.2) -> Callable[..., Any]:
-    """The same function, but now and then llama.cpp refuses."""
+    """The same function, which sometimes fails as llama.cpp might."""
 
     def unreliable(*what: Any, **how: Any) -> Any:
         if rng.random() < share:
@@ -57,7 +57,8 @@ def alone(nano_f32: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 async def check(engine: Engine, prompts: list[list[int]], alone: list[list[int]], rounds: int = 3) -> None:
-    """Together and one by one the answers are those that each gets alone, and the engine lives."""
+    """Check that answers, together and one by one, equal those of each request alone, and that the engine
+    still runs."""
     requests = [Request(prompt, N) for prompt in prompts]
     for _ in range(rounds):
         assert [answer.tokens for answer in await ask_all(engine, requests)] == alone

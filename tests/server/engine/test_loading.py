@@ -1,4 +1,4 @@
-"""From settings to a running engine: what is left behind when that fails, what its counts are."""
+"""From settings to a running engine: clean-up after failures, and the engine's counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def watch_closing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is freed from now on, in order."""
+    """Record what is freed from now on, in order."""
     names: list[str] = []
     for kind in (Context, Model):
 

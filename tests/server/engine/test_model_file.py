@@ -1,4 +1,4 @@
-"""A model file is recognized by its content, as it was when it was loaded."""
+"""A model file is identified by its content at the time of loading."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def found(path: Path) -> ModelFile:
 
 
 def restart() -> None:
-    """What this process knows is forgotten."""
+    """Forget what this process knows, as after a restart."""
     model_file._fingerprint.cache_clear()  # noqa: SLF001 - as in another process
 
 
@@ -93,7 +93,7 @@ def test_a_damaged_record_costs_what_it_would_have_saved(
 def test_what_was_just_written_is_not_kept(
     made: Path, read: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It could be written again within one tick of the file system's clock."""
+    """The file could be written again within one tick of the file system's clock."""
     monkeypatch.setattr(model_file, "SETTLED_NS", 3600 * 10**9)
     assert found(made).fingerprint()
     assert not (tmp_path / "cache").exists()

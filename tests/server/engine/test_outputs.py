@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop, and the listener's end of a request."""
+"""Passing of tokens from the engine's thread to the event loop, and clients that stop listening."""
 
 from __future__ import annotations
 

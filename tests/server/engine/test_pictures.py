@@ -1,4 +1,5 @@
-"""Prompts with pictures: the answers are those of the bare context, whatever runs beside and is kept."""
+"""Prompts with pictures: answers equal those of a bare context, with other requests and with cached
+states."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Part = list[int] | Picture
 
 
 def copied(rng: random.Random) -> list[int]:
-    """Text that goes on as it went before: drafts of it are often right."""
+    """Repetitive text, whose drafts are often right."""
     return random_prompt(rng, 12) * 4
 
 
@@ -38,7 +39,7 @@ def picture(seed: int, columns: int, rows: int, n_embd: int = 256) -> Picture:
 
 
 def parts(seed: int, *shapes: tuple[int, int], text: int = 40) -> list[Part]:
-    """Text, then for each shape a picture and text."""
+    """A prompt of text, and of a picture and text for each shape."""
     rng = random.Random(seed)
     made: list[Part] = [random_prompt(rng, text)]
     for index, (columns, rows) in enumerate(shapes):
@@ -80,7 +81,7 @@ class Bare:
         return answer
 
     def read(self, prompt: list[Part]) -> tuple[int, npt.NDArray[np.float32]]:
-        """The position behind a prompt, and the logits of what follows."""
+        """(position after a prompt, logits of the next token)."""
         at, row = 0, np.zeros(0, np.float32)
         for part in prompt:
             at, row = self._read(part, at)
@@ -117,7 +118,7 @@ def alone(nano_f32: Path) -> list[list[int]]:
 
 
 async def ask(engine: Engine, prompt: list[Part], n: int = N, **changes: Any) -> tuple[list[int], int]:
-    """The answer, and how many of the prompt's tokens were cached."""
+    """(answer, number of cached prompt tokens)."""
     ids: list[int] = []
     pictures: list[tuple[int, Picture]] = []
     for part in prompt:
@@ -286,7 +287,7 @@ async def test_what_no_prompt_is(nano_f32: Path) -> None:
 
 
 def test_where_tokens_stand() -> None:
-    """Worked out by hand: 5 of text, 4 x 3 from 5 on, 2 of text, 2 x 7, 1 of text."""
+    """Computed by hand: 5 tokens of text, 4 x 3 from position 5 on, 2 of text, 2 x 7, 1 of text."""
     layout = Layout([(5, picture(1, 4, 3)), (19, picture(2, 2, 7))])
     assert [layout.position(index) for index in (0, 4, 5, 17, 18, 19, 33, 40)] == [0, 4, 5, 9, 10, 11, 18, 25]
     assert [layout.run(index) for index in (0, 5, 16, 17, 19, 32, 33)] == [5, 17, 17, 19, 33, 33, None]

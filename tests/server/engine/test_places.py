@@ -1,4 +1,4 @@
-"""Who floods is refused, and nobody else; when to come again is what was measured."""
+"""Only a client that floods the queue is refused. Retry-After is based on measurements."""
 
 from __future__ import annotations
 

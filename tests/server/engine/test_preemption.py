@@ -1,4 +1,4 @@
-"""Requests that wait, run and make room, with the scheduler and the prefix cache."""
+"""Requests that wait, run and are preempted, with the scheduler and the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt tokens of a step: as many as take about so long, by the fastest that was seen."""
+"""The number of prompt tokens in a step, from a time limit and the fastest measured rate."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_step_reads_what_takes_about_so_long(
 
 @pytest.mark.parametrize("milliseconds", [66, 70, 74, 78, 82])
 def test_the_noise_of_a_quiet_card_decides_nothing(milliseconds: int) -> None:
-    """What an H200 took for 2,048 tokens of the 4B, from start to start (synthetic weights)."""
+    """Times of 2,048 tokens of the synthetic 4B on an H200, in several starts."""
     assert started(0.15, 1e-3 * milliseconds / 2048, 2048, 8192).tokens == 4096
 
 
@@ -64,7 +64,7 @@ def test_no_other_number_of_passes_is_nearer_by_its_own_measure(
 
 
 def took(budget: PrefillBudget, tokens: int, seconds: float) -> None:
-    """A step that was waited for."""
+    """Record a step that was waited for."""
     budget.add(tokens, 100.0, 100.0 + seconds)
 
 
@@ -89,7 +89,7 @@ def test_a_start_beside_others_is_made_good_by_a_step_that_is_not_held_up() -> N
 
 
 def test_what_nobody_waited_for_is_counted_with_what_somebody_did() -> None:
-    """llama_decode returns long before the device has read a prompt."""
+    """llama_decode returns long before the device has computed a prompt."""
     budget = started(1.0, 0.25, 16, 64)
     budget.add(16, 10.0, None)
     budget.add(16, 10.1, None)

@@ -1,4 +1,4 @@
-"""`prefix_file`: what the cache holds outlives the engine, and changes no answer."""
+"""`prefix_file`: the cache's states survive a restart and change no answer."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_to_the_host_tier_what_the_device_has_no_id_for(nano_f32: Path, tm
 async def test_states_are_saved_and_restored_while_others_are_taken_and_evicted(
     nano_f32: Path, tmp_path: Path
 ) -> None:
-    """Steps come between the copies, and what is saved half-way is still what was read."""
+    """Steps run between the copies, and saved states are intact."""
     rng = random.Random(4)
     prompts = [random_prompt(rng, rng.randrange(140, 400)) for _ in range(24)]
     alone = answers_alone(nano_f32, prompts, 8)

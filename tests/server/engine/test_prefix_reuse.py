@@ -1,4 +1,4 @@
-"""The prefix cache in the engine: what it saves, and that no answer changes because of it."""
+"""The prefix cache in the engine: it saves work and changes no answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def engine(nano_f32: Path) -> Iterator[Engine]:
-    """Without drafts: whether they pay depends on the clock, and steps are counted here."""
+    """An engine without drafts, since drafts depend on timing and these tests count steps."""
     with running(nano_f32, **EXACT, ctx_size=8192, speculation="off") as engine:
         yield engine
 
@@ -92,7 +92,7 @@ async def test_switched_off_nothing_is_kept(nano_f32: Path) -> None:
 
 
 def mixture(rng: random.Random, count: int, longest: int) -> list[Request]:
-    """Prompts that share beginnings, part on the way, repeat, and go on from others; some are cancelled."""
+    """Prompts that share beginnings, diverge, repeat and continue others; some are cancelled."""
     stems = [random_prompt(rng, rng.randint(30, 120)) for _ in range(3)]
     requests: list[Request] = []
     for _ in range(count):

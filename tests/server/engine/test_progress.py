@@ -1,4 +1,4 @@
-"""How far a prompt has been read, told while it is read."""
+"""Progress of reading a prompt, reported meanwhile."""
 
 from __future__ import annotations
 

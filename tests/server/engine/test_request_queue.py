@@ -1,4 +1,4 @@
-"""The scheduling policies without a model: what each tenant gets, who makes room, and that nobody starves."""
+"""The scheduling policies without a model: shares of tenants, preemption, and no starvation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read out of which slot."""
+"""The part of each slot's row that is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Needs:
-    """A sampler that never samples."""
+    """A sampler that is never called."""
 
     def __init__(self, need: DeviceSampler) -> None:
         self.need = need
@@ -32,14 +32,14 @@ class Device:
         self.sequences: list[Sequence] = []
 
     def come(self, need: DeviceSampler = DeviceSampler.BEST) -> Sequence:
-        """One more, in the next slot."""
+        """Add a sequence in the next slot."""
         one = Sequence([300], 5000, cast("Sampler", Needs(need)))
         one.slot = len(self.sequences)
         self.sequences.append(one)
         return one
 
     def decode(self) -> None:
-        """What is pending of all."""
+        """Decode the pending tokens of all sequences."""
         batch = Batch()
         for one in self.sequences:
             batch.add(one, one.pending)

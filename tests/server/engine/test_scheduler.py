@@ -1,4 +1,4 @@
-"""The scheduler alone, against a pretend model: what goes into a step, who is admitted, who has to go."""
+"""The scheduler with a simulated model: contents of steps, admission, preemption."""
 
 from __future__ import annotations
 

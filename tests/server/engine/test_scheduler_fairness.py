@@ -1,4 +1,4 @@
-"""Any mix of requests is served in order, and nobody is starved or held up by a flood of others."""
+"""Any mix of requests is served in order, without starvation or delay by a flood of other requests."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Watched:
 def test_every_mix_of_requests_is_served_in_order(
     mix: list[Plan], slots: int, cells: int, batch: int, budget: int, ubatch: int, policy: SchedulingPolicy
 ) -> None:
-    """Of one tenant, without priorities, by any policy."""
+    """For one tenant without priorities, with any policy."""
     s = scheduler(slots=slots, cells=cells, batch=batch, budget=budget, ubatch=ubatch, policy=policy)
     watched = Watched(s, batch, budget, ubatch)
     sequences = [sequence(plan.prompt, plan.answer) for plan in mix]

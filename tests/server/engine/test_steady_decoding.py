@@ -1,4 +1,4 @@
-"""Steps that only go on: what is taken over from the step before, and what ends that."""
+"""Consecutive decode steps: parts of a batch that are reused, and events that end the reuse."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_when_cells_run_short_the_youngest_goes_as_ever() -> None:
 async def test_what_is_taken_over_is_what_would_be_written_anew(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each batch against one that is laid out from the sequences themselves, with people coming and going."""
+    """Each batch equals one that is built from the sequences, while requests join and leave."""
     seen = {"taken over": 0, "anew": 0}
     fill = Runner._fill  # noqa: SLF001 - looked at between its two ways
 

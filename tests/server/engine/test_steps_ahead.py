@@ -1,4 +1,4 @@
-"""A step that is launched before the rows of the one before are read gives the answers of one that is not."""
+"""Launching a step before the rows of the previous one are read changes no answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENDS = SamplingParams()
 
 @contextmanager
 def ahead(model: Path, **changes: Any) -> Iterator[tuple[Engine, Counter[str]]]:
-    """An engine as on a GPU, and what it launched before it read the rows of the step before."""
+    """An engine that behaves as on a GPU, and the steps that it launched ahead."""
     with running(model, **{**PLAIN, **changes}) as engine:
         steps, launched = engine._taking, Counter[str]()  # noqa: SLF001 - nothing tells when a step is launched
         launch_next = steps._launch_next  # noqa: SLF001 - the same
@@ -165,7 +165,7 @@ async def test_a_state_that_went_on_is_kept_with_the_end_of_its_answer(nano_f32:
 async def test_logits_that_are_no_use_while_the_next_step_is_computed(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All begin anew, from cleared cells."""
+    """All sequences start again, from cleared cells."""
     asked = [Request(random_prompt(random.Random(i), 20), 24) for i in range(3)]
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
@@ -188,7 +188,7 @@ async def test_logits_that_are_no_use_while_the_next_step_is_computed(
 
 
 async def test_no_cells_for_the_next_step(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is launched when the one before it was read."""
+    """The next step is launched after the previous one was read."""
     request = Request(random_prompt(random.Random(1), 20), 24)
     with running(nano_f32, **PLAIN) as engine:
         expected = await ask(engine, request)

@@ -1,4 +1,4 @@
-"""The ubatches of a ragged batch."""
+"""Division of a ragged batch into ubatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits that are not finite, or that say nothing, fail the requests that get them, and no other."""
+"""Logits that are not finite or all equal fail only the requests that get them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EMBEDDING = "token_embd.weight"
 
 
 def spoilt(path: Path, to: Path, name: str, change: Callable[[npt.NDArray[Any]], object]) -> Path:
-    """A copy whose tensor of that name `change` has written to."""
+    """A copy of the model in which `change` modified the tensor of that name."""
     shutil.copy(path, to)
     reader = gguf.GGUFReader(to, "r+")
     [data] = [tensor.data for tensor in reader.tensors if tensor.name == name]
@@ -98,7 +98,7 @@ def test_verifications_too(broken: Path, speculation: str) -> None:
 
 
 def test_one_minus_infinity_is_enough(nano_f32: Path, tmp_path: Path) -> None:
-    """The best token is finite, one that is not chosen is not."""
+    """The best token's logit is finite, another one's is not."""
     path = spoilt(nano_f32, tmp_path / "model.gguf", EMBEDDING, put(np.inf, (POISON, slice(0, 1))))
     with running(path, speculation="off", remember=False) as engine:
         for params in PARAMS.values():
@@ -107,7 +107,7 @@ def test_one_minus_infinity_is_enough(nano_f32: Path, tmp_path: Path) -> None:
 
 
 async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others of its batch get the answers that they get alone."""
+    """Other requests of the batch get the answers that they get alone."""
     with running(nano_f32, **EXACT) as engine:
         alone = await ask(engine, SamplingParams())
         context, scheduler = engine.components.context, engine.components.scheduler

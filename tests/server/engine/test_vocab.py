@@ -1,4 +1,4 @@
-"""Text to ids: what is remembered and put together is what llama.cpp makes of the whole."""
+"""Tokenization from cached pieces equals llama.cpp's of the whole text."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_lone_surrogates_in_a_long_text(vocab: Vocab) -> None:
 
 @pytest.fixture
 def parsed(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that llama.cpp is given."""
+    """Record the texts that llama.cpp tokenizes."""
     seen: list[str] = []
     tokenize = model.tokenize
 
@@ -149,7 +149,7 @@ NEAR = [
 def test_a_text_in_blocks_has_the_ids_of_the_whole(
     model: Model, vocab: Vocab, data: st.DataObject, special: bool, seed: int
 ) -> None:
-    """The cut falls behind BLOCK characters: it is made to fall among anything."""
+    """The cut after BLOCK characters is placed within all kinds of text."""
     odd = st.sampled_from([*NEAR, *ODD, *vocab.added_tokens, "<|im", "end|>"]) | st.characters(codec="utf-8")
     around = data.draw(st.lists(odd, min_size=1, max_size=30))
     before = words(seed, BLOCK)[: BLOCK - data.draw(st.integers(0, 40))]

@@ -1,4 +1,4 @@
-"""What tests do on the page."""
+"""Actions of tests on the chat page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def ask(page: Any, text: str) -> Any:
-    """Types a message and sends it; the last answer."""
+    """Type a message and send it. Returns the last answer."""
     answers = page.locator(".message.assistant").count()
     page.fill("#input", text)
     page.keyboard.press("Enter")
@@ -23,7 +23,7 @@ def bodies(page: Any) -> list[dict[str, Any]]:
 
 
 def answered(page: Any, text: str) -> Any:
-    """The answer to a message, complete."""
+    """Send a message and wait for the complete answer."""
     answer = ask(page, text)
     answer.locator(".figures").wait_for()
     return answer

@@ -1,4 +1,4 @@
-"""Nothing that was said is lost: versions, answers that are cut off, other tabs, deletions, full storage."""
+"""No message is lost: versions, interrupted answers, other tabs, deletions, full storage."""
 
 from __future__ import annotations
 

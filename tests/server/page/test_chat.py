@@ -1,4 +1,4 @@
-"""The chat page: typed into, stopped, reloaded, and fed what it must not run."""
+"""The chat page: sending, stopping, reloading, and content that it must not execute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text files, titles, search, files of conversations, every sampler; what axe finds in all of it."""
+"""Text files, titles, search, saved conversations, all samplers, and axe's accessibility checks."""
 
 from __future__ import annotations
 

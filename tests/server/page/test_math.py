@@ -1,4 +1,4 @@
-"""LaTeX in answers: what is a formula, what is not, and what none may do."""
+"""LaTeX in answers: recognition of formulas, and commands that are not allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures on the page: attached, pasted, dropped, sent, shown again, and made smaller where they must be."""
+"""Pictures on the page: attached, pasted, dropped, sent, shown again, and reduced if they are too large."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIVE = """([kind, files]) => {
 
 
 def give(page: Any, kind: str, *files: tuple[str, str, bytes]) -> None:
-    """Pastes or drops files, each a name, a type and bytes."""
+    """Paste or drop files, each given as name, type and bytes."""
     page.evaluate(GIVE, [kind, [[n, t, base64.b64encode(data).decode()] for n, t, data in files]])
 
 
@@ -159,7 +159,7 @@ def test_what_is_too_large_is_made_smaller(seeing: Served, page: Any) -> None:
 
 @needs_vision
 def test_a_picture_to_try(seeing: Served, page: Any) -> None:
-    """Nothing is sent before the user does."""
+    """Nothing is sent before the user sends it."""
     sent = opened(page, seeing, think=True)
     page.locator("#example").click()
     page.locator("#pictures img").wait_for()

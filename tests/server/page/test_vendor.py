@@ -1,4 +1,4 @@
-"""The files of others that the page brings along."""
+"""The page's third-party files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents send, through the model's own template: what they rewrite costs only what was rewritten."""
+"""Requests of agents, through the model's template: only the rewritten part of a prompt is computed again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ header, and what lies less than a checkpoint's least gain behind another."""
 
 
 class WordVocab(FakeVocab):
-    """Roles are tokens, as everywhere but among bytes."""
+    """A vocabulary in which roles are tokens, unlike in one of bytes."""
 
     def tokenize(
         self, text: str, *, special: bool, check: Callable[[int], None] = lambda _: None
@@ -47,14 +47,14 @@ class WordVocab(FakeVocab):
 
 
 class ScriptedWorld(World):
-    """Its model answers what it is told to."""
+    """A world whose model gives scripted answers."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.script: dict[Sequence, list[int]] = {}
 
     def answer(self, prompt: list[int], tokens: list[int]) -> Sequence:
-        """One request alone, to its end."""
+        """Run one request alone, to its end."""
         sequence = Sequence(list(prompt), len(tokens), NO_SAMPLER)
         self.script[sequence] = tokens
         self.scheduler.add(sequence)
@@ -80,7 +80,7 @@ class ScriptedWorld(World):
 
 @dataclass
 class Agent:
-    """Asks, calls tools, and keeps its history as clients do: with the reasoning, or without."""
+    """An agent that asks, calls tools, and keeps its history as clients do, with or without reasoning."""
 
     rng: random.Random
     keeps_reasoning: bool
@@ -109,7 +109,7 @@ class Agent:
         return "".join(self.rng.choice("abcdefghij klmnop") for _ in range(length)).strip()
 
     def ask(self, messages: list[dict[str, Any]]) -> tuple[int, int]:
-        """Tokens that were cached, and those that an earlier request began with, too."""
+        """(cached tokens, tokens that the prompt shares with the beginning of an earlier request)."""
         prompt = self.prompter.chat(messages, enable_thinking=True)
         reasoning, text = self.text(200), self.text(60)
         answer = f"{reasoning}\n</think>\n\n{text}"
@@ -125,7 +125,7 @@ class Agent:
         return cached, known
 
     def question(self, steps: int) -> None:
-        """A question, so many calls of tools, and the answer."""
+        """A question, `calls` tool calls, and the answer."""
         self.messages.append({"role": "user", "content": self.text(80)})
         for _ in range(steps):
             self.ask(self.messages)

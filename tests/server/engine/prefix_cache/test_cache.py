@@ -1,4 +1,4 @@
-"""What the cache keeps and who starts from it, without a model."""
+"""The prefix cache without a model: kept states, and the requests that start from them."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ plans = st.builds(
 
 
 def prompt(plan: Plan) -> list[int]:
-    """Stretches that many prompts share, in any order; the last one is cut somewhere."""
+    """A prompt of pieces that many prompts share, in any order; the last piece is cut at a random place."""
     tokens = [token for piece in plan.pieces for token in range(piece * 100, piece * 100 + 21)]
     return tokens[: len(tokens) - plan.cut]
 

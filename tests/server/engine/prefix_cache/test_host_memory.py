@@ -1,4 +1,4 @@
-"""States that left the device come back from host memory, and what cannot costs itself alone."""
+"""States that were evicted from the device return from host memory. A failure costs only that state."""
 
 from __future__ import annotations
 

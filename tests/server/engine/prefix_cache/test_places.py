@@ -1,4 +1,4 @@
-"""Where a prompt leaves checkpoints, without a model."""
+"""The places of checkpoints in a prompt, without a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_turns_and_intervals_leave_checkpoints() -> None:
 
 @pytest.mark.parametrize(("question", "passes"), [(40, 1), (70, 2)])
 def test_on_a_gpu_a_short_turn_is_read_in_one_pass(question: int, passes: int) -> None:
-    """A turn's start costs a pass, in which the card could read as many tokens."""
+    """A checkpoint at a turn's start would cost a pass in which the GPU could read as many tokens."""
     system = [1, *range(100, 180)]
     prompt = [*system, 1, *range(200, 200 + question), 1, 5, 6]
     steps = []
@@ -61,7 +61,8 @@ def test_on_a_gpu_too_a_short_turn_that_two_share_is_read_once() -> None:
 
 @pytest.mark.parametrize("before", [1, 4, 40])
 def test_a_picture_leaves_one_checkpoint_at_its_end(before: int) -> None:
-    """An interval that ends in it leaves none: a prompt has the whole picture or nothing of it."""
+    """An interval that ends within the picture leaves no checkpoint, since a prompt has all of a picture or
+    nothing."""
     world = World(interval=64, ids=16, batch=256, budget=256)
     shown = [*range(before), *range(-60, 0)]
     world.serve([*shown, *range(500, 520)])

@@ -1,4 +1,4 @@
-"""How much of a text was read before."""
+"""The length of a text's beginning that was read before."""
 
 from __future__ import annotations
 

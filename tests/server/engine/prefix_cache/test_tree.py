@@ -1,4 +1,4 @@
-"""The radix tree, against a plain dict of prefixes."""
+"""The radix tree against a dict of prefixes."""
 
 from __future__ import annotations
 

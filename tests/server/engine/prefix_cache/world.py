@@ -1,4 +1,4 @@
-"""A scheduler and a prefix cache over a memory that only remembers which tokens each sequence id holds."""
+"""A scheduler and a prefix cache with a memory that records only the tokens of each sequence id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ ANSWER = 7
 
 
 class World:
-    """Advances step by step, and checks at each that every sequence computes on from what it really holds."""
+    """Advances step by step, and checks in each step that every sequence continues from the tokens that it
+    holds."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class World:
         return batch
 
     def check(self) -> None:
-        """The counts are those of the memory, nothing is lost, and the budgets hold."""
+        """Check that counts agree with the memory, nothing is lost, and budgets are kept."""
         assert self.cells.used <= self.cells.total
         for sequence, held in self.context.held.items():
             assert self.states.length(sequence) == len(held)
@@ -97,7 +98,7 @@ class World:
         assert stats.resident == len([id_ for id_ in self.context.held if id_ not in slots])
 
     def finish(self) -> int:
-        """Run until nothing is left; returns the number of steps."""
+        """Run until no request is left. Returns the number of steps."""
         steps = 0
         while self.scheduler.running or self.scheduler.waiting:
             assert self.step().chunks, "there is work, but nothing was scheduled"

@@ -1,5 +1,5 @@
-"""A constraint that is hard on everybody: few tokens are allowed, which ones depends on all before, and often
-some are forced."""
+"""A demanding constraint: few tokens are allowed, they depend on all earlier tokens, and tokens are often
+forced."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FIRST, LAST = 256, 2000
 
 
 class Fickle:
-    """Allows a share of the vocabulary, at least three tokens; forces one to four tokens at every so many
-    places. `mask`, `accept` and `forced` are functions of the tokens so far."""
+    """Allows a share of the vocabulary, at least three tokens, and forces one to four tokens at regular
+    intervals. `mask`, `accept` and `forced` depend only on the tokens so far."""
 
     def __init__(self, n_vocab: int, share: float = 0.3, every: int = 5, seed: int = 0) -> None:
         self.n_vocab, self.share, self.every, self.seed = n_vocab, share, every, seed

@@ -1,4 +1,4 @@
-"""One row of logits, as the device tells of it and as the host has it."""
+"""A row of logits, with the device's figures and as a whole on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SmallVocab:
 
 
 class DeviceRows:
-    """A row of which the device tells the best 64."""
+    """A row of which the device returns the best 64 tokens."""
 
     kinds = (DeviceSampler.TOP_K,)
 
@@ -43,7 +43,7 @@ class HostRows(DeviceRows):
 
 
 def choose(sampler: Sampler, logits: np.ndarray[Any, Any]) -> int:
-    """What the sampler takes from a whole row."""
+    """The token that the sampler chooses from a whole row."""
     token = sampler.sample(cast("Rows", HostRows(logits)), 0)
     assert token is not None
     return token

@@ -1,4 +1,4 @@
-"""Constrained answers: what is chosen from parts of a row is what the whole row gives, whoever runs beside,
+"""Constrained answers: choices from parts of a row equal those from the whole row, whatever else runs and
 whatever is drafted, preempted or forced."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(ignore_eos=True)
 
 
 def alone(model: Path, prompt: list[int], constraint: Fickle) -> list[int]:
-    """By the book: the best of what is allowed, a token at a time, forced ones written down."""
+    """The expected answer: the best allowed token, one at a time, with forced tokens added."""
     reference = Alone(model, **EXACT)
     answer, read = constraint.forced(), 0
     while len(answer) < N:
@@ -94,7 +94,7 @@ async def test_draws_from_the_device_are_those_from_whole_rows(nano_f32: Path, s
 
 
 async def test_a_row_that_the_device_has_no_more_is_computed_again(nano_f32: Path) -> None:
-    """Tokens that are forced make chunks of different lengths, which llama.cpp computes in several passes."""
+    """Forced tokens give chunks of different lengths, which llama.cpp computes in several passes."""
     expected = [alone(nano_f32, prompt, Fickle(3712, 0.005, 3, seed=i)) for i, prompt in enumerate(PROMPTS)]
     with running(nano_f32, **EXACT, sampling="device", speculation="off") as engine:
         constraints = [Fickle(3712, 0.005, 3, seed=i) for i in range(4)]
@@ -103,7 +103,8 @@ async def test_a_row_that_the_device_has_no_more_is_computed_again(nano_f32: Pat
 
 
 async def test_mates_do_not_notice(nano_f32: Path) -> None:
-    """Some are constrained, some not, some leave; those without get what they get alone."""
+    """Some requests are constrained, some are not, some disconnect; those without a constraint get the
+    answers that they get alone."""
     reference = Alone(nano_f32, **EXACT)
     plain = [reference.greedy(prompt, N) for prompt in PROMPTS]
     reference.close()
@@ -127,7 +128,7 @@ async def test_mates_do_not_notice(nano_f32: Path) -> None:
 
 
 class Choice:
-    """One fixed text and then the end: nothing is the model's."""
+    """A constraint that allows one fixed text and then the end."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.left = tokens
@@ -184,7 +185,7 @@ async def test_what_a_constraint_raises_fails_its_request_alone(nano_f32: Path) 
 
 
 class Fixed(Choice):
-    """A mask and nothing else."""
+    """A constraint with a fixed mask."""
 
     def __init__(self, mask: Mask) -> None:
         super().__init__([])
@@ -201,7 +202,8 @@ class Fixed(Choice):
 
 
 def by_the_book(params: SamplingParams, logits: np.ndarray[Any, Any], allowed: Mask) -> int:
-    """The choice of a sampler without a constraint, from a row in which what may not come is out of reach."""
+    """The choice of a sampler without a constraint, from a row in which all other tokens have minus
+    infinity."""
     sampler = Sampler(params, cast("Vocab", SmallVocab()), [1])
     token = choose(sampler, np.where(allowed, logits, np.float32(-np.inf)))
     sampler.close()
@@ -212,7 +214,7 @@ def by_the_book(params: SamplingParams, logits: np.ndarray[Any, Any], allowed: M
 @pytest.mark.parametrize("spread", [1.0, 6.0])
 @pytest.mark.parametrize("ties", [False, True])
 def test_candidates_give_what_the_row_gives(share: float, spread: float, ties: bool) -> None:
-    """Hundreds of rows: a token is drawn from candidates only where the whole row draws the same."""
+    """With hundreds of rows: a token is drawn from candidates only if the whole row gives the same one."""
     rng = np.random.default_rng(7)
     fetched = tries = 0
     for trial in range(100):

@@ -1,4 +1,4 @@
-"""Numbers in JSON end, whatever the model would like; other digits are nobody's business."""
+"""Numbers in JSON always end; digits elsewhere are not limited."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ N = MOST_DIGITS
 
 
 class Tool:
-    """Follows texts under a grammar, a byte a token."""
+    """Follows texts with a grammar, one token a byte."""
 
     def __init__(self, model: Model, compiler: GrammarCompiler) -> None:
         self._compiler, self._end = compiler, model.eos
@@ -37,7 +37,8 @@ class Tool:
         return [self._ids[bytes([byte])] for byte in text.encode()]
 
     def reached(self, grammar: str, text: str) -> int:
-        """Tokens of a text that are accepted; the mask, and the one made ready, say the same of each."""
+        """Number of a text's tokens that are accepted; checks that the mask and the precomputed mask agree on
+        each."""
         constraint, ready = self.begin(grammar), self.begin(grammar)
         tokens = self.tokens(text)
         for n, token in enumerate(tokens):
@@ -132,7 +133,7 @@ def test_grammars_that_are_no_json_are_left_alone(tool: Tool) -> None:
 
 
 def test_whatever_is_drawn_ends(tool: Tool) -> None:
-    """A model that likes digits best comes to an end with each of its numbers."""
+    """Numbers end even if the model always prefers digits."""
     digits = set(tool.tokens("0123456789.eE+-"))
     rng = random.Random(0)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Parameters and samplers: what is chosen from known logits, and that the same seed chooses it again."""
+"""Parameters and samplers: choices from known logits, and the same choices for the same seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SmallVocab:
-    """Ten tokens, of which 8 and 9 are padding and 3 ends a generation."""
+    """A vocabulary of ten tokens: 8 and 9 are padding, 3 ends a generation."""
 
     n_real = 8
     eog_ids = frozenset({3})
@@ -45,7 +45,7 @@ def sampler(params: SamplingParams, prompt: ListLike[int] = ()) -> Sampler:
 
 
 def row(**logits: float) -> npt.NDArray[np.float32]:
-    """Ten logits of zero but for those given as t<id>=value."""
+    """A row of ten logits, zero except for those given as t<id>=value."""
     values = np.zeros(10, np.float32)
     for name, value in logits.items():
         values[int(name[1:])] = value
@@ -184,7 +184,7 @@ def test_penalised_candidates_give_what_the_penalised_row_gives(spread: float, t
 
 
 def test_a_penalised_row_that_is_gone_is_asked_for_whole() -> None:
-    """And nothing is counted for it before."""
+    """Nothing is counted for it before."""
     logits = np.zeros(1024, np.float32)
     logits[:64] = 1.0  # which all are the bound of what is known
     params = SamplingParams(temperature=1.0, top_k=20, presence_penalty=1.5, seed=1)
@@ -214,7 +214,7 @@ def context(model: Model) -> Iterator[Context]:
 def draw(
     context: Context, model: Model, params: SamplingParams, logits: ListLike[float], n: int
 ) -> list[int]:
-    """`n` tokens drawn from a distribution whose first logits are given and the others impossible."""
+    """Draw `n` tokens from a row with these first logits and minus infinity for all others."""
     one = Sampler(params, Vocab(model), [1])
     chosen = []
     for _ in range(n):
@@ -235,7 +235,7 @@ def test_draws_follow_the_distribution(context: Context, model: Model) -> None:
 
 
 def test_a_chain_draws_what_llama_cpp_draws_whatever_the_number_of_candidates() -> None:
-    """Its room is used again for fewer candidates, and grows for more; what it is given stays as it is."""
+    """Its buffer is reused for fewer candidates and grows for more. Its input is not changed."""
     rng = np.random.default_rng(0)
     ours = SamplerChain([("top_k", 20), ("temp_ext", 0.8, 0.0, 1.0), ("top_p", 0.9, 1), ("dist", 5)])
     theirs = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
@@ -302,7 +302,7 @@ def test_drawing_never_takes_padding_or_a_banned_end(context: Context, model: Mo
 
 
 class Lost:
-    """A constraint that cannot go on once thoughts have ended."""
+    """A constraint that fails when thinking has ended."""
 
     def forced(self) -> list[int]:
         return []
@@ -312,7 +312,7 @@ class Lost:
 
 
 class Watch:
-    """Ends the thoughts after any token."""
+    """Ends thinking after any token."""
 
     limits = ThinkingLimits(bridge=(1,))
     open = True

@@ -1,4 +1,4 @@
-"""Grammars that would end the process, or never end, are refused, and the next one is compiled."""
+"""Grammars that would crash the process or never end are refused, and the next one is compiled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def schema(value: Any) -> str:
 
 
 def chain(link: Any) -> str:
-    """References that lead on and on: `link` makes a schema of the next reference."""
+    """A long chain of references. `link`: makes a schema from the next reference."""
     defs = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(N)}
     return schema({"$ref": "#/$defs/a0", "$defs": {**defs, f"a{N}": {"type": "null"}}})
 
@@ -42,13 +42,13 @@ ENDLESS = schema({"type": "object", "patternProperties": {f"^a{i}b.*$": {} for i
 
 
 def endless(name: str) -> str:
-    """One of many."""
+    """A grammar that takes very long to compile."""
     return ENDLESS.replace("^a", f"^{name}")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _impatient() -> Iterator[None]:
-    """What is endless takes as long as it is given."""
+    """Shorten the time limit, which endless grammars use up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grammar_validator, "CPU_SECONDS", 0.5)
         yield
@@ -76,7 +76,7 @@ def test_what_takes_too_long_is_refused(compiler: GrammarCompiler) -> None:
 
 
 def test_a_validator_has_no_opinion() -> None:
-    """What is wrong is left for the compiler to tell."""
+    """Errors in grammars are reported by the compiler."""
     validator = GrammarValidator(["<tool_call>"])
     for text in ("", "start: (", "start: missing", 'start: <tool_call> "a"', "start: <[300000]>", "\0", "é"):
         assert validator.compiles(text)
@@ -94,7 +94,7 @@ def test_complaints_are_short(compiler: GrammarCompiler) -> None:
 
 @pytest.fixture
 def tried(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What gets as far as the validator."""
+    """The grammars that reach the validator."""
     tried: list[str] = []
     compiles = GrammarValidator.compiles
 
@@ -148,7 +148,7 @@ def test_a_refusal_is_kept(compiler: GrammarCompiler, tried: list[str]) -> None:
 
 
 def test_a_validator_that_died_is_replaced(compiler: GrammarCompiler) -> None:
-    """By the next one's grammar, which is not to blame."""
+    """The next grammar is validated by a new process."""
     assert compiler.compile('start: "before"').result()
     process = compiler._validator._process  # noqa: SLF001 - dies of what is nobody's doing here
     assert process is not None

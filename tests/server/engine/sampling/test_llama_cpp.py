@@ -1,4 +1,4 @@
-"""Samplers as llama.cpp has them: the same candidates, probabilities and draws from the same logits."""
+"""Samplers against llama.cpp's: the same candidates, probabilities and draws from the same logits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Reference:
             C.llama_sampler_accept(self._chain, token)
 
     def sample(self, logits: np.ndarray[Any, Any]) -> tuple[int, dict[int, float]]:
-        """The token, and what was left with its probability."""
+        """(token, remaining candidates with their probabilities)."""
         data = (C.llama_token_data * len(logits))()
         for token, logit in enumerate(logits.tolist()):
             data[token].id, data[token].logit = token, logit
@@ -94,7 +94,7 @@ class Reference:
 
 
 def candidates(array: Any) -> dict[int, float]:
-    """What a chain has left, but for what is as good as impossible."""
+    """The candidates that a chain leaves, without those of negligible probability."""
     found = ((array.data[at].id, array.data[at].p) for at in range(array.size))
     return {token: p for token, p in found if p > 1e-30}
 
@@ -150,7 +150,7 @@ ON_THE_HOST |= {"typical among all", "in another order", "all"}
 
 
 def rows(count: int) -> Iterator[np.ndarray[Any, Any]]:
-    """Rows in which a few tokens are likely, which are seldom others: texts repeat themselves."""
+    """Rows in which few tokens are likely, mostly the same ones, so that texts repeat themselves."""
     rng = np.random.default_rng(3)
     for _ in range(count):
         logits = rng.normal(0, 2, SmallVocab.size).astype(np.float32)
@@ -184,7 +184,7 @@ def test_the_same_as_llama_cpp(name: str, model: Model) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_makes_a_difference(name: str, model: Model) -> None:
-    """No case is the same as llama.cpp because nothing is done."""
+    """Each sampler changes something, so no case passes because nothing happens."""
     chains = [Reference(SamplingParams(**{**WARM, **case}), model, PROMPT) for case in (CASES[name], {})]
     found = [[chain.sample(row) for chain in chains] for row in rows(CONTEXT - len(PROMPT))]
     assert (name == "penalties of nothing") == all(one == other for one, other in found)
@@ -236,7 +236,7 @@ def test_nonsense_is_refused_by_name(fields: dict[str, Any]) -> None:
 
 
 def test_what_cannot_be_is_no_candidate(model: Model) -> None:
-    """The logarithm of 0 would make typical sampling take the likeliest ones: of equal ones, all."""
+    """Otherwise the logarithm of 0 would change the choice of typical sampling."""
     params = SamplingParams(temperature=1.0, typical_p=0.9, seed=1, allowed_token_ids=(1, 2, 3))
     sampler = Sampler(params, cast("Vocab", SmallVocab()), [])
     chosen = {
@@ -272,7 +272,7 @@ IN_THE_ENGINE: dict[str, dict[str, Any]] = {
 
 
 async def test_drafts_change_nothing(nano_f32: Path) -> None:
-    """What a sampler remembers is of the tokens that were chosen, not of those that were drafted."""
+    """A sampler's state depends on the chosen tokens, not on drafted ones."""
     prompt = random_prompt(random.Random(2), 9) * 6
     answers: list[dict[str, list[int]]] = []
     for shape in SHAPES.values():

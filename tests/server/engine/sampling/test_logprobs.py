@@ -1,4 +1,4 @@
-"""The log-probabilities of tokens are those of the model alone, whatever runs beside them and drafts."""
+"""Log-probabilities of tokens equal those of the model alone, with other requests and with drafts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MIXES: dict[str, dict[str, Any]] = {
 
 
 class Reference:
-    """Log-probabilities of the model alone, every token of a text in one pass."""
+    """Log-probabilities of the model alone, for every token of a text in one pass."""
 
     def __init__(self, path: Path) -> None:
         self._alone = Alone(path, **EXACT)
@@ -56,7 +56,7 @@ class Reference:
         self.n_real, self._alone.n_real = self._alone.n_real, self._alone.model.n_vocab
 
     def of(self, tokens: list[int]) -> npt.NDArray[np.float32]:
-        """Shape [len(tokens), n_vocab]: of what follows each token."""
+        """[len(tokens), n_vocab]: log-probabilities of the next token after each token."""
         return np.stack([log_softmax(row) for row in self._alone.logits(tokens, chunk=512)])
 
     def close(self) -> None:
@@ -75,7 +75,8 @@ async def tokens_of(generation: Generation) -> list[int]:
 
 
 def check(reference: Reference, prompt: list[int], answer: list[int], logprobs: Logprobs) -> None:
-    """Each token's own, its rank and the likeliest, of prompt and answer, are the model's."""
+    """Check each token's log-probability, its rank and the most likely tokens, in prompt and answer, against
+    the model's."""
     rows = reference.of([*prompt, *answer])
     found = [*logprobs.prompt, *logprobs.tokens]
     expected = [*prompt[1:], *answer] if logprobs.of_prompt else answer
@@ -130,7 +131,7 @@ async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Refe
 async def test_of_candidates_on_the_device(
     nano_f32: Path, reference: Reference, params: SamplingParams
 ) -> None:
-    """No whole row comes to the host for them; the tokens are those without, beside drafts and others."""
+    """No whole row is copied to the host for them. Tokens do not change, with drafts and other requests."""
     rng = random.Random(11)
     prompts = [random_prompt(rng, length) for length in (1, 40, 150)]
     prompts.append(random_prompt(rng, 12) * 8)
@@ -167,7 +168,7 @@ async def test_of_candidates_on_the_device(
 async def test_of_a_bridge_out_of_the_thoughts(
     nano_f32: Path, reference: Reference, sampling: str, draft_always: bool
 ) -> None:
-    """Tokens that are put into the model's mouth need not be among its candidates."""
+    """Forced tokens need not be among the candidates."""
     prompt = random_prompt(random.Random(13), 30) * 3
     bridge = (300, 301, 3609, 302)
     params = SamplingParams(logprobs=TOP, ignore_eos=True)
@@ -208,7 +209,7 @@ async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
 
 @pytest.mark.parametrize("share", slow_but([0.01], [0.3, 0.01]))
 async def test_of_constrained_answers(nano_f32: Path, reference: Reference, share: float) -> None:
-    """Forced tokens, which otherwise the model is not asked for, among them."""
+    """Forced tokens are included; without log-probabilities no row is read for them."""
     prompt = random_prompt(random.Random(7), 30) * 3
     asked = SamplingParams(ignore_eos=True, logprobs=TOP, prompt_logprobs=TOP)
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:

@@ -1,4 +1,4 @@
-"""What requests need of a row, and what is chosen among a device's candidates."""
+"""The part of a row that requests need, and choices among a device's candidates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_a_request_needs(model: Model, params: SamplingParams, need: Device
 
 
 def test_of_equal_candidates_the_lowest_is_the_best(model: Model) -> None:
-    """In whatever order the device gives them, as from a whole row."""
+    """It is, in any order of the device's candidates, as with a whole row."""
     sampler = Sampler(SamplingParams(), Vocab(model), [1])
     rows = SimpleNamespace(
         kinds=(DeviceSampler.TOP_K,),

@@ -1,4 +1,4 @@
-"""Thoughts end at their budget, and where they go in circles; the same tokens come whatever is drafted."""
+"""Thinking ends at its budget and when it loops. Tokens are the same with any drafts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ async def think(engine: Engine, limits: ThinkingLimits, *, stream: bool = True) 
 
 @pytest.fixture(scope="module")
 def expected(nano_f32: Path) -> dict[int, list[list[int]]]:
-    """By budget: so many of the best tokens, the bridge, and the best tokens after that."""
+    """The expected answer by budget: the best tokens up to the budget, the forced end of thinking, and the
+    best tokens after it."""
     reference = Alone(nano_f32, **EXACT)
 
     def answer(prompt: list[int], budget: int) -> list[int]:
@@ -65,7 +66,8 @@ async def test_the_budget_is_the_same_token_whatever_is_drafted(
 
 @pytest.mark.parametrize("mix", slow_but(["plain"], MIXES))
 async def test_the_guard_ends_circles(mix: str, nano_f32: Path) -> None:
-    """Greedy, nano soon repeats itself on noise; the guard sees it at the same token in every mix."""
+    """With greedy sampling nano soon repeats itself on noise. The guard ends it at the same token in every
+    mix of requests."""
     limits = ThinkingLimits(BRIDGE, None, loop_guard=True)
     ends = []
     with running(nano_f32, **EXACT, **{"ctx_size": 2048, **MIXES[mix]}) as engine:
@@ -108,7 +110,7 @@ def test_prose_is_no_circle() -> None:
 
 
 async def test_a_penalty_for_thoughts_ends_with_them(nano_f32: Path) -> None:
-    """The answer is the one that follows from these thoughts without any penalty."""
+    """The answer equals the one after the same thoughts without a penalty."""
     reference = Alone(nano_f32, **EXACT)
     with running(nano_f32, **EXACT) as engine:
         plain = await think(engine, ThinkingLimits(BRIDGE, 40))
@@ -129,7 +131,7 @@ def vocab(nano_f32: Path) -> Vocab:
 
 @pytest.mark.parametrize("special", [True, False])
 def test_thoughts_that_end_by_themselves_are_left_alone(vocab: Vocab, special: bool) -> None:
-    """Be it by the token or by its letters."""
+    """They may end by the token or by its text."""
     watch = ThinkingLimits(BRIDGE, 30).begin(vocab)
     end = [3609] if special else [t for c in "</think>" for t in vocab.tokenize(c, special=False)]
     assert not watch.follow([300] * 20)
@@ -154,7 +156,8 @@ PERSON = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
 
 @pytest.mark.parametrize("mix", slow_but(["head"], MIXES))
 async def test_the_grammar_begins_behind_the_thoughts(mix: str, nano_f32: Path) -> None:
-    """Also where their end comes in the middle of a draft: thoughts that are copied from the prompt."""
+    """This holds if the end comes in the middle of a draft, as with thoughts that are copied from the
+    prompt."""
     text = {"additionalProperties": False, **PERSON}
     lark = 'start: THINK </think> "\\n\\n" @answer\nTHINK: /(.|\\n)*/ & ~(/(.|\\n)*/ /<\\/think>/ /(.|\\n)*/)'
     grammars = [

@@ -1,4 +1,4 @@
-"""A made-up card and head with a clock of their own, and the real speculator on them: nothing is timed."""
+"""A simulated GPU and MTP head with a simulated clock, driven by the real speculator."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ANYONE = 100_000
 
 
 def h200(n: int, length: int) -> float:
-    """About what the synthetic 4B at Q4_K_M took there, graphs being there already."""
+    """Approximate step times of the synthetic 4B at Q4_K_M on an H200, with captured graphs."""
     if n == 1:
         return 1e-3 * float(np.interp(length, (1, 2, 9, 16, 64, 128), (3.6, 3.84, 4.6, 9, 17, 36)))
     plain = float(np.interp(n, (1, 2, 4, 8, 16, 32, 64), (3.6, 4.0, 5.3, 7.5, 9.1, 13.4, 21.3)))
@@ -53,19 +53,19 @@ def h200(n: int, length: int) -> float:
 
 
 def faster(n: int, length: int) -> float:
-    """The same with better kernels for a row: a draft has less to gain."""
+    """The same with faster kernels for single rows, so that drafts gain less."""
     if n == 1:
         return 1e-3 * float(np.interp(length, (1, 2, 3, 9, 16, 64, 128), (2.4, 2.75, 3.1, 3.9, 8, 16, 35)))
     return h200(n, length)
 
 
 def line(n: int, length: int) -> float:
-    """Another one: 3.4 ms for the weights and 0.2 for each row."""
+    """Another GPU: 3.4 ms for the weights and 0.2 ms for each row."""
     return 1e-3 * (3.4 + 0.2 * n * length)
 
 
 class Card:
-    """What the speculator sees of a context. It keeps the graph of its last pass."""
+    """The part of a context that the speculator uses. It keeps the graph of its last pass."""
 
     def __init__(self, table: Table, *, build: float = 0.0, capture: float = 0.0) -> None:
         self.table, self.build = table, build
@@ -98,7 +98,7 @@ class Card:
         pass
 
     def decode(self, batch: Batch) -> float:
-        """Seconds of a step: a pass for as many tokens as all have left, and so on."""
+        """Seconds of a step, whose passes each take as many tokens as all sequences have left."""
         lengths, spent, done = sorted({chunk.n_tokens for chunk in batch.chunks}), 0.0, 0
         for length in lengths:
             n = sum(chunk.n_tokens >= length for chunk in batch.chunks)
@@ -119,7 +119,7 @@ class Card:
 
 
 class States:
-    """The ways back: to snapshots, to a copy, else to another cell."""
+    """Rollbacks: to snapshots, to a copy, or to another cell."""
 
     def __init__(self, card: Card, snapshots: int, copied: int, rows: int = 0) -> None:
         """`rows`: snapshots that several sequences share."""
@@ -173,7 +173,7 @@ class States:
 
 
 class Head(HiddenDrafter):
-    """Drafts that are right with a chance of `right`; it reads no row."""
+    """A head whose drafts are right with probability `right`. It reads no rows."""
 
     name = "mtp"
 
@@ -207,7 +207,7 @@ class Head(HiddenDrafter):
 
 
 class World:
-    """Steps of `n` sequences that decode for ever; whether a draft is right is up to a die."""
+    """Steps of `n` sequences that decode without end. Random numbers decide whether drafts are right."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class World:
         return one
 
     def admit(self, slot: int) -> None:
-        """A request takes the place of another, and its prompt is read."""
+        """Replace a request by a new one, whose prompt is read."""
         for other in [other for other in self.sequences if other.slot == slot]:
             self.speculator.forget(other)
         self.sequences = [other for other in self.sequences if other.slot != slot]
@@ -286,12 +286,12 @@ class World:
 
     @property
     def drafted_by(self) -> str:
-        """Whose drafts the batch has."""
+        """The drafter of the batch's drafts."""
         proposal = self.speculator._proposal  # noqa: SLF001 - a batch does not say who drafted
         return "" if proposal is None else proposal.health.drafter.name
 
     def step(self) -> int:
-        """Tokens drafted."""
+        """Run a step. Returns the number of drafted tokens."""
         batch, sampled = self.propose(), []
         for chunk in batch.chunks:
             right = 0

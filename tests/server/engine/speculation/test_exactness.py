@@ -1,4 +1,5 @@
-"""Answers with speculation are those without: token for token in F32, in distribution where drawn."""
+"""Answers with speculation equal those without: token for token in F32, and in distribution if they are
+sampled."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def alone(nano_f32: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 class Scripted:
-    """Knows the answers, and drafts garbage, the truth, or the truth and then garbage, of any length."""
+    """A drafter that knows the answers, and drafts right tokens, wrong ones, or right ones followed by wrong
+    ones, of any length."""
 
     name, instant, most, depth = "ngram", True, 16, 255
 
@@ -181,7 +183,8 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
 
 @pytest.mark.slow
 async def test_draws_are_distributed_as_without_drafts(nano_f32: Path) -> None:
-    """Chi-square over pairs of tokens: the second is drawn after an accepted or a rejected draft."""
+    """A chi-square test over pairs of tokens. The second token is drawn after an accepted or a rejected
+    draft."""
     prompt, n = random_prompt(random.Random(3), 40), 500
     params = [SamplingParams(temperature=1.5, top_k=4, seed=seed, ignore_eos=True) for seed in range(2 * n)]
     counts = []

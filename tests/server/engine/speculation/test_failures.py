@@ -1,4 +1,4 @@
-"""What goes wrong in a drafter costs its drafts, is counted and told once, and reaches nobody else."""
+"""A failure in a drafter costs only its drafts, is counted, and is logged once."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_measurement_that_fails_is_counted_and_no_more() -> None:
 
 
 def test_what_was_published_does_not_change() -> None:
-    """Other threads ask while the engine's adds to what it knows."""
+    """Other threads read it while the engine's thread adds to it."""
     world = on_h200()
     world.gain(20)
     before = world.speculator.stats()

@@ -1,4 +1,4 @@
-"""Neither the rest of a prompt nor its first token waits for drafters to read it, and they read the same."""
+"""Neither the rest of a prompt nor its first token waits for drafters, which read the same rows later."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def options(mix: str, draft: Path, parallel: int = 1) -> dict[str, Any]:
 
 
 def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens from now on: batches, waits for the trunk, what drafters read, tokens being sent off."""
+    """Record events from now on: batches, waits for the trunk, drafters' reads, tokens that are sent."""
     events: list[str] = []
 
     def tell(owner: Any, name: str, say: Callable[..., str]) -> None:
@@ -71,7 +71,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_drafters_read_when_the_first_token_was_sent_off(
     mix: str, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint of a prompt lies before its last token, for which another batch is launched."""
+    """A prompt's checkpoint is before its last token, for which another batch is launched."""
     with running(nano_f32, **options(mix, nano_draft_f32)) as engine:
         engine.components.device_runs_alone = True
         events = watched(engine, monkeypatch)
@@ -94,7 +94,8 @@ async def test_drafters_read_when_the_first_token_was_sent_off(
 async def test_what_would_be_written_over_is_read_before(
     mix: str, nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a prompt within the window the head wants the first rows too, where the next batch puts its own."""
+    """The head needs all rows of a prompt that fits the window, including the first ones, which the next
+    batch would overwrite."""
     with running(nano_f32, **options(mix, nano_draft_f32)) as engine:
         events = watched(engine, monkeypatch)
         await ask(engine, Request(random_prompt(random.Random(1), 30), 8))
@@ -188,7 +189,7 @@ def record(drafter: Any, seen: list[Any], patch: pytest.MonkeyPatch) -> None:
 
 
 class Trunk:
-    """A context that says when it is waited for."""
+    """A context that records when it is waited for."""
 
     def __init__(self, ring: Ring | None) -> None:
         self.ring, self.waits = ring, 0

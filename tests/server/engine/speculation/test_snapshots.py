@@ -1,4 +1,5 @@
-"""A lone sequence that goes back to snapshots: its answers, what others start from, and its graphs."""
+"""A sequence that runs alone and rolls back to snapshots: answers, states that others start from, and
+graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Step times: what was measured comes back, what lies between is drawn from it, and noise does not stick."""
+"""Step times: measured values are returned, values between them are interpolated, and noise does not
+persist."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from qwen_serve.server.engine.speculation.times import FIRST, Mean, StepTimes
 
 
 def card(rows: float) -> float:
-    """A made-up card: three milliseconds for the weights, a tenth for each row, a jump at nine rows."""
+    """A simulated GPU: 3 ms for the weights, 0.1 ms for each row, and a jump at nine rows."""
     return 3e-3 + 1e-4 * rows + (1e-3 if rows > 8 else 0)
 
 

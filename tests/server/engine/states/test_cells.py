@@ -1,4 +1,4 @@
-"""The count of distinct cells, against plain sets of cells; test_store.py has it against llama.cpp itself."""
+"""The count of distinct cells against sets of cells. test_store.py compares it with llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOTS, IDS, CELLS = 3, 7, 90
 
 
 class AgainstSets(RuleBasedStateMachine):
-    """Every cell has a number; sequences are lists of them."""
+    """A model in which cells have numbers and sequences are lists of cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class AgainstSets(RuleBasedStateMachine):
         self.cells: dict[int, list[int]] = {sequence: [] for sequence in range(IDS)}
 
     def take(self, count: int) -> list[int]:
-        """The lowest free cells."""
+        """Take the lowest free cells."""
         return sorted(set(range(CELLS)) - self.all_cells())[:count]
 
     @rule(slot=st.integers(0, SLOTS - 1), count=st.integers(1, 9))

@@ -61,7 +61,8 @@ def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
 
 
 def decode(context: Context, parts: dict[int, tuple[int, list[int]]]) -> dict[int, npt.NDArray[np.float32]]:
-    """Tokens of several sequence ids, each from a position on, in one call: the last logits of each."""
+    """Decode tokens of several sequence ids, each from a position on, in one call. Returns the last logits of
+    each."""
     n, last = 0, dict[int, int]()
     for slot, (start, tokens) in parts.items():
         end = n + len(tokens)
@@ -78,7 +79,7 @@ def decode(context: Context, parts: dict[int, tuple[int, list[int]]]) -> dict[in
 
 
 def fresh(context: Context, text: list[int]) -> npt.NDArray[np.float32]:
-    """Logits after a text that is read on its own."""
+    """Logits after a text that is read alone."""
     for start in range(0, len(text), 32):
         rows = decode(context, {LAST: (start, text[start : start + 32])})
     context.remove(LAST)
@@ -133,7 +134,7 @@ class Program:
             assert self.store.length(sequence) == len(text)
 
     def decode(self, slots: list[int]) -> None:
-        """A step in which some slots verify and others read on."""
+        """Run a step in which some slots verify drafts and others read prompts."""
         rng, batch, parts = self.rng, Batch(), {}
         even = rng.choice([0, 0, 2, 3, 4])
         for slot in slots:
@@ -178,7 +179,7 @@ class Program:
             self.spares[spare] = list(self.texts[slot])
 
     def move(self, spare: int) -> None:
-        """To host memory and back, perhaps under another id."""
+        """Move a sequence to host memory and back, perhaps to another id."""
         saved, text = self.store.save(spare), self.spares.pop(spare)
         assert saved.length == len(text)
         self.store.free(spare)
@@ -188,7 +189,7 @@ class Program:
         self.spares[other] = text
 
     def finish(self) -> None:
-        """Whatever is there goes on as its text would."""
+        """Check that each sequence continues as its text would."""
         for sequence, text in {**self.texts, **self.spares}.items():
             new = self.some(2)
             row = decode(self.context, {sequence: (len(text), new)})[sequence]
@@ -211,7 +212,8 @@ def test_every_state_is_that_of_its_text(context: Context, caplog: pytest.LogCap
 
 
 def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
-    """Drafts of one length, wrong somewhere: the first call builds a graph, and the others take it."""
+    """With drafts of one length that are partly wrong, the first call builds a graph and later ones reuse
+    it."""
     built = {}
     for n_snapshots, copied in ((0, 0), (4, 0), (0, 8), (2, 8)):
         options = ContextOptions(256, 4, 64, 64, 64, 1, 1, "off", "f32", "f32", n_snapshots=n_snapshots)

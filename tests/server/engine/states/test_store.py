@@ -1,4 +1,5 @@
-"""The state store: as many cells as llama.cpp has, and drafters that go along, or are lost alone."""
+"""The state store: its count of cells equals llama.cpp's, and drafters follow its operations or fail
+alone."""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def test_llama_cpp_has_as_many_cells_occupied(
 
 
 class FakeDrafter:
-    """Keeps a word for each sequence id, and fails where it is told to."""
+    """A drafter that keeps a word for each sequence id, and fails on demand."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails
