@@ -72,10 +72,16 @@ class PromptChunks:
 
     def _add_pieces(self, batch: Batch, prompts: list[Sequence], how: Reproducible, budget: int) -> None:
         """Add the next piece of the oldest prompt or, alternately, of the shortest one, and the pieces that
-        may share its pass."""
+        may share its pass. A prompt that wants log-probabilities is also cut where their rows end, and shares
+        no pass."""
         self._oldest_is_due = not self._oldest_is_due
         first = prompts[0] if self._oldest_is_due else min(prompts, key=lambda one: one.pending)
-        pieces = {one: min(one.pending_alike, how.chunk - one.computed % how.chunk) for one in prompts}
+        if first.reads_all:
+            piece = min(first.pending_alike, how.chunk - first.computed % how.chunk)
+            batch.add(first, min(piece, first.pending_with(self._scored_rows)))
+            return
+        plain = [one for one in prompts if not one.reads_all]
+        pieces = {one: min(one.pending_alike, how.chunk - one.computed % how.chunk) for one in plain}
         for one in sorted(how.group(first, pieces, budget), key=lambda one: one.slot or 0):
             batch.add(one, pieces[one])
 

@@ -273,7 +273,7 @@ class PrefixCache:
         return bool(shared) and any(
             node in shared and self._has_id(node)
             for leader in earlier
-            if leader.computed < leader.prompt_length - 1
+            if leader.computed < leader.prompt_length - 1 and not (self.chunk > 1 and leader.reads_all)
             for node in self._cuts(leader)
         )
 
@@ -286,6 +286,8 @@ class PrefixCache:
     def cache_unfinished(self, sequence: Sequence) -> None:
         """Take a checkpoint if the sequence has just reached a depth where one is wanted."""
         if not self.enabled or sequence.slot is None or sequence.computed >= sequence.prompt_length:
+            return
+        if self.chunk > 1 and sequence.reads_all:  # its passes are not those of others
             return
         for node in self._paths[sequence].end.path():
             if node.depth == sequence.computed and node.seq_id is None:

@@ -118,6 +118,18 @@ async def test_what_is_read_once_more(chunk: int, again: int, next_turn: int, na
             assert asked is not prompt or answer == first
 
 
+async def test_log_probabilities_of_a_prompt_that_is_cut_at_fixed_places(nano_q4_k_m: Path) -> None:
+    """Its passes have fewer rows than a whole chunk has tokens, so its state is of no use to others."""
+    prompt = random_prompt(random.Random(1), 300)
+    plain = Request(prompt, 8)
+    scored = Request(prompt, 8, params=SamplingParams(ignore_eos=True, prompt_logprobs=0, logprobs=0))
+    with running(nano_q4_k_m, deterministic=True, prefill_budget=128) as engine:
+        alone, *others = await told(engine, scored), await ask(engine, plain)
+    with running(nano_q4_k_m, deterministic=True, prefill_budget=128) as engine:
+        together = await asyncio.gather(told(engine, scored), told(engine, scored), ask(engine, plain))
+    assert [*together] == [alone, alone, *others]
+
+
 async def test_the_first_prompt_is_no_longer_than_a_sequence(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
