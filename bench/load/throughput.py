@@ -173,6 +173,15 @@ class LoadOptions:
         return [Job((await prompts.make(tokens, rng),), chat=False) for _ in range(requests)]
 
 
+def refuse_text(workload: str, prompts: PromptOptions) -> None:
+    """Raises BenchError for --text with the workload random, whose prompts are random tokens."""
+    if workload == "random" and prompts.text is not None:
+        raise BenchError(
+            f"--text {prompts.text}: the prompts of --workload random are random tokens; "
+            "--workload distinct cuts them from a text"
+        )
+
+
 async def throughput(
     *,
     server: ServerOptions = ServerOptions(),
@@ -213,6 +222,7 @@ async def throughput(
     """
     if workload == "tenants":
         return await measure_tenants(server, store, prompts, tenants)
+    refuse_text(workload, prompts)
     levels = tuple(WEIGHTS)
     settings = {"rounds": rounds, **load.settings(workload, levels)}
     async with measuring("throughput", server, store, prompts, settings, chat=True) as (run, target, supply):

@@ -23,7 +23,7 @@ from qwen_serve.bench.load.latency import (
 )
 from qwen_serve.bench.load.protocol import ALL_CATEGORIES, IMAGES, WARM_UPS
 from qwen_serve.bench.load.tasks import task_cells
-from qwen_serve.bench.load.throughput import Kind, LoadOptions
+from qwen_serve.bench.load.throughput import Kind, LoadOptions, refuse_text
 from qwen_serve.bench.report.views import show
 from qwen_serve.bench.servers.builds import build_programs, this_machines_flavour
 from qwen_serve.bench.servers.programs import SYNTAX, Peer, Setup, parse_peer
@@ -160,6 +160,7 @@ async def peers(
     prompts: PromptOptions = PromptOptions(),
     store: StoreOptions = StoreOptions(),
 ) -> int:
+    refuse_text(work.workload, prompts)
     found, reference = contestants(who)
     if prompts.tokenizer is None and who.gguf is not None:
         prompts = replace(prompts, tokenizer=str(who.gguf))

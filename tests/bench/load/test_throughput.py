@@ -158,6 +158,13 @@ def test_a_server_without_a_tokenizer_needs_one_named(
     assert "name one with --tokenizer" in capsys.readouterr().err
 
 
+def test_random_tokens_are_not_cut_from_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--workload", "random", "--text", "a.txt", "--out", str(tmp_path / "store")]
+    assert main(["throughput", *options]) == 1
+    assert "--text a.txt: the prompts of --workload random are random tokens" in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
 def test_shared_prefix(tmp_path: Path) -> None:
     options = ("--workload", "shared-prefix", "--prefix-tokens", "50", "--prefixes", "2", "--levels", "1")
     with FakeServer() as server:

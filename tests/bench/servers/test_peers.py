@@ -260,6 +260,7 @@ def test_a_server_that_fails_after_its_warm_up_is_out(tmp_path: Path) -> None:
         (["--peer", "http://a", "--peer", "http://a"], "two have one name"),
         (["--peer", "http://a", "--reference", "b"], "--reference b: want one of http://a"),
         (["--peer", "nothing"], "not 'nothing'"),
+        (["--peer", "http://a", "--workload", "random", "--text", "a.txt"], "--text a.txt: the prompts of"),
     ],
 )
 def test_mistakes(
