@@ -60,8 +60,9 @@ class ModelSettings(Section, title="model"):
     there is memory for all"""
     repack: Repack = "auto"
     """reorder quantized matrices in place for the tensor cores of NVIDIA GPUs from sm_80 on, which makes
-    steps of few sequences faster. With FP16 copies, steps of many sequences read the copies. auto: on
-    NVIDIA's Hopper, but not with deterministic, whose kernels need the file's order"""
+    steps of few sequences faster. With FP16 copies, steps of many sequences read the copies, except with
+    deterministic, where one kernel computes all steps. auto: on NVIDIA's Hopper, with deterministic only for
+    up to 64 sequences"""
     use_mmap: bool = True
     """map the file into memory instead of reading it, so that weights on the host share the page cache"""
     mlock: bool = False
