@@ -84,7 +84,11 @@ class Context:
         if options.eval_callback is not None:
             params.cb_eval = options.eval_callback
         params.no_perf = True
-        self.samplers = DeviceSamplers(model, options.n_samplers, options.sampler, ahead=options.ahead)
+        self.samplers = DeviceSamplers(
+            *(model, options.n_samplers, options.sampler),
+            ahead=options.ahead,
+            exact=options.batch_invariant,
+        )
         params.samplers, params.n_samplers = self.samplers.configs, options.n_samplers
         with tapped_log() as lines:
             self._handle = C.llama_init_from_model(model._handle, params)
@@ -168,7 +172,8 @@ class Context:
 
         With `of_pictures` the batch reads `embeddings`, a picture's rows. With `reads_next` it ignores
         `tokens` and reads those that BEST chose in the last batch. Both batches must then have the same
-        sequences in the same order, one token each; `runs_ahead` says whether that is possible.
+        sequences in the same order, one token each, in one pass (`in_one_pass`); `runs_ahead` says whether
+        that is possible.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -225,8 +230,15 @@ class Context:
     @cached_property
     def runs_ahead(self) -> bool:
         """Whether `decode` may read its tokens on the device, and rows may be read after another decode."""
-        tokens = self._next_tokens if self.unified and self.samplers.active else None
+        tokens = self._next_tokens if self.samplers.active else None
         return tokens is not None and tokens.readable(self._handle)
+
+    def in_one_pass(self, sequences: Sequence[int]) -> bool:
+        """Whether a pass may have tokens of all these sequences, in this order. Of sequences with cells of
+        their own it takes those whose ids follow each other."""
+        return self.unified or all(
+            after == before + 1 for before, after in zip(sequences, sequences[1:], strict=False)
+        )
 
     @property
     def most_ahead(self) -> int:

@@ -27,7 +27,7 @@ from . import ggml
 from .ahead import HAS_NEXT_TOKENS, MOST_ROWS, NextTokens
 from .errors import LlamaError
 from .patches import STEPS_APART, brings
-from .top_k import at_places, best_places, top_k
+from .top_k import at_places, best_places, lowest_of_best, top_k
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -139,9 +139,12 @@ class DeviceSamplers:
     `configs` is a parameter of the context to be created, which must be freed before `close`.
     """
 
-    def __init__(self, model: Model, n: int, kind: DeviceSampler, *, ahead: bool = False) -> None:
-        """`ahead`: BEST chooses the next step's tokens on the device, if this build can read them there."""
-        self._ahead = ahead and HAS_NEXT_TOKENS
+    def __init__(
+        self, model: Model, n: int, kind: DeviceSampler, *, ahead: bool = False, exact: bool = False
+    ) -> None:
+        """`ahead`: BEST chooses the next step's tokens on the device, if this build can read them there.
+        `exact`: of equal logits it chooses the lowest token, as the host does."""
+        self._ahead, self._exact = ahead and HAS_NEXT_TOKENS, exact
         self.kinds = [kind] * n
         self.active = n > 0
         """Whether any rows are sampled on the device."""
@@ -435,6 +438,9 @@ class DeviceSamplers:
         if not constants.next_tokens:
             return _Outputs(figures, width)
         allowed = ggml.add(memory, values, ggml.view_2d(memory, constants.bans, n_tokens, n, 4 * n_tokens, 0))
-        _, best = best_places(memory, allowed, n_tokens, n)
+        if self._exact:
+            best = lowest_of_best(memory, allowed, tokens, n_tokens, n)
+        else:
+            _, best = best_places(memory, allowed, n_tokens, n)
         chosen = ggml.reshape_3d(memory, at_places(memory, tokens, n_tokens, n, best), 1, n, 1)
         return _Outputs(ggml.concat(memory, chosen, figures, 0), 1 + width, chosen=chosen)

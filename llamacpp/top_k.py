@@ -13,6 +13,9 @@ from . import ggml
 SORTABLE = 1024
 """Numbers that one thread block sorts (`argsort.cu`)."""
 
+OUTWEIGHING = 2.0**100
+"""Times this, any difference between two logits is more than a token id."""
+
 
 def top_k(memory: int, rows: int, ids: int, k: int) -> tuple[int, int]:
     """Ids [k, n] and values [1, k, n] of the `k` highest numbers of each row, in no order.
@@ -68,6 +71,15 @@ def best_places(memory: int, rows: int, width: int, n: int) -> tuple[int, int]:
 def at_places(memory: int, rows: int, width: int, n: int, places: int) -> int:
     """The number at each block's position: shape [1, 1, n]."""
     return int(ggml.get_rows(memory, ggml.reshape_3d(memory, rows, 1, width, n), places))
+
+
+def lowest_of_best(memory: int, rows: int, ids: int, width: int, n: int) -> int:
+    """Positions, for `at_places`, of the lowest of those `ids` [width, n] whose numbers in `rows` are the
+    highest. Among equal numbers argmax may return any."""
+    _, places = best_places(memory, rows, width, n)
+    highest = ggml.reshape_3d(memory, at_places(memory, rows, width, n, places), 1, n, 1)
+    below = ggml.scale(memory, ggml.sub(memory, rows, highest), OUTWEIGHING)
+    return best_places(memory, ggml.sub(memory, below, ids), width, n)[1]
 
 
 def _flat(memory: int, top: int, length: int) -> int:

@@ -108,6 +108,7 @@ class Runner:
         return (
             step.outputs is not None
             and batch.n_rows <= self._context.most_ahead
+            and self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
             and len(list(self._ubatches(batch))) == 1
         )
 
@@ -186,7 +187,12 @@ class Runner:
             chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
             for chunk in batch.chunks
         )
-        self._chosen = batch.is_decode and batch.greedy and batch.n_tokens <= self._most_ahead
+        self._chosen = (
+            batch.is_decode
+            and batch.greedy
+            and batch.n_tokens <= self._most_ahead
+            and self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
+        )
         if self._chosen:
             samplers = [chunk.sequence.sampler for chunk in batch.chunks]
             assert self._context.samplers.next_tokens is not None

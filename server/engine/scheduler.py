@@ -229,7 +229,7 @@ class Scheduler:
         tokens that `batch` reads of prompts that continue."""
         following, sampling = Batch(), [chunk.sequence for chunk in batch.chunks if chunk.samples]
         none = not self.waiting and len(sampling) == len(self.running)
-        if none or not self._prefills_left or self._ending or self.reproducible:
+        if none or not self._prefills_left or self._ending:
             return None
         if any(one.adapters != batch.adapters or one.suspect for one in self.running):
             return None
@@ -240,7 +240,7 @@ class Scheduler:
                 self._cache.cache_unfinished(chunk.sequence)
         self._admit(preempt=False)
         self._begin()
-        self._prompts.add(following, batch.adapters, self.prefill_budget, None, sampling)
+        self._prompts.add(following, batch.adapters, self.prefill_budget, self.reproducible, sampling)
         if not following.chunks or not fits(following):
             return None
         self._last, self._prefills_left = None, self._prefills_left - 1
@@ -342,7 +342,9 @@ class Scheduler:
     @property
     def _passes(self) -> int:
         """Prefill steps in a row: passes of the budget."""
-        return max(1, self.prefill_budget.tokens // self._ubatch_size)
+        how = self.reproducible
+        each = self._ubatch_size if how is None or how.chunk == 1 else how.chunk * how.abreast
+        return max(1, self.prefill_budget.tokens // each)
 
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
         """Fill the batch for one set of adapters: the first, in the order of turns, that has work that

@@ -21,6 +21,7 @@ from qwen_serve.llamacpp import (
     ggml,
     supports_gpu,
 )
+from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.device_sampler import HAS_LOGITS_TENSOR, DeviceSamplers, n_blocks
 from qwen_serve.llamacpp.devices import _dev_get
 from qwen_serve.llamacpp.rows import best_but_ends, best_tokens, guesses, log_sums
@@ -277,12 +278,13 @@ def test_too_many_ends_for_a_row_stay_with_the_host(model: Model) -> None:
 
 
 def computed(
-    kind: DeviceSampler, logits: npt.NDArray[np.float32], ends: list[int], n_real: int
+    kind: DeviceSampler, logits: npt.NDArray[np.float32], ends: list[int], n_real: int, *, exact: bool = False
 ) -> npt.NDArray[np.float32]:
-    """The figures that the graph finds for any logits, without a model in front of it."""
+    """The figures that the graph finds for any logits, without a model in front of it. `exact`: those of BEST
+    begin with the next step's token."""
     logits, (n, n_vocab) = np.ascontiguousarray(logits), logits.shape
     model = SimpleNamespace(n_vocab=n_vocab, n_real=n_real, eog_ids=frozenset(ends))
-    samplers = DeviceSamplers(cast("Model", model), 1, kind)
+    samplers = DeviceSamplers(cast("Model", model), 1, kind, ahead=exact, exact=exact)
     buffer_type = ggml.quick("ggml_backend_cpu_buffer_type", ctypes.c_void_p)()
     samplers._constants = samplers._place(buffer_type)  # noqa: SLF001 - a model would limit what is tried
     memory = ggml.init(ggml.InitParams(40 * logits.nbytes + 2**20, None, False))
@@ -299,6 +301,22 @@ def computed(
     ggml.free(memory)
     samplers.close()
     return found
+
+
+@pytest.mark.skipif(not HAS_NEXT_TOKENS, reason="this llama.cpp has no patch next-tokens")
+@pytest.mark.parametrize("n_ends", [0, 5])
+def test_of_equal_logits_the_next_step_reads_the_lowest_token(n_ends: int) -> None:
+    """As the host chooses it. An end of the answer may be among them, and some are banned."""
+    rng, n_vocab = np.random.default_rng(n_ends), 31 * 32
+    logits = np.zeros((40, n_vocab), np.float32)
+    for row, at in enumerate(rng.random((40, n_vocab)).argsort(axis=1)[:, :12]):
+        logits[row, at] = rng.choice([3e-5, 7.25, 11.5])
+    logits[:, 900:] = 50
+    ends = sorted(rng.permutation(900)[:n_ends].tolist())
+    logits[::3, ends] = logits[::3, :900].max(axis=1, keepdims=True)
+    figures = computed(DeviceSampler.BEST, logits, ends, 900, exact=True)
+    blocks = n_blocks(n_vocab)
+    assert figures[:, 0].tolist() == best_tokens(figures[:, 1:], blocks).tolist()
 
 
 @pytest.mark.parametrize("n_vocab", [97, 31 * 32, 3712, 248_320])

@@ -196,7 +196,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         snapshot_rows=snapshot_rows(settings),
         unified=not settings.deterministic,
         batch_invariant=settings.deterministic,
-        ahead=settings.async_scheduling and not settings.deterministic,
+        ahead=settings.async_scheduling,
     )
 
 

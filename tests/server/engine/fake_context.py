@@ -116,6 +116,9 @@ class FakeContext:
             self.held[int(slot)] = (*held, int(token))
         self.decodes.append(n_tokens)
 
+    def in_one_pass(self, sequences: Sequence[int]) -> bool:
+        return True
+
     def outputs_ahead(self) -> None:
         """None, since rows are read before the next batch."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
@@ -22,15 +24,18 @@ from tests.server.engine.helpers import (
     random_prompt,
     running,
     submit,
+    told,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Iterator
     from pathlib import Path
 
     from qwen_serve.server.engine import Engine
 
 pytestmark = pytest.mark.skipif(not HAS_NEXT_TOKENS, reason="this llama.cpp has no patch next-tokens")
+
+INVARIANT = pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
 
 PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off"}
 """Sampling on the device, though that is the host here, as on a GPU."""
@@ -208,10 +213,61 @@ async def test_no_cells_for_the_next_step(nano_f32: Path, monkeypatch: pytest.Mo
         assert launched["again"] > 10
 
 
-@pytest.mark.parametrize("off", [{"async_scheduling": False}, {"deterministic": True}])
-async def test_switched_off(nano_f32: Path, off: dict[str, Any]) -> None:
+@INVARIANT
+@pytest.mark.parametrize("chunk", [0, 64])
+async def test_deterministic_answers_keep_their_bits(nano_q4_k_m: Path, chunk: int) -> None:
+    """Greedy ones, and the log-probabilities of others, which are waited for. `chunk`: prompts are cut at its
+    multiples, as on a GPU."""
+    rng = random.Random(chunk)
+    scored = SamplingParams(ignore_eos=True, logprobs=2)
+    seeded = SamplingParams(temperature=0.8, top_k=20, seed=5, ignore_eos=True, logprobs=2)
+    shared = random_prompt(rng, 130)
+    asked = [
+        Request([*shared[: 64 * (i % 3)], *random_prompt(rng, 1 + 23 * i)], 6 + 7 * i, rng.random() / 4)
+        for i in range(10)
+    ]
+    asked += [Request(random_prompt(rng, 64), 30, rng.random() / 4, None, how) for how in (ENDS, scored, seeded)]
+    options: dict[str, Any] = {"deterministic": True, "ctx_size": 4 * 512, "prefill_budget": chunk}
+
+    def answer(engine: Engine, request: Request) -> Awaitable[object]:
+        return ask(engine, request) if request.params.logprobs is None else told(engine, request)
+
+    with running(nano_q4_k_m, **{**PLAIN, **options}, async_scheduling=False, prefix_cache=False) as engine:
+        alone = [await answer(engine, request) for request in asked]
+    with ahead(nano_q4_k_m, **options) as (engine, launched):
+        for _ in range(2):
+            leaving = Request(random_prompt(rng, 20), 40, rng.random() / 4, cancel_after=9)
+            found = await asyncio.gather(*(answer(engine, one) for one in asked), ask(engine, leaving))
+            assert found[: len(asked)] == alone
+        assert launched["again"] > 10
+        assert launched["prompts"]
+        await idle(engine)
+        reproducible = engine.components.scheduler.reproducible
+        assert reproducible is not None
+        assert reproducible.chunk == (chunk or 1)
+        assert not reproducible.alone
+
+
+@INVARIANT
+async def test_slots_that_do_not_follow_each_other_are_two_passes(nano_q4_k_m: Path) -> None:
+    """With cells of their own. Only the tokens of a single pass can be read on the device."""
+    prompts = [random_prompt(random.Random(i), 20) for i in range(3)]
+    lengths = (60, 2, 60)  # the second slot is free for most of the time
+    asked = [Request(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    options: dict[str, Any] = {"deterministic": True, "parallel": 3, "ctx_size": 3 * 512}
+    with running(nano_q4_k_m, **{**PLAIN, **options}, async_scheduling=False) as engine:
+        alone = [await ask(engine, request) for request in asked]
+    with ahead(nano_q4_k_m, **options) as (engine, launched):
+        assert await ask_at_once(engine, asked) == alone
+        assert launched["again"] < 10
+        launched.clear()
+        assert await ask_at_once(engine, asked[::2]) == alone[::2]
+        assert launched["again"] > 50
+
+
+async def test_switched_off(nano_f32: Path) -> None:
     asked = [Request(random_prompt(random.Random(i), 20), 12) for i in range(3)]
-    with ahead(nano_f32, **off) as (engine, launched):
+    with ahead(nano_f32, async_scheduling=False) as (engine, launched):
         answers = await ask_all(engine, asked)
     assert [len(answer.tokens) for answer in answers] == [12] * 3
     assert not launched
