@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -236,9 +237,7 @@ class Context:
     def in_one_pass(self, sequences: Sequence[int]) -> bool:
         """Whether a pass may have tokens of all these sequences, in this order. Of sequences with cells of
         their own it takes those whose ids follow each other."""
-        return self.unified or all(
-            after == before + 1 for before, after in zip(sequences, sequences[1:], strict=False)
-        )
+        return self.unified or all(after == before + 1 for before, after in pairwise(sequences))
 
     @property
     def most_ahead(self) -> int:

@@ -302,6 +302,18 @@ def test_reproducible_pieces_of_prompts(how: Reproducible, together: set[tuple[i
     assert {step for step in steps if len(step) > 1} == together
 
 
+@pytest.mark.parametrize(("abreast", "steps"), [(1, [16, 16, 16, 16, 1]), (2, [32, 32, 1])])
+def test_as_many_reproducible_chunks_follow_each_other_as_the_budget_has(
+    abreast: int, steps: list[int]
+) -> None:
+    s = scheduler(slots=3, batch=64, budget=64, ubatch=32, reproducible=Reproducible(16, 8, abreast=abreast))
+    s.add(sequence(1, max_tokens=100))
+    advance(s)
+    for _ in range(2):
+        s.add(sequence(200))
+    assert [sum(counts(advance(s))) for _ in steps] == steps
+
+
 @pytest.mark.parametrize(("alone", "order"), [(False, [0, 1, 2]), (True, [2, 1, 0])])
 def test_reproducible_rows_are_in_one_pass_or_each_in_its_own(alone: bool, order: list[int]) -> None:
     """llama.cpp computes ids that follow each other together: in descending order none does."""

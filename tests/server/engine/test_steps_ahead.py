@@ -226,7 +226,9 @@ async def test_deterministic_answers_keep_their_bits(nano_q4_k_m: Path, chunk: i
         Request([*shared[: 64 * (i % 3)], *random_prompt(rng, 1 + 23 * i)], 6 + 7 * i, rng.random() / 4)
         for i in range(10)
     ]
-    asked += [Request(random_prompt(rng, 64), 30, rng.random() / 4, None, how) for how in (ENDS, scored, seeded)]
+    asked += [
+        Request(random_prompt(rng, 64), 30, rng.random() / 4, None, how) for how in (ENDS, scored, seeded)
+    ]
     options: dict[str, Any] = {"deterministic": True, "ctx_size": 4 * 512, "prefill_budget": chunk}
 
     def answer(engine: Engine, request: Request) -> Awaitable[object]:
