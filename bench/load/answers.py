@@ -3,7 +3,7 @@
 The first server answers requests of all kinds one by one. Then each server answers them one by one and many
 at once, each time in another order, while other clients disconnect in the middle of their answers. The whole
 choice is compared: text, reasoning, tool calls, and the log-probabilities of every token and its
-alternatives, to the last digit.
+alternatives, to the last digit. One kind of request wants no log-probabilities, one those of its prompt.
 """
 
 import asyncio
@@ -60,8 +60,12 @@ SCHEMA: dict[str, Any] = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}
+UNSCORED = "unscored"
+"""Kind of greedy request without log-probabilities, whose steps a server may launch ahead."""
 FIELDS: dict[str, dict[str, Any]] = {
     "greedy": {},
+    UNSCORED: {"ignore_eos": True},
+    "scored prompt": {"prompt_logprobs": 1},
     "seeded": {"temperature": 1.0},
     "prefix": {},
     "repeats": {"ignore_eos": True},
@@ -72,6 +76,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [TOOL], "tool_choice": "required"},
 }
 """Kind of request -> its fields, besides the seed and log-probabilities."""
+COMPLETIONS = frozenset({"greedy", UNSCORED, "scored prompt", "repeats"})
+"""Kinds without a chat template."""
 
 Share = Annotated[float, Parameter(validator=Number(gte=0, lt=1))]
 
@@ -172,7 +178,7 @@ async def converse(sender: Sender, job: Job) -> list[str]:
                 call.pop("id", None)
         except (LookupError, TypeError, AttributeError) as error:
             raise ServerError(f"POST {path}: no choice in the answer: {clip(reply.text)}", 200) from error
-        if not choice.get("logprobs"):
+        if job.fields.get("logprobs") is not None and not choice.get("logprobs"):
             raise ServerError(f"POST {path}: no log-probabilities in the answer: {clip(reply.text)}", 200)
         told.append(json.dumps(choice, sort_keys=True))
         history.append({"role": "assistant", "content": message.get("content") or ""})
@@ -194,8 +200,10 @@ async def conversations(made: Prompts, count: int, tokens: int, rng: random.Rand
             turns = (f"{text}\n\n{text}",)
         elif kind.endswith("chat"):
             turns = (text, *[await made.make(max(1, tokens // 8), rng) for _ in range(TURNS - 1)])
-        chat = kind not in ("greedy", "repeats")
+        chat = kind not in COMPLETIONS
         wanted = {"logprobs": True, "top_logprobs": LIKELIEST} if chat else {"logprobs": LIKELIEST}
+        if kind == UNSCORED:
+            wanted = {}
         found.append(Asked(kind, Job(turns, chat, fields={**FIELDS[kind], **wanted, "seed": number})))
     return found
 
@@ -274,8 +282,8 @@ answers.__doc__ = f"""Check that answers do not depend on other requests: alone 
 - `qwen-bench soak answers --gguf model.gguf --draft-model drafter.gguf --levels 1,64`
 
 The first server answers each request alone. Then every server answers the same requests at each level of
-concurrency. The requests are greedy and seeded: chats, shared prefixes, texts that repeat, schemas, thinking
-and tool calls. Each server is started on a free port, and stopped before the next. Without --peer the first
+concurrency. The requests are greedy and seeded: chats, shared prefixes, texts that repeat, schemas, thinking,
+tool calls and scored prompts. Each server is started on a free port, and stopped before the next. Without --peer the first
 is `server --deterministic` without drafts and prefix cache; the others have a value of --speculation each.
 
 The last line is the verdict. {VERDICT} in the run's folder has the details, even if the run is stopped. The

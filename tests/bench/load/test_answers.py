@@ -13,7 +13,7 @@ from qwen_serve.bench.cli import main
 from tests.bench.fake_server import Body, FakeServer, Script
 
 ROOT = Path(__file__).parents[3]
-QUICK = ["--tokenizer", str(ROOT / "models" / "nano"), "--requests", "9", "--levels", "1,4"]
+QUICK = ["--tokenizer", str(ROOT / "models" / "nano"), "--requests", "11", "--levels", "1,4"]
 QUICK += ["--input-tokens", "24", "--output-tokens", "8", "--aborts", "0.3"]
 
 
@@ -38,13 +38,14 @@ def test_answers_that_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     with FakeServer(Script(on_answer=lambda _, answer: scored(answer))) as server:
         found = verdict(tmp_path, [server], 0)
         asked = [body for _, body in server.requests if not body.get("stream") and "max_tokens" in body]
-    assert (found["same"], found["compared"], found["differ"]) == (True, 2 * 13, 0)
-    assert len(asked) == 3 * 13
-    assert len({body["seed"] for body in asked}) == 9
-    assert all(body["logprobs"] for body in asked)
+    assert (found["same"], found["compared"], found["differ"]) == (True, 2 * 15, 0)
+    assert len(asked) == 3 * 15
+    assert len({body["seed"] for body in asked}) == 11
+    assert [body["ignore_eos"] for body in asked if "logprobs" not in body] == [True] * 3
+    assert sum("prompt_logprobs" in body for body in asked) == 3
     assert found["left"] > 0
     assert (
-        capsys.readouterr().out.splitlines()[-1].startswith("SAME: 26 answers of 1 servers at 1, 4 at once")
+        capsys.readouterr().out.splitlines()[-1].startswith("SAME: 30 answers of 1 servers at 1, 4 at once")
     )
 
 
@@ -64,7 +65,7 @@ def test_a_log_probability_that_differs_is_found(tmp_path: Path, capsys: pytest.
     assert (difference["server"], difference["level"]) == (other.url[-5:], "4 concurrent")
     assert str(least) in difference["here"]
     assert 0 < difference["character"] < difference["characters"]
-    assert "NOT THE SAME: 52 answers of 2 servers" in capsys.readouterr().out
+    assert "NOT THE SAME: 60 answers of 2 servers" in capsys.readouterr().out
 
 
 def test_a_stopped_run_says_what_it_has_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +81,7 @@ def test_a_stopped_run_says_what_it_has_compared(tmp_path: Path, capsys: pytest.
     [path] = tmp_path.rglob("verdict.json")
     found = json.loads(path.read_text())
     assert (found["same"], found["differ"], found["failed"]) == (False, 0, 0)
-    assert 0 < found["compared"] < 13
+    assert 0 < found["compared"] < 15
     assert "SAME, BUT STOPPED EARLY" in capsys.readouterr().out
 
 
