@@ -11,6 +11,7 @@ import numpy as np
 from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.llamacpp.ahead import MOST_ROWS
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.guessed_draws import STEPS
 
 from .batch import Placement
 from .ubatches import ubatches
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
+    from .sampling import SampleResult
     from .sequence import Adapters, Sequence
     from .ubatches import Pass
 
@@ -75,6 +77,9 @@ class Runner:
         self._most_ahead = min(MOST_ROWS, context.n_ubatch, context.most_ahead)
         """Most sequences of a step that can be launched again before its rows are read."""
         self._chosen = False
+        """Whether the device chooses its tokens, or guesses them."""
+        self._guesses_left = 0
+        """Steps for which the device has random numbers."""
         self._tail = context.n_snapshots + 1 if context.n_snapshots else 0
         """How many of a sequence's last tokens stay in one pass."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
@@ -98,6 +103,7 @@ class Runner:
             self._filled = None
             raise
         self._profile.lap("decode")
+        self._guesses_left -= 1
         few = batch.n_rows <= self._context.most_ahead
         outputs = self._context.outputs_ahead() if few else None
         return Launched(batch, self._slots, self._indices, outputs, self._chosen)
@@ -113,7 +119,20 @@ class Runner:
 
     def can_follow(self, step: Launched) -> bool:
         """Whether the same batch can be launched once more before the rows of this step are read."""
-        return step.chosen and step.outputs is not None and step.batch is self._filled and self._fits
+        known = step.chosen and (step.batch.greedy or self._guesses_left > 0)
+        return known and step.outputs is not None and step.batch is self._filled and self._fits
+
+    def astray(
+        self, step: Launched, rows: Rows | None, sampled: ListLike[SampleResult]
+    ) -> frozenset[Sequence]:
+        """Sequences whose token in this step, which `sampled` has, is not the one that the next step reads on
+        the device. Both steps have the same batch."""
+        if step.batch.greedy or rows is None:  # the host takes the device's tokens
+            return frozenset()
+        results = zip(step.batch.chunks, sampled, rows.next_tokens(), strict=True)
+        return frozenset(
+            chunk.sequence for chunk, new, token in results if new.tokens and new.tokens[0] != token
+        )
 
     def apply(self, adapters: Adapters) -> None:
         """Have the context apply exactly these adapters. A change is slow: all graphs are planned again."""
@@ -178,6 +197,8 @@ class Runner:
             n, context = batch.n_tokens, self._context
             context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
             context.positions[:n] += 1
+            if self._chosen and not batch.greedy and not self._guesses_left:
+                self._write_draws(batch)
             if not self._fits:
                 self._fits = self._set_samplers(batch)
             return
@@ -186,17 +207,30 @@ class Runner:
             chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
             for chunk in batch.chunks
         )
-        self._chosen = batch.is_decode and batch.greedy and batch.n_tokens <= self._most_ahead
+        known = all(
+            chunk.sequence.sampler.known_on_device and not chunk.sequence.stops for chunk in batch.chunks
+        )
+        self._chosen = batch.is_decode and known and batch.n_tokens <= self._most_ahead
         if self._chosen:
             samplers = [chunk.sequence.sampler for chunk in batch.chunks]
             assert self._context.samplers.next_tokens is not None
             self._context.samplers.next_tokens.ignore_ends([sampler.ignores_ends for sampler in samplers])
+            self._write_draws(batch)
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
         else:
             batch.placements = self._fill_ubatches(batch)
         self._filled = batch if batch.is_decode else None
+
+    def _write_draws(self, batch: Batch) -> None:
+        """Write what the device needs to guess the draws of the batch's next steps, if it draws. All draws of
+        earlier steps must be done."""
+        assert self._context.samplers.next_tokens is not None
+        draws = [chunk.sequence.sampler.draw for chunk in batch.chunks]
+        samplers = [chunk.sequence.sampler for chunk in batch.chunks if chunk.sequence.sampler.draw]
+        self._context.samplers.next_tokens.draws.write(draws, [one.numbers(STEPS) for one in samplers])
+        self._guesses_left = STEPS
 
     def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
         """Write one token of each chunk."""

@@ -130,6 +130,9 @@ class Scheduler:
         """Chunks of the batch that is being computed whose results are recorded already."""
         self._ending: dict[Sequence, int] = {}
         """Sequences that ended while a step with them is computed, and the token that ended each."""
+        self._astray: frozenset[Sequence] = frozenset()
+        """Sequences for which the step that is being computed reads a wrong token."""
+        self.wrong_guesses = 0
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
@@ -208,10 +211,15 @@ class Scheduler:
         """Count the cells of a batch that llama.cpp has begun to compute."""
         self._states.appended(batch)
 
+    @property
+    def over(self) -> frozenset[Sequence]:
+        """Sequences whose results of the step that is being computed do not count."""
+        return self._astray.union(self._ending) if self._ending else self._astray
+
     def follows(self, batch: Batch) -> bool:
         """Whether the step after `batch`, which is being computed, decodes the same sequences again, as far
         as is known now. If so, there are cells for it."""
-        if not batch.is_decode or len(batch.chunks) != len(self.running) or self._ending:
+        if not batch.is_decode or len(batch.chunks) != len(self.running) or self.over:
             return False
         if self.waiting and (self._free_slots or self.waiting.contended):
             return False
@@ -229,7 +237,7 @@ class Scheduler:
         tokens that `batch` reads of prompts that continue."""
         following, sampling = Batch(), [chunk.sequence for chunk in batch.chunks if chunk.samples]
         none = not self.waiting and len(sampling) == len(self.running)
-        if none or not self._prefills_left or self._ending or self.reproducible:
+        if none or not self._prefills_left or self.over or self.reproducible:
             return None
         if any(one.adapters != batch.adapters or one.suspect for one in self.running):
             return None
@@ -247,12 +255,19 @@ class Scheduler:
         return following
 
     def commit(
-        self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int], *, again: bool = False
+        self,
+        batch: Batch,
+        results: ListLike[SampleResult],
+        held: ListLike[int],
+        *,
+        again: bool = False,
+        astray: frozenset[Sequence] = frozenset(),
     ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed. If
-        the same step is being computed `again`, they are removed after it.
+        the same step is being computed `again`, they are removed after it. For those `astray` it reads a
+        wrong token: after it their states are dropped, and they read their tokens again.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -269,6 +284,9 @@ class Scheduler:
             if sequence in self._ending:
                 sequence.tokens.append(self._ending[sequence])  # its slot holds this token, too
                 over.append(Output(sequence, [], result.error))
+                continue
+            if sequence in self._astray:
+                recomputed.append(sequence)
                 continue
             if result.error is not None:
                 if sequence.suspect or not result.recompute:
@@ -302,11 +320,13 @@ class Scheduler:
                 ending[sequence] = result.tokens[0]
         self._recorded.clear()
         over += [output for output in finished if output.sequence not in ending]
-        steady = alone and not (over or ending) and batch.is_decode
+        steady = alone and not (over or ending or astray) and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
-        self._ending = ending
+        useless, self._astray, self._ending = self._astray, astray, ending
+        self.wrong_guesses += len(astray)
         for output in over:
-            self.remove(output.sequence, failed=isinstance(output.done, Exception))
+            failed = isinstance(output.done, Exception) or output.sequence in useless
+            self.remove(output.sequence, failed=failed)
         for sequence in recomputed:
             if sequence in self.running:
                 self._preempt(sequence)

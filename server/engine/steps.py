@@ -40,7 +40,9 @@ class Steps:
     meanwhile: the same sequences again, whose tokens it then reads on the device, or prompts. So the device
     does not wait for the host between the two. If a sequence turns out to have ended in the first step, the
     second one still computes it. The sequence keeps its slot until that step is done, and its last state
-    includes the token that ended it.
+    includes the token that ended it. If the device guessed another token than the host draws
+    (`Runner.astray`), the sequence's result of the second step is dropped, and the sequence starts again from
+    the prefix cache.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Steps:
             if not last:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
-        sampled = sample(batch, rows, self._ends)
+        sampled = sample(batch, rows, self._ends, self._scheduler.over)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
@@ -94,7 +96,8 @@ class Steps:
         again = self._ahead is not None and self._ahead.batch is batch
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
-        outputs = self._scheduler.commit(batch, sampled, held, again=again)
+        astray = self._runner.astray(step, rows, sampled) if again else frozenset()
+        outputs = self._scheduler.commit(batch, sampled, held, again=again, astray=astray)
         lap("commit")
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
         return batch, outputs

@@ -13,7 +13,7 @@ import numpy as np
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, SamplerChain
 from qwen_serve.server.engine.errors import NoTokenLeft
 
-from .candidates import best_of, choose_among, device_sampler_for
+from .candidates import best_of, choose_among, device_sampler_for, draw_of
 from .chain import samplers_of
 from .dry import Dry
 from .parameters import SamplingParams
@@ -90,6 +90,9 @@ class Sampler:
             banned=len(self._banned),
         )
         """The narrowest device sampler that suffices; wider ones do too."""
+        drawn = constraint is None and not self._penalties and self.need is DeviceSampler.TOP_K
+        self.draw = draw_of(params, no_ends=self.ignores_ends) if drawn else None
+        """How the device can guess the draws; None if it cannot, or if nothing is drawn."""
         self.never_fetches = self.need is DeviceSampler.ROW or not (self._penalties or constraint)
         """Whether the result of the device sampler always suffices for the choice."""
         if constraint is not None:
@@ -126,6 +129,16 @@ class Sampler:
         if self._constraint is not None:
             self._force(self._constraint.forced())
         return found
+
+    @property
+    def known_on_device(self) -> bool:
+        """Whether the device chooses the next token, or can guess it."""
+        return self.need is DeviceSampler.BEST or (self.need is DeviceSampler.TOP_K and self.draw is not None)
+
+    def numbers(self, n: int) -> npt.NDArray[np.float64]:
+        """The random numbers of the next `n` draws. The sampler must draw."""
+        assert self._chain is not None
+        return self._chain.numbers(n)
 
     def forced(self, new: Sequence[int]) -> list[int]:
         """Add the answer's `new` tokens, and return the forced tokens that follow, if there are any.
