@@ -17,7 +17,7 @@ from . import ggml
 from .top_k import at_places
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     import numpy.typing as npt
 
@@ -25,9 +25,9 @@ STEPS = 32
 """Steps whose random numbers are on the device. Each step takes the next ones by itself, since a write to the
 device would not wait for the step that is being computed."""
 
-SCALE, TOP_P, MIN_P, DRAWS, NO_ENDS, STEP = range(STEPS, STEPS + 6)
-"""Lines of the table after the random numbers. SCALE: 1 / temperature. DRAWS: 1 if the row's token is drawn,
-0 if it is the best one. NO_ENDS: 1 if the tokens that end a generation are excluded. The first number of STEP
+SCALE, TOP_P, MIN_P, GUESSED, NO_ENDS, STEP = range(STEPS, STEPS + 6)
+"""Lines of the table after the random numbers. SCALE: 1 / temperature. GUESSED: 1 if the row has TOP_K, 0 if
+it has BEST. NO_ENDS: 1 if the tokens that end a generation are excluded. The first number of STEP
 is the line of the next random numbers."""
 
 LINES = STEP + 1
@@ -54,34 +54,33 @@ class DrawTable:
 
     def __init__(self, table: int, cut: int, rows: int, k: int) -> None:
         self.table, self.cut = table, cut
-        self._rows, self._places = rows, np.arange(k)
+        self._rows, self._k = rows, k
         self._any = False
-        """Whether a row draws."""
+        """Whether a row is guessed."""
 
-    def write(self, draws: Sequence[Draw | None], numbers: Sequence[npt.NDArray[np.float64]]) -> None:
-        """Set how each row of the next STEPS steps draws, if it does, and its random numbers [STEPS], which
-        `numbers` has for those that do. No step that draws may be in progress."""
-        drawing = [(row, draw) for row, draw in enumerate(draws) if draw is not None]
-        if not (drawing or self._any):
+    def write(self, draws: Mapping[int, tuple[Draw, npt.NDArray[np.float64]]]) -> None:
+        """Set how each row of the next STEPS steps is guessed, with its random numbers [STEPS]; rows not in
+        `draws` have BEST. No step that draws may be in progress."""
+        if not (draws or self._any):
             return
-        table, cut = np.zeros((LINES, self._rows), np.float32), np.zeros((self._rows, len(self._places)))
-        for (row, draw), own in zip(drawing, numbers, strict=True):
-            table[:STEPS, row] = own
+        table, cut = np.zeros((LINES, self._rows), np.float32), np.zeros((self._rows, self._k), np.float32)
+        for row, (draw, numbers) in draws.items():
+            table[:STEPS, row] = numbers
             # a top-p of 1 keeps all, though the device's sum may exceed 1
             top_p, min_p = draw.top_p if draw.top_p < 1 else 2, draw.min_p * (1 - 1e-6)
             table[SCALE:STEP, row] = 1 / draw.temperature, top_p, min_p, 1, draw.no_ends
             cut[row, draw.top_k :] = -np.inf
-        for tensor, array in ((self.table, table), (self.cut, cut.astype(np.float32))):
+        for tensor, array in ((self.table, table), (self.cut, cut)):
             ggml.tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
-        self._any = bool(drawing)
+        self._any = bool(draws)
 
 
 def guess(
     memory: int, ids: int, values: int, k: int, n: int, constants: tuple[int, int, int], best: int
 ) -> tuple[int, int]:
     """The tokens F32 [1, n, 1] of `n` rows: guessed draws from the `k` candidates of each, their `ids` I32
-    [k, n] and logits `values` F32 [k, n]; for rows that do not draw, those of `best`, if that is not 0. And
-    the tensor that sets STEP for the next step.
+    [k, n] and logits `values` F32 [k, n]; for other rows, those of `best`, if that is not 0. And the tensor
+    that sets STEP for the next step.
 
     `constants`: the table, the cut, and F32 [n_vocab] with -inf for the tokens that end a generation, or 0.
     """
@@ -122,6 +121,6 @@ def guess(
     )
     tokens = ggml.reshape_3d(memory, ggml.cast(memory, found, ggml.F32), 1, n, 1)
     if best:  # ids are exact in F32, and so are their differences
-        change = ggml.mul(memory, ggml.sub(memory, tokens, best), line(DRAWS))
+        change = ggml.mul(memory, ggml.sub(memory, tokens, best), line(GUESSED))
         tokens = ggml.add(memory, best, change)
     return tokens, int(ggml.cpy(memory, ggml.scale_bias(memory, at, 1.0, 1.0), at))

@@ -3,6 +3,7 @@ are not its concern."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,9 +78,9 @@ class Runner:
         self._most_ahead = min(MOST_ROWS, context.n_ubatch, context.most_ahead)
         """Most sequences of a step that can be launched again before its rows are read."""
         self._chosen = False
-        """Whether the device chooses its tokens, or guesses them."""
-        self._guesses_left = 0
-        """Steps for which the device has random numbers."""
+        """Whether the device chooses or guesses its tokens."""
+        self._known_steps = math.inf
+        """Further steps for which the device has random numbers."""
         self._tail = context.n_snapshots + 1 if context.n_snapshots else 0
         """How many of a sequence's last tokens stay in one pass."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
@@ -95,7 +96,7 @@ class Runner:
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
         self.apply(batch.adapters)
-        self._fill(batch)
+        self._fill(batch, reads_next=reads_next)
         self._profile.lap("fill")
         try:
             self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, reads_next=reads_next)
@@ -103,7 +104,7 @@ class Runner:
             self._filled = None
             raise
         self._profile.lap("decode")
-        self._guesses_left -= 1
+        self._known_steps -= 1
         few = batch.n_rows <= self._context.most_ahead
         outputs = self._context.outputs_ahead() if few else None
         return Launched(batch, self._slots, self._indices, outputs, self._chosen)
@@ -119,16 +120,16 @@ class Runner:
 
     def can_follow(self, step: Launched) -> bool:
         """Whether the same batch can be launched once more before the rows of this step are read."""
-        known = step.chosen and (step.batch.greedy or self._guesses_left > 0)
-        return known and step.outputs is not None and step.batch is self._filled and self._fits
+        known = step.chosen and self._known_steps > 0
+        return known and step.outputs is not None and step.batch is self._filled
 
     def astray(
         self, step: Launched, rows: Rows | None, sampled: ListLike[SampleResult]
     ) -> frozenset[Sequence]:
         """Sequences whose token in this step, which `sampled` has, is not the one that the next step reads on
         the device. Both steps have the same batch."""
-        if step.batch.greedy or rows is None:  # the host takes the device's tokens
-            return frozenset()
+        if rows is None or (step.batch.greedy and max(rows.kinds) is DeviceSampler.BEST):
+            return frozenset()  # the host takes the device's tokens
         results = zip(step.batch.chunks, sampled, rows.next_tokens(), strict=True)
         return frozenset(
             chunk.sequence for chunk, new, token in results if new.tokens and new.tokens[0] != token
@@ -191,31 +192,22 @@ class Runner:
 
     # --- llama.cpp's batch ---------------------------------------------------------------------------------
 
-    def _fill(self, batch: Batch) -> None:
+    def _fill(self, batch: Batch, *, reads_next: bool) -> None:
         """Write llama.cpp's batch; if it is the same batch as before, only what has changed."""
         if batch is self._filled and batch.is_decode:
             n, context = batch.n_tokens, self._context
             context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
             context.positions[:n] += 1
-            if self._chosen and not batch.greedy and not self._guesses_left:
-                self._write_draws(batch)
-            if not self._fits:
+            if not reads_next and not (self._fits and self._known_steps > 0):
                 self._fits = self._set_samplers(batch)
+                self._chosen = self._choose_on_device(batch)
             return
         self._fits = self._set_samplers(batch)
         batch.greedy = all(
             chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
             for chunk in batch.chunks
         )
-        known = all(
-            chunk.sequence.sampler.known_on_device and not chunk.sequence.stops for chunk in batch.chunks
-        )
-        self._chosen = batch.is_decode and known and batch.n_tokens <= self._most_ahead
-        if self._chosen:
-            samplers = [chunk.sequence.sampler for chunk in batch.chunks]
-            assert self._context.samplers.next_tokens is not None
-            self._context.samplers.next_tokens.ignore_ends([sampler.ignores_ends for sampler in samplers])
-            self._write_draws(batch)
+        self._chosen = self._choose_on_device(batch)
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
@@ -223,14 +215,25 @@ class Runner:
             batch.placements = self._fill_ubatches(batch)
         self._filled = batch if batch.is_decode else None
 
-    def _write_draws(self, batch: Batch) -> None:
-        """Write what the device needs to guess the draws of the batch's next steps, if it draws. All draws of
-        earlier steps must be done."""
-        assert self._context.samplers.next_tokens is not None
-        draws = [chunk.sequence.sampler.draw for chunk in batch.chunks]
-        samplers = [chunk.sequence.sampler for chunk in batch.chunks if chunk.sequence.sampler.draw]
-        self._context.samplers.next_tokens.draws.write(draws, [one.numbers(STEPS) for one in samplers])
-        self._guesses_left = STEPS
+    def _choose_on_device(self, batch: Batch) -> bool:
+        """Have the device choose or guess the tokens of the batch's next steps, if it can. All earlier draws
+        must be done."""
+        next_tokens, kinds = self._context.samplers.next_tokens, self._context.samplers.kinds
+        if next_tokens is None or not batch.is_decode or batch.n_tokens > self._most_ahead:
+            return False
+        samplers, guessed = [chunk.sequence.sampler for chunk in batch.chunks], {}
+        for row, chunk in enumerate(batch.chunks):
+            sampler, kind = samplers[row], kinds[chunk.slot]
+            if kind is DeviceSampler.TOP_K and sampler.draw is not None:
+                guessed[row] = sampler.draw, sampler.numbers(STEPS)
+            elif not kind is sampler.need is DeviceSampler.BEST:
+                return False
+            if chunk.sequence.stops:
+                return False
+        next_tokens.ignore_ends([sampler.ignores_ends for sampler in samplers])
+        next_tokens.draws.write(guessed)
+        self._known_steps = STEPS if guessed else math.inf
+        return True
 
     def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
         """Write one token of each chunk."""

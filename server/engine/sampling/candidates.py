@@ -56,11 +56,13 @@ def device_sampler_for(
 
 
 def draw_of(params: SamplingParams, *, no_ends: bool) -> Draw | None:
-    """How the device can guess the draws of a request whose device sampler is TOP_K; None if it cannot."""
+    """How the device sampler TOP_K can guess the draws of a request that needs no other; None if it cannot."""
+    if params.is_greedy:
+        return Draw(top_k=1, temperature=1, top_p=1, min_p=0, no_ends=no_ends)
     order = ("top_k", "temperature", "top_p", "min_p")
     if params.chain != tuple(name for name in order if name in params.chain):
         return None
-    if params.dynatemp_range or params.min_keep > 1 or params.is_greedy:
+    if params.dynatemp_range or params.min_keep > 1:
         return None
     return Draw(params.top_k, params.temperature, params.top_p, params.min_p, no_ends)
 

@@ -90,9 +90,9 @@ class Sampler:
             banned=len(self._banned),
         )
         """The narrowest device sampler that suffices; wider ones do too."""
-        drawn = constraint is None and not self._penalties and self.need is DeviceSampler.TOP_K
-        self.draw = draw_of(params, no_ends=self.ignores_ends) if drawn else None
-        """How the device can guess the draws; None if it cannot, or if nothing is drawn."""
+        plain = constraint is None and not self._penalties and self.need <= DeviceSampler.TOP_K
+        self.draw = draw_of(params, no_ends=self.ignores_ends) if plain else None
+        """How TOP_K can guess the next tokens; None if it cannot."""
         self.never_fetches = self.need is DeviceSampler.ROW or not (self._penalties or constraint)
         """Whether the result of the device sampler always suffices for the choice."""
         if constraint is not None:
@@ -130,15 +130,9 @@ class Sampler:
             self._force(self._constraint.forced())
         return found
 
-    @property
-    def known_on_device(self) -> bool:
-        """Whether the device chooses the next token, or can guess it."""
-        return self.need is DeviceSampler.BEST or (self.need is DeviceSampler.TOP_K and self.draw is not None)
-
     def numbers(self, n: int) -> npt.NDArray[np.float64]:
-        """The random numbers of the next `n` draws. The sampler must draw."""
-        assert self._chain is not None
-        return self._chain.numbers(n)
+        """The random numbers of the next `n` draws; any if nothing is drawn."""
+        return np.zeros(n) if self._chain is None else self._chain.numbers(n)
 
     def forced(self, new: Sequence[int]) -> list[int]:
         """Add the answer's `new` tokens, and return the forced tokens that follow, if there are any.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.guessed_draws import DrawTable
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
 from tests.server.engine.helpers import (
     EXACT,
@@ -215,3 +217,79 @@ async def test_switched_off(nano_f32: Path, off: dict[str, Any]) -> None:
         answers = await ask_all(engine, asked)
     assert [len(answer.tokens) for answer in answers] == [12] * 3
     assert not launched
+
+
+def drawing(seed: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(ignore_eos=True, temperature=0.8, top_p=0.95, top_k=20, seed=seed, **changes)
+
+
+def mixed_requests(rng: random.Random, n: int) -> list[Request]:
+    """Most draw, some are greedy; a few have what the device cannot guess."""
+    made = requests(rng, n, sampled=True)
+    for i, request in enumerate(made):
+        kind = rng.randrange(16)
+        if kind < 11:
+            ends = rng.random() < 0.5
+            params = SamplingParams(
+                ignore_eos=not ends,
+                temperature=rng.choice([0.3, 1.0, 1.5]),
+                top_k=rng.choice([1, 2, 20, 50]),
+                top_p=rng.choice([0.5, 0.95, 1.0]),
+                min_p=rng.choice([0.0, 0.1, 1.0]),
+                seed=rng.randrange(100),
+            )
+            made[i] = replace(request, params=params)
+        elif kind == 11:
+            made[i] = replace(request, params=drawing(i, presence_penalty=1.5))
+    return made
+
+
+async def test_draws_run_ahead(nano_f32: Path) -> None:
+    asked = [Request(random_prompt(random.Random(i), 5 + 7 * i), 40, params=drawing(i)) for i in range(4)]
+    asked[2] = replace(asked[2], params=SamplingParams(ignore_eos=True))
+    with running(nano_f32, **PLAIN) as engine:
+        expected = [await ask(engine, request) for request in asked]
+    with ahead(nano_f32) as (engine, launched):
+        assert await ask_at_once(engine, asked) == expected
+        assert launched["again"] > 30
+        assert [await ask(engine, request) for request in asked] == expected
+        assert launched["again"] > 170
+        assert engine.stats().wrong_guesses == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("wrong", [False, True])
+async def test_whatever_is_drawn(
+    nano_f32: Path, seed: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from random numbers that are `wrong` on the device, and in answers that continue those."""
+    asked = mixed_requests(random.Random(seed), 24)
+    with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
+        expected = [await ask(engine, request) for request in asked]
+        ended = [(one, answer) for one, answer in zip(asked, expected, strict=True) if answer.finish_reason]
+        more = [Request([*one.prompt, *answer.tokens, 300, 301], 6) for one, answer in ended]
+        continued = [await ask(engine, request) for request in more]
+    write = DrawTable.write
+
+    def spoil(table: DrawTable, guessed: Any) -> None:
+        write(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in guessed.items()})
+
+    if wrong:
+        monkeypatch.setattr(DrawTable, "write", spoil)
+    with ahead(nano_f32, ctx_size=1024) as (engine, launched):
+        found = await ask_all(engine, asked)
+        for request, answer, right in zip(asked, found, expected, strict=True):
+            if request.cancel_after is None:
+                assert answer == right
+            else:
+                n = min(len(answer.tokens), len(right.tokens))
+                assert n >= min(request.cancel_after, len(right.tokens))
+                assert answer.tokens[:n] == right.tokens[:n]
+        assert await ask_all(engine, more) == continued
+        await idle(engine)
+        assert launched["again"] > 20
+        print(launched, engine.stats().wrong_guesses, engine.stats().preemptions)
+        assert (engine.stats().wrong_guesses > 5) == wrong
+        engine.components.cache.trim()
+        states = engine.components.states
+        assert states.cells.used == states.cells.idle
