@@ -97,7 +97,7 @@ class _Constants(NamedTuple):
     ends: int = 0
     """The end tokens, repeated for each row of a slab: F32 [n_ends, SLAB]."""
     next_tokens: int = 0
-    """BEST and TOP_K write each row's token for the next step here: I32 [SLAB]; 0 if no step can read it there."""
+    """BEST and TOP_K write each row's token for the next step here: I32 [SLAB]; 0 if no step can read it."""
     bans: int = 0
     """Added to the logits that BEST chooses the next token from: -inf for the end tokens of rows that ignore
     them. F32 [n_ends + blocks, SLAB]."""
@@ -272,22 +272,10 @@ class DeviceSamplers:
         for kind in DeviceSampler:
             outputs = self._outputs(memory, kind, logits, 2)
             for tensor in filter(None, (outputs.figures, outputs.candidates, outputs.values)):
-                missing = self._missing(device, tensor)
+                missing = ggml.missing_operation(device, tensor)
                 if missing:
                     self.refused = f"{ggml.device_name(device).decode()} has no {missing}"
         ggml.free(memory)
-
-    def _missing(self, device: int, tensor: int) -> str | None:
-        """An operation that computes `tensor` and that the device lacks."""
-        seen, ahead = {tensor}, [tensor]  # a cast is a source of its own
-        while ahead:
-            address = ahead.pop()
-            node = ggml.Tensor.from_address(address)
-            if node.op and not ggml.supports_op(device, address):
-                return str(ggml.op_name(node.op).decode())
-            ahead += {source for source in node.src if source} - seen
-            seen.update(ahead)
-        return None
 
     def _place(self, buffer_type: int) -> _Constants:
         """Allocate and fill the constants."""
@@ -315,9 +303,7 @@ class DeviceSamplers:
         for i, array in enumerate(arrays):
             if array is not None:
                 dtype = ggml.I32 if array.dtype == np.int32 else ggml.F32
-                tensors[i] = ggml.new_tensor(
-                    self._memory, dtype, array.shape[-1], array.size // array.shape[-1]
-                )
+                tensors[i] = ggml.new_tensor(self._memory, dtype, *(*array.shape[::-1], 1)[:2])
         self._buffer = ggml.alloc_tensors(self._memory, buffer_type) or 0
         if not self._buffer:
             raise LlamaError("no memory on the device for masks of banned tokens")

@@ -93,6 +93,20 @@ device_of = quick("ggml_backend_buft_get_device", _P, _P)
 device_name = quick("ggml_backend_dev_name", ctypes.c_char_p, _P)
 supports_op = quick("ggml_backend_dev_supports_op", ctypes.c_bool, _P, _P)
 
+
+def missing_operation(device: int, tensor: int) -> str | None:
+    """An operation that computes `tensor` and that the device lacks."""
+    seen, ahead = {tensor}, [tensor]  # a cast is a source of its own
+    while ahead:
+        address = ahead.pop()
+        node = Tensor.from_address(address)
+        if node.op and not supports_op(device, address):
+            return str(op_name(node.op).decode())
+        ahead += {source for source in node.src if source} - seen
+        seen.update(ahead)
+    return None
+
+
 F32, I32 = 0, 26
 DESCENDING = 1
 """GGML_SORT_ORDER_DESC"""

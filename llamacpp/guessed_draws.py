@@ -49,8 +49,8 @@ class Draw:
 
 
 class DrawTable:
-    """Tensors on the device: `table`, F32 [rows, LINES], and `cut`, F32 [k, rows], which is 0 for the top-k of
-    a row's sorted candidates and -inf for the others."""
+    """Tensors on the device: `table`, F32 [rows, LINES], and `cut`, F32 [k, rows], which is 0 for the top-k
+    of a row's sorted candidates and -inf for the others."""
 
     def __init__(self, table: int, cut: int, rows: int, k: int) -> None:
         self.table, self.cut = table, cut

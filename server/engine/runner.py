@@ -123,17 +123,12 @@ class Runner:
         known = step.chosen and self._known_steps > 0
         return known and step.outputs is not None and step.batch is self._filled
 
-    def astray(
-        self, step: Launched, rows: Rows | None, sampled: ListLike[SampleResult]
-    ) -> frozenset[Sequence]:
-        """Sequences whose token in this step, which `sampled` has, is not the one that the next step reads on
-        the device. Both steps have the same batch."""
-        if rows is None or (step.batch.greedy and max(rows.kinds) is DeviceSampler.BEST):
-            return frozenset()  # the host takes the device's tokens
-        results = zip(step.batch.chunks, sampled, rows.next_tokens(), strict=True)
-        return frozenset(
-            chunk.sequence for chunk, new, token in results if new.tokens and new.tokens[0] != token
-        )
+    def compare(self, batch: Batch, rows: Rows | None, sampled: ListLike[SampleResult]) -> None:
+        """Mark what is `sampled` as astray where the next step, which has the same batch, reads another token
+        on the device."""
+        if rows is not None and not (batch.greedy and max(rows.kinds) is DeviceSampler.BEST):
+            for new, token in zip(sampled, rows.next_tokens(), strict=True):
+                new.astray = bool(new.tokens) and new.tokens[0] != token
 
     def apply(self, adapters: Adapters) -> None:
         """Have the context apply exactly these adapters. A change is slow: all graphs are planned again."""
@@ -218,9 +213,10 @@ class Runner:
     def _choose_on_device(self, batch: Batch) -> bool:
         """Have the device choose or guess the tokens of the batch's next steps, if it can. All earlier draws
         must be done."""
-        next_tokens, kinds = self._context.samplers.next_tokens, self._context.samplers.kinds
-        if next_tokens is None or not batch.is_decode or batch.n_tokens > self._most_ahead:
+        if not batch.is_decode or batch.n_tokens > self._most_ahead:
             return False
+        next_tokens, kinds = self._context.samplers.next_tokens, self._context.samplers.kinds
+        assert next_tokens is not None
         samplers, guessed = [chunk.sequence.sampler for chunk in batch.chunks], {}
         for row, chunk in enumerate(batch.chunks):
             sampler, kind = samplers[row], kinds[chunk.slot]

@@ -36,7 +36,6 @@ This module does not use llama.cpp: the scheduler counts cells, the runner fills
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,7 @@ from .adapters import Turns
 from .batch import Batch, Chunk
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import DECODE, PREFILL, SequenceStatus
+from .sequence import DECODE, PREFILL, Output, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,20 +54,10 @@ if TYPE_CHECKING:
     from .reproducible import Reproducible
     from .sampling import SampleResult
     from .scheduling_policy import SchedulingPolicy
-    from .sequence import Adapters, FinishReason, Sequence
+    from .sequence import Adapters, Sequence
     from .states import StateStore
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Output:
-    """One sequence's result of a step; not frozen, since a frozen one takes twice as long to make."""
-
-    sequence: Sequence
-    tokens: list[int]
-    done: FinishReason | Exception | None
-    """Why the sequence ended, or None; an exception if its sampler failed."""
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
@@ -255,19 +244,13 @@ class Scheduler:
         return following
 
     def commit(
-        self,
-        batch: Batch,
-        results: ListLike[SampleResult],
-        held: ListLike[int],
-        *,
-        again: bool = False,
-        astray: frozenset[Sequence] = frozenset(),
+        self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int], *, again: bool = False
     ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed. If
-        the same step is being computed `again`, they are removed after it. For those `astray` it reads a
-        wrong token: after it their states are dropped, and they read their tokens again.
+        the same step is being computed `again`, they are removed after it. Those that went astray read their
+        tokens again after it.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -275,6 +258,9 @@ class Scheduler:
         finished: list[Output] = []
         recomputed: list[Sequence] = []
         ending: dict[Sequence, int] = {}
+        astray = {
+            chunk.sequence for chunk, result in zip(batch.chunks, results, strict=True) if result.astray
+        }
         over: list[Output] = []
         alone, usable = True, True
         for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
@@ -322,8 +308,8 @@ class Scheduler:
         over += [output for output in finished if output.sequence not in ending]
         steady = alone and not (over or ending or astray) and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
-        useless, self._astray, self._ending = self._astray, astray, ending
         self.wrong_guesses += len(astray)
+        useless, self._astray, self._ending = self._astray, frozenset(astray), ending
         for output in over:
             failed = isinstance(output.done, Exception) or output.sequence in useless
             self.remove(output.sequence, failed=failed)

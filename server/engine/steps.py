@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .loading import Components
     from .profile import StepProfile
     from .runner import Launched
-    from .scheduler import Output
+    from .sequence import Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,7 @@ class Steps:
     does not wait for the host between the two. If a sequence turns out to have ended in the first step, the
     second one still computes it. The sequence keeps its slot until that step is done, and its last state
     includes the token that ended it. If the device guessed another token than the host draws
-    (`Runner.astray`), the sequence's result of the second step is dropped, and the sequence starts again from
-    the prefix cache.
+    (`Runner.compare`), the sequence's part of the second step is dropped, and it reads its tokens again.
     """
 
     def __init__(
@@ -93,11 +92,11 @@ class Steps:
         if self._ahead is not None and any(new.recompute for new in sampled):
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead = None
-        again = self._ahead is not None and self._ahead.batch is batch
+        if again := self._ahead is not None and self._ahead.batch is batch:
+            self._runner.compare(batch, rows, sampled)
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
-        astray = self._runner.astray(step, rows, sampled) if again else frozenset()
-        outputs = self._scheduler.commit(batch, sampled, held, again=again, astray=astray)
+        outputs = self._scheduler.commit(batch, sampled, held, again=again)
         lap("commit")
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
         return batch, outputs

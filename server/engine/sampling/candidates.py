@@ -56,7 +56,7 @@ def device_sampler_for(
 
 
 def draw_of(params: SamplingParams, *, no_ends: bool) -> Draw | None:
-    """How the device sampler TOP_K can guess the draws of a request that needs no other; None if it cannot."""
+    """How TOP_K can guess the draws of a request that needs no wider device sampler; None if it cannot."""
     if params.is_greedy:
         return Draw(top_k=1, temperature=1, top_p=1, min_p=0, no_ends=no_ends)
     order = ("top_k", "temperature", "top_p", "min_p")

@@ -24,6 +24,8 @@ class SampleResult:
     """Tokens that follow these regardless of the model."""
     error: Exception | None = None
     """The exception that its sampler raised."""
+    astray: bool = False
+    """The step that was launched ahead reads another token than this one."""
     recompute: bool = False
     """Pending tokens must be computed again: the row of the next token is no longer available or, with an
     `error`, unusable, perhaps because of another sequence."""

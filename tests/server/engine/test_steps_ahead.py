@@ -288,7 +288,6 @@ async def test_whatever_is_drawn(
         assert await ask_all(engine, more) == continued
         await idle(engine)
         assert launched["again"] > 20
-        print(launched, engine.stats().wrong_guesses, engine.stats().preemptions)
         assert (engine.stats().wrong_guesses > 5) == wrong
         engine.components.cache.trim()
         states = engine.components.states
