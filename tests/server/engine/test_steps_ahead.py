@@ -14,6 +14,7 @@ from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.guessed_draws import DrawTable
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
+from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -244,6 +245,16 @@ def mixed_requests(rng: random.Random, n: int) -> list[Request]:
     return made
 
 
+def spoil_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other random numbers on the device than on the host."""
+    write = DrawTable.write
+
+    def spoil(table: DrawTable, guessed: Any) -> None:
+        write(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in guessed.items()})
+
+    monkeypatch.setattr(DrawTable, "write", spoil)
+
+
 @pytest.mark.parametrize("model", ["nano_f32", "nano_q4_k_m"])
 async def test_draws_run_ahead(model: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(model)
@@ -271,13 +282,8 @@ async def test_whatever_is_drawn(
         ended = [(one, answer) for one, answer in zip(asked, expected, strict=True) if answer.finish_reason]
         more = [Request([*one.prompt, *answer.tokens, 300, 301], 6) for one, answer in ended]
         continued = [await ask(engine, request) for request in more]
-    write = DrawTable.write
-
-    def spoil(table: DrawTable, guessed: Any) -> None:
-        write(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in guessed.items()})
-
     if wrong:
-        monkeypatch.setattr(DrawTable, "write", spoil)
+        spoil_guesses(monkeypatch)
     with ahead(nano_f32, ctx_size=1024) as (engine, launched):
         found = await ask_all(engine, asked)
         for request, answer, right in zip(asked, found, expected, strict=True):
@@ -294,3 +300,32 @@ async def test_whatever_is_drawn(
         engine.components.cache.trim()
         states = engine.components.states
         assert states.cells.used == states.cells.idle
+
+
+async def test_a_state_with_a_wrong_token_is_not_kept(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that end with a token that the device did not guess."""
+    prompt, compare, missed = random_prompt(random.Random(10), 20), Runner.compare, list[int]()
+    spoil_guesses(monkeypatch)
+
+    def watched(runner: Runner, batch: Any, rows: Any, sampled: Any) -> None:
+        compare(runner, batch, rows, sampled)
+        if sampled[0].astray and sampled[0].tokens[0] in engine.vocab.eog_ids:
+            missed.append(sampled[0].tokens[0])
+
+    monkeypatch.setattr(Runner, "compare", watched)
+    with ahead(nano_f32) as (engine, _):
+        for seed in range(40):
+            params = SamplingParams(temperature=1.5, top_k=50, seed=seed)
+            answer = await ask(engine, Request(prompt, 200, params=params))
+            await idle(engine)
+            if missed:
+                break
+        assert missed
+        known = [*prompt, *answer.tokens, *missed]
+        following = submit(engine, Request([*known, *range(300, 320)], 8))
+        tokens = [token async for new in following for token in new]
+        assert following.cached_tokens < len(known)
+    with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
+        assert (await ask(engine, Request([*known, *range(300, 320)], 8))).tokens == tokens
