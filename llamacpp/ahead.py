@@ -1,8 +1,9 @@
 """Steps that are launched before the tokens of the last step are read (patch next-tokens).
 
-The host does not need a step's tokens to launch the next step: the device sampler BEST writes them to the
-tensor that the next step reads its tokens from. llama.cpp keeps the rows of two batches, so the rows of the
-first can be read while the second is computed. Launching the second returns when the first is done.
+The host does not need a step's tokens to launch the next step: the device samplers BEST and TOP_K write them
+to the tensor that the next step reads its tokens from. TOP_K guesses them (`guessed_draws.py`). llama.cpp
+keeps the rows of two batches, so the rows of the first can be read while the second is computed. Launching
+the second returns when the first is done.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .patches import NEXT_TOKENS, brings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .guessed_draws import DrawTable
 
 HAS_NEXT_TOKENS = brings(NEXT_TOKENS, "llama_set_next_tokens")
 """Whether this build can launch a step before the last step's tokens are read."""
@@ -59,12 +62,12 @@ def outputs_of(context: int, call: int) -> Outputs | None:
 
 
 class NextTokens:
-    """Tensors on the device. `tokens`, I32 [MOST_ROWS]: the tokens that BEST chose in the last step. `bans`,
-    F32 [width, MOST_ROWS]: added to the logits that BEST chooses from; the first `n_ends` of a row belong to
-    the tokens that end a generation."""
+    """Tensors on the device. `tokens`, I32 [MOST_ROWS]: the tokens that BEST chose, or TOP_K guessed, in the
+    last step. `bans`, F32 [width, MOST_ROWS]: added to the logits that BEST chooses from; the first `n_ends`
+    of a row belong to the tokens that end a generation. `draws`: what TOP_K's guesses depend on."""
 
-    def __init__(self, tokens: int, bans: int, width: int, n_ends: int) -> None:
-        self.tokens, self.bans = tokens, bans
+    def __init__(self, tokens: int, bans: int, width: int, n_ends: int, draws: DrawTable) -> None:
+        self.tokens, self.bans, self.draws = tokens, bans, draws
         self._width, self._n_ends = width, n_ends
         self._ignoring: tuple[bool, ...] = ()
 

@@ -172,7 +172,7 @@ class Context:
         except after a picture.
 
         With `of_pictures` the batch reads `embeddings`, a picture's rows. With `reads_next` it ignores
-        `tokens` and reads those that BEST chose in the last batch. Both batches must then have the same
+        `tokens` and reads those that the device chose in the last batch. Both batches must then have the same
         sequences in the same order, one token each, in one pass (`in_one_pass`); `runs_ahead` says whether
         that is possible.
 

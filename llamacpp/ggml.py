@@ -71,6 +71,13 @@ argmax = quick("ggml_argmax", _P, _P, _P)
 top_k = quick("ggml_top_k", _P, _P, _P, ctypes.c_int)
 sum_rows = quick("ggml_sum_rows", _P, _P, _P)
 soft_max = quick("ggml_soft_max", _P, _P, _P)
+soft_max_ext = quick("ggml_soft_max_ext", _P, _P, _P, _P, ctypes.c_float, ctypes.c_float)
+sub = quick("ggml_sub", _P, _P, _P, _P)
+mul = quick("ggml_mul", _P, _P, _P, _P)
+step = quick("ggml_step", _P, _P, _P)
+cumsum = quick("ggml_cumsum", _P, _P, _P)
+argsort = quick("ggml_argsort", _P, _P, _P, ctypes.c_int)
+scale_bias = quick("ggml_scale_bias", _P, _P, _P, ctypes.c_float, ctypes.c_float)
 get_rows = quick("ggml_get_rows", _P, _P, _P, _P)
 cast = quick("ggml_cast", _P, _P, _P, ctypes.c_int)
 clamp = quick("ggml_clamp", _P, _P, _P, ctypes.c_float, ctypes.c_float)
@@ -88,7 +95,23 @@ device_of = quick("ggml_backend_buft_get_device", _P, _P)
 device_name = quick("ggml_backend_dev_name", ctypes.c_char_p, _P)
 supports_op = quick("ggml_backend_dev_supports_op", ctypes.c_bool, _P, _P)
 
+
+def missing_operation(device: int, tensor: int) -> str | None:
+    """An operation that computes `tensor` and that the device lacks."""
+    seen, ahead = {tensor}, [tensor]  # a cast is a source of its own
+    while ahead:
+        address = ahead.pop()
+        node = Tensor.from_address(address)
+        if node.op and not supports_op(device, address):
+            return str(op_name(node.op).decode())
+        ahead += {source for source in node.src if source} - seen
+        seen.update(ahead)
+    return None
+
+
 F32, I32 = 0, 26
+DESCENDING = 1
+"""GGML_SORT_ORDER_DESC"""
 PAD, MUL_MAT, MUL_MAT_ID = (
     next(op for op in range(200) if op_name(op) == name) for name in (b"PAD", b"MUL_MAT", b"MUL_MAT_ID")
 )

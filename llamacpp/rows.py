@@ -93,8 +93,8 @@ class Rows:
     """
 
     def __init__(self, context: int, n_vocab: int, n_real: int, n_chosen: int = 0) -> None:
-        """`n_real` of the `n_vocab` tokens are not padding. `n_chosen` is 1 if BEST's figures begin with the
-        token that the next step reads on the device, else 0."""
+        """`n_real` of the `n_vocab` tokens are not padding. `n_chosen` is 1 if the figures of BEST and
+        TOP_K begin with the token that the next step reads on the device, else 0."""
         self._n_chosen = n_chosen
         self._n_vocab, self._n_real = n_vocab, n_real
         self.kinds: Sequence[DeviceSampler] = ()
@@ -140,8 +140,8 @@ class Rows:
         """Set the rows of a batch: each row's kind and index in the batch; `raw` logits if the host samples.
 
         `samplers` can fetch whole rows of the batch's last pass. `ahead`: the batch's outputs, if another
-        batch was decoded since. With `chosen` all rows are BEST, and their best tokens are those that the
-        next step reads on the device.
+        batch was decoded since. With `chosen` the next step reads `next_tokens` on the device; if all rows
+        are BEST, these are their best tokens.
         """
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
         self._samplers, self._ahead, self._chosen = samplers, ahead, chosen
@@ -184,6 +184,11 @@ class Rows:
         """The best token that does not end a generation. For BEST. Raises as `best` does."""
         self._check(row)
         return int(best_but_ends(self._of(DeviceSampler.BEST)[row : row + 1], self._blocks)[0])
+
+    def next_tokens(self) -> list[int]:
+        """The token of every row that the next step reads on the device. For BEST and TOP_K."""
+        tokens: list[int] = self._output("probs", np.float32, 0)[:, 0].astype(np.int32).tolist()
+        return tokens
 
     def all_best(self) -> list[int] | None:
         """The best token of every row; None if a row has another kind, or is unusable."""
@@ -238,7 +243,7 @@ class Rows:
             if count == n:
                 self._tokens, self._checks = self._finish(kind, self._of(kind))
                 if self._chosen and self._n_chosen:
-                    self._tokens = self._output("probs", np.float32, 0)[:, 0].astype(np.int32).tolist()
+                    self._tokens = self.next_tokens()
             elif count:  # the other rows' memory is undefined
                 rows = [row for row in range(n) if self.kinds[row] is kind]
                 tokens, checks = self._finish(kind, self._of(kind)[rows])
@@ -267,7 +272,7 @@ class Rows:
 
     def _of(self, kind: DeviceSampler) -> Numbers:
         """The figures of rows of a kind, at least one of which must exist: shape [rows, figures]."""
-        row, first = self.kinds.index(kind), self._n_chosen if kind is DeviceSampler.BEST else 0
+        row, first = self.kinds.index(kind), self._n_chosen if kind <= DeviceSampler.TOP_K else 0
         if not self._n_figures[kind]:
             self._n_figures[kind] = int(ggml.n_sampled_probs(self._context, self._indices[row])) - first
         figures: Numbers = self._output("probs", np.float32, row)[:, first : first + self._n_figures[kind]]

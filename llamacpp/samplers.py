@@ -28,6 +28,12 @@ _FEW = 1024
 _apply_quickly = ggml.quick("llama_sampler_apply", None, ctypes.c_void_p, ctypes.c_void_p)
 _accept = ggml.quick("llama_sampler_accept", None, ctypes.c_void_p, ctypes.c_int32)
 
+_LOT = 128
+"""Least random numbers to make at once."""
+
+_WORDS = np.array([2.0**-64, 2.0**-32])
+"""What the two words of a random number are worth (std::generate_canonical)."""
+
 _LOGARITHMS = ("typical", "mirostat")
 """Samplers that take the logarithm of every candidate's probability, and fail if one is 0."""
 
@@ -47,12 +53,19 @@ class SamplerChain:
         self._range: float | None = None
         """Distance below the highest logit at which candidates are dropped, for samplers that fail on
         them."""
+        self._random: np.random.RandomState | None = None
+        self._seed, self._drawn = 0, 0
+        self._numbers: npt.NDArray[np.float64] = np.zeros(0)
+        """Random numbers from that of draw `_first` on."""
+        self._first = 0
         scale = 1.0
         for name, *arguments in samplers:
             C.llama_sampler_chain_add(self._handle, getattr(C, f"llama_sampler_init_{name}")(*arguments))
             if name == "temp_ext":
                 temperature, delta, _ = arguments
                 scale = math.inf if delta else temperature
+            elif name == "dist":
+                [self._seed] = arguments
             elif name in _LOGARITHMS:
                 self._range = _RANGE * scale
         self._address = ctypes.cast(self._handle, ctypes.c_void_p).value
@@ -68,6 +81,7 @@ class SamplerChain:
             worth = logits > logits.max() - self._range
             ids, logits = ids[worth], logits[worth]
         n, array = len(ids), self._array
+        self._drawn += 1
         if n != len(self._ids):
             self._ids, self._logits = self._columns(n)
         self._ids[...], self._logits[...] = ids, logits
@@ -77,6 +91,19 @@ class SamplerChain:
         else:
             C.llama_sampler_apply(self._handle, ctypes.byref(array))
         return int(array.data[array.selected].id)  # XTC moves the array's start
+
+    def numbers(self, n: int) -> npt.NDArray[np.float64]:
+        """The random numbers of the next `n` draws, each from 0 to 1, if the last sampler is dist. It takes
+        the first number that its std::mt19937 gives for each draw (`llama_sampler_dist_apply`)."""
+        if self._random is None:
+            self._random = np.random.RandomState(self._seed)
+        missing = self._drawn + n - self._first - len(self._numbers)
+        if missing > 0:
+            words = self._random.randint(0, 2**32, (max(missing, _LOT), 2), np.uint32)
+            self._numbers = np.concatenate((self._numbers, words @ _WORDS))
+        self._numbers = self._numbers[self._drawn - self._first :]
+        self._first = self._drawn
+        return self._numbers[:n]
 
     def _columns(self, n: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Buffers for the ids and logits of `n` candidates, which llama.cpp reads from their start."""

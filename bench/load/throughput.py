@@ -4,10 +4,11 @@ rates.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from qwen_serve.bench.arguments import (
     LOAD_GROUP,
@@ -77,9 +78,16 @@ class LoadOptions:
     /v1/chat/completions)."""
     stream: bool = True
     """Stream answers; TTFT and ITL are measured only with streaming."""
+    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0
+    """Temperature of the requests; above 0 with top-k 20, top-p 0.95 and a seed."""
     predict_replicas: Literal[2, 4, 8] | None = None
     """random: also predict the throughput of this number of replicas behind a router, from this server's
     levels."""
+
+    def sampling(self, seed: int) -> dict[str, float]:
+        """A request's fields of sampling; none if it is greedy."""
+        fields = {"temperature": self.temperature, "top_k": 20, "top_p": 0.95, "seed": seed}
+        return fields if self.temperature else {}
 
     def lengths(self, kind: Kind) -> tuple[int, int]:
         """Tokens in and out of a request."""
@@ -92,7 +100,7 @@ class LoadOptions:
 
     def settings(self, kind: Kind, default: Sequence[int]) -> dict[str, Any]:
         """The settings that a manifest records."""
-        names = ["requests", "waves", "warmup", "spot_checks", "stream", "predict_replicas"]
+        names = ["requests", "waves", "warmup", "spot_checks", "stream", "temperature", "predict_replicas"]
         names += {
             "shared-prefix": ["prefix_tokens", "prefixes"],
             "chat": ["turns"],
@@ -120,7 +128,8 @@ class LoadOptions:
 
         async def make(round: int) -> list[Job]:
             wanted = requests if round else warmup
-            return await self._jobs(kind, supply, wanted, clients, cell.rng(round)) if wanted else []
+            jobs = await self._jobs(kind, supply, wanted, clients, cell.rng(round)) if wanted else []
+            return [replace(job, fields={**self.sampling(n), **job.fields}) for n, job in enumerate(jobs)]
 
         cell = Cell(
             workload=kind,

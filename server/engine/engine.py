@@ -23,8 +23,7 @@ from .planning.fit import plan_memory
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler
-from .scheduler import Output
-from .sequence import ANYBODY, SchedulingParams, Sequence, Timings
+from .sequence import ANYBODY, Output, SchedulingParams, Sequence, Timings
 from .slots import Result, run
 from .stats import EngineStats, ImageStats
 from .steps import Arrival, Steps
@@ -211,6 +210,7 @@ class Engine:
             kv_cells=self.components.states.cells.total,
             prefix=self.components.cache.stats(),
             sampler_changes=self._runner.sampler_changes,
+            wrong_guesses=self._scheduler.wrong_guesses,
             step_totals=self._profile.times(),
             drafts=self._speculator.stats(),
             images=self.encoder.stats() if self.encoder else ImageStats(),

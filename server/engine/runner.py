@@ -3,6 +3,7 @@ are not its concern."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.llamacpp.ahead import MOST_ROWS
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.guessed_draws import STEPS
 
 from .batch import Placement
 from .ubatches import ubatches
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
+    from .sampling import SampleResult
     from .sequence import Adapters, Sequence
     from .ubatches import Pass
 
@@ -75,6 +78,9 @@ class Runner:
         self._most_ahead = min(MOST_ROWS, context.n_ubatch, context.most_ahead)
         """Most sequences of a step that can be launched again before its rows are read."""
         self._chosen = False
+        """Whether the device chooses or guesses its tokens."""
+        self._known_steps = math.inf
+        """Further steps for which the device has random numbers."""
         self._tail = context.n_snapshots + 1 if context.n_snapshots else 0
         """How many of a sequence's last tokens stay in one pass."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
@@ -90,7 +96,7 @@ class Runner:
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
         self.apply(batch.adapters)
-        self._fill(batch)
+        self._fill(batch, reads_next=reads_next)
         self._profile.lap("fill")
         try:
             self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, reads_next=reads_next)
@@ -98,6 +104,7 @@ class Runner:
             self._filled = None
             raise
         self._profile.lap("decode")
+        self._known_steps -= 1
         few = batch.n_rows <= self._context.most_ahead
         outputs = self._context.outputs_ahead() if few else None
         return Launched(batch, self._slots, self._indices, outputs, self._chosen)
@@ -114,7 +121,15 @@ class Runner:
 
     def can_follow(self, step: Launched) -> bool:
         """Whether the same batch can be launched once more before the rows of this step are read."""
-        return step.chosen and step.outputs is not None and step.batch is self._filled and self._fits
+        known = step.chosen and self._known_steps > 0
+        return known and step.outputs is not None and step.batch is self._filled
+
+    def compare(self, batch: Batch, rows: Rows | None, sampled: ListLike[SampleResult]) -> None:
+        """Mark what is `sampled` as astray where the next step, which has the same batch, reads another token
+        on the device."""
+        if rows is not None and not (batch.greedy and max(rows.kinds) is DeviceSampler.BEST):
+            for new, token in zip(sampled, rows.next_tokens(), strict=True):
+                new.astray = bool(new.tokens) and new.tokens[0] != token
 
     def apply(self, adapters: Adapters) -> None:
         """Have the context apply exactly these adapters. A change is slow: all graphs are planned again."""
@@ -173,36 +188,53 @@ class Runner:
 
     # --- llama.cpp's batch ---------------------------------------------------------------------------------
 
-    def _fill(self, batch: Batch) -> None:
+    def _fill(self, batch: Batch, *, reads_next: bool) -> None:
         """Write llama.cpp's batch; if it is the same batch as before, only what has changed."""
         if batch is self._filled and batch.is_decode:
             n, context = batch.n_tokens, self._context
             context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
             context.positions[:n] += 1
-            if not self._fits:
+            if not reads_next and not (self._fits and self._known_steps > 0):
                 self._fits = self._set_samplers(batch)
+                self._chosen = self._choose_on_device(batch)
             return
         self._fits = self._set_samplers(batch)
         batch.greedy = all(
             chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
             for chunk in batch.chunks
         )
-        self._chosen = (
-            batch.is_decode
-            and batch.greedy
-            and batch.n_tokens <= self._most_ahead
-            and self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
-        )
-        if self._chosen:
-            samplers = [chunk.sequence.sampler for chunk in batch.chunks]
-            assert self._context.samplers.next_tokens is not None
-            self._context.samplers.next_tokens.ignore_ends([sampler.ignores_ends for sampler in samplers])
+        self._chosen = self._choose_on_device(batch)
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
         else:
             batch.placements = self._fill_ubatches(batch)
         self._filled = batch if batch.is_decode else None
+
+    def _choose_on_device(self, batch: Batch) -> bool:
+        """Have the device choose or guess the tokens of the batch's next steps, if it can. All earlier draws
+        must be done."""
+        if not batch.is_decode or batch.n_tokens > self._most_ahead:
+            return False
+        if not self._context.in_one_pass([chunk.slot for chunk in batch.chunks]):
+            return False
+        next_tokens, kinds = self._context.samplers.next_tokens, self._context.samplers.kinds
+        assert next_tokens is not None
+        samplers, guessed = [chunk.sequence.sampler for chunk in batch.chunks], {}
+        for row, chunk in enumerate(batch.chunks):
+            sampler, kind = samplers[row], kinds[chunk.slot]
+            if kind is DeviceSampler.TOP_K and sampler.draw is not None:
+                guessed[row] = sampler.draw, sampler.numbers(STEPS)
+            elif not kind is sampler.need is DeviceSampler.BEST:
+                return False
+            if chunk.sequence.stops:
+                return False
+        if guessed and (self._exact or len(batch.chunks) == 1):
+            return False  # the device guesses none of these (`DeviceSamplers`)
+        next_tokens.ignore_ends([sampler.ignores_ends for sampler in samplers])
+        next_tokens.draws.write(guessed)
+        self._known_steps = STEPS if guessed else math.inf
+        return True
 
     def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
         """Write one token of each chunk."""

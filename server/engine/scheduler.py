@@ -36,7 +36,6 @@ This module does not use llama.cpp: the scheduler counts cells, the runner fills
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,7 @@ from .adapters import Turns
 from .batch import Batch, Chunk
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import DECODE, PREFILL, SequenceStatus
+from .sequence import DECODE, PREFILL, Output, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,20 +54,10 @@ if TYPE_CHECKING:
     from .reproducible import Reproducible
     from .sampling import SampleResult
     from .scheduling_policy import SchedulingPolicy
-    from .sequence import Adapters, FinishReason, Sequence
+    from .sequence import Adapters, Sequence
     from .states import StateStore
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Output:
-    """One sequence's result of a step; not frozen, since a frozen one takes twice as long to make."""
-
-    sequence: Sequence
-    tokens: list[int]
-    done: FinishReason | Exception | None
-    """Why the sequence ended, or None; an exception if its sampler failed."""
 
 
 def lowest(sequence: Sequence, free: ListLike[int]) -> int:
@@ -130,6 +119,9 @@ class Scheduler:
         """Chunks of the batch that is being computed whose results are recorded already."""
         self._ending: dict[Sequence, int] = {}
         """Sequences that ended while a step with them is computed, and the token that ended each."""
+        self._astray: frozenset[Sequence] = frozenset()
+        """Sequences for which the step that is being computed reads a wrong token."""
+        self.wrong_guesses = 0
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
@@ -208,10 +200,15 @@ class Scheduler:
         """Count the cells of a batch that llama.cpp has begun to compute."""
         self._states.appended(batch)
 
+    @property
+    def over(self) -> frozenset[Sequence]:
+        """Sequences whose results of the step that is being computed do not count."""
+        return self._astray.union(self._ending) if self._ending else self._astray
+
     def follows(self, batch: Batch) -> bool:
         """Whether the step after `batch`, which is being computed, decodes the same sequences again, as far
         as is known now. If so, there are cells for it."""
-        if not batch.is_decode or len(batch.chunks) != len(self.running) or self._ending:
+        if not batch.is_decode or len(batch.chunks) != len(self.running) or self.over:
             return False
         if self.waiting and (self._free_slots or self.waiting.contended):
             return False
@@ -229,7 +226,7 @@ class Scheduler:
         tokens that `batch` reads of prompts that continue."""
         following, sampling = Batch(), [chunk.sequence for chunk in batch.chunks if chunk.samples]
         none = not self.waiting and len(sampling) == len(self.running)
-        if none or not self._prefills_left or self._ending:
+        if none or not self._prefills_left or self.over:
             return None
         if any(one.adapters != batch.adapters or one.suspect for one in self.running):
             return None
@@ -252,7 +249,8 @@ class Scheduler:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed. If
-        the same step is being computed `again`, they are removed after it.
+        the same step is being computed `again`, they are removed after it. Those that went astray read their
+        tokens again after it.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -260,6 +258,9 @@ class Scheduler:
         finished: list[Output] = []
         recomputed: list[Sequence] = []
         ending: dict[Sequence, int] = {}
+        astray = {
+            chunk.sequence for chunk, result in zip(batch.chunks, results, strict=True) if result.astray
+        }
         over: list[Output] = []
         alone, usable = True, True
         for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
@@ -269,6 +270,9 @@ class Scheduler:
             if sequence in self._ending:
                 sequence.tokens.append(self._ending[sequence])  # its slot holds this token, too
                 over.append(Output(sequence, [], result.error))
+                continue
+            if sequence in self._astray:
+                recomputed.append(sequence)
                 continue
             if result.error is not None:
                 if sequence.suspect or not result.recompute:
@@ -302,11 +306,13 @@ class Scheduler:
                 ending[sequence] = result.tokens[0]
         self._recorded.clear()
         over += [output for output in finished if output.sequence not in ending]
-        steady = alone and not (over or ending) and batch.is_decode
+        steady = alone and not (over or ending or astray) and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
-        self._ending = ending
+        self.wrong_guesses += len(astray)
+        useless, self._astray, self._ending = self._astray, frozenset(astray), ending
         for output in over:
-            self.remove(output.sequence, failed=isinstance(output.done, Exception))
+            failed = isinstance(output.done, Exception) or output.sequence in useless
+            self.remove(output.sequence, failed=failed)
         for sequence in recomputed:
             if sequence in self.running:
                 self._preempt(sequence)

@@ -280,3 +280,13 @@ class Sequence:
         if self.logprobs is not None:
             self.logprobs.keep(self.generated + (done == "stop"))
         return new, done
+
+
+@dataclass(slots=True)
+class Output:
+    """One sequence's result of a step; not frozen, since a frozen one takes twice as long to make."""
+
+    sequence: Sequence
+    tokens: list[int]
+    done: FinishReason | Exception | None
+    """Why the sequence ended, or None; an exception if its sampler failed."""

@@ -44,6 +44,8 @@ class EngineStats:
     prefix: PrefixStats = field(default_factory=PrefixStats)
     sampler_changes: int = 0
     """How often a slot got another device sampler, which delays a step."""
+    wrong_guesses: int = 0
+    """Draws that the device guessed wrong for a step ahead; each costs its sequence a restart."""
     step_totals: tuple[StepTotals, ...] = ()
     """Time of steps by phase."""
     drafts: Mapping[str, DrafterStats] = field(default_factory=dict)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .loading import Components
     from .profile import StepProfile
     from .runner import Launched
-    from .scheduler import Output
+    from .sequence import Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Steps:
     meanwhile: the same sequences again, whose tokens it then reads on the device, or prompts. So the device
     does not wait for the host between the two. If a sequence turns out to have ended in the first step, the
     second one still computes it. The sequence keeps its slot until that step is done, and its last state
-    includes the token that ended it.
+    includes the token that ended it. If the device guessed another token than the host draws
+    (`Runner.compare`), the sequence's part of the second step is dropped, and it reads its tokens again.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Steps:
             if not last:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
-        sampled = sample(batch, rows, self._ends)
+        sampled = sample(batch, rows, self._ends, self._scheduler.over)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
@@ -91,7 +92,8 @@ class Steps:
         if self._ahead is not None and any(new.recompute for new in sampled):
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead = None
-        again = self._ahead is not None and self._ahead.batch is batch
+        if again := self._ahead is not None and self._ahead.batch is batch:
+            self._runner.compare(batch, rows, sampled)
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
         outputs = self._scheduler.commit(batch, sampled, held, again=again)

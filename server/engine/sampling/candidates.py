@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler
+from qwen_serve.llamacpp.guessed_draws import Draw
 
 from .processors import LogitRules
 
@@ -52,6 +53,18 @@ def device_sampler_for(
     if wanted > N_CANDIDATES:
         return DeviceSampler.ROW
     return DeviceSampler.LOGPROBS if logprobs else DeviceSampler.TOP_K
+
+
+def draw_of(params: SamplingParams, *, no_ends: bool) -> Draw | None:
+    """How TOP_K can guess the draws of a request that needs no wider device sampler; None if it cannot."""
+    if params.is_greedy:
+        return Draw(top_k=1, temperature=1, top_p=1, min_p=0, no_ends=no_ends)
+    order = ("top_k", "temperature", "top_p", "min_p")
+    if params.chain != tuple(name for name in order if name in params.chain):
+        return None
+    if params.dynatemp_range or params.min_keep > 1:
+        return None
+    return Draw(params.top_k, params.temperature, params.top_p, params.min_p, no_ends)
 
 
 def choose_among(

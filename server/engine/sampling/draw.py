@@ -13,7 +13,7 @@ import numpy as np
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, SamplerChain
 from qwen_serve.server.engine.errors import NoTokenLeft
 
-from .candidates import best_of, choose_among, device_sampler_for
+from .candidates import best_of, choose_among, device_sampler_for, draw_of
 from .chain import samplers_of
 from .dry import Dry
 from .parameters import SamplingParams
@@ -90,6 +90,9 @@ class Sampler:
             banned=len(self._banned),
         )
         """The narrowest device sampler that suffices; wider ones do too."""
+        plain = constraint is None and not self._penalties and self.need <= DeviceSampler.TOP_K
+        self.draw = draw_of(params, no_ends=self.ignores_ends) if plain else None
+        """How TOP_K can guess the next tokens; None if it cannot."""
         self.never_fetches = self.need is DeviceSampler.ROW or not (self._penalties or constraint)
         """Whether the result of the device sampler always suffices for the choice."""
         if constraint is not None:
@@ -126,6 +129,10 @@ class Sampler:
         if self._constraint is not None:
             self._force(self._constraint.forced())
         return found
+
+    def numbers(self, n: int) -> npt.NDArray[np.float64]:
+        """The random numbers of the next `n` draws; any if nothing is drawn."""
+        return np.zeros(n) if self._chain is None else self._chain.numbers(n)
 
     def forced(self, new: Sequence[int]) -> list[int]:
         """Add the answer's `new` tokens, and return the forced tokens that follow, if there are any.

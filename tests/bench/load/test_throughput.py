@@ -53,6 +53,14 @@ def test_levels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "levels 2, 8, 16, 32, 64 were not run" in shown
 
 
+def test_temperature(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        measure(server, tmp_path, "--levels", "2", "--temperature", "0.8", "--spot-checks", "0")
+        bodies = [body for _, body in server.requests if "prompt" in body]
+    assert {(body["temperature"], body["top_k"], body["top_p"]) for body in bodies} == {(0.8, 20, 0.95)}
+    assert len({body["seed"] for body in bodies}) == 8
+
+
 @pytest.mark.parametrize("level", [1, 2, 6])
 def test_a_level_is_never_exceeded_and_warmed_up_at_its_own_concurrency(level: int, tmp_path: Path) -> None:
     """Spot checks count towards the concurrency of the warm-up, and there are as many warm-ups as concurrent

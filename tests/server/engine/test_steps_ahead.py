@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.guessed_draws import DrawTable
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
+from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import (
     EXACT,
     Request,
@@ -273,3 +276,114 @@ async def test_switched_off(nano_f32: Path) -> None:
         answers = await ask_all(engine, asked)
     assert [len(answer.tokens) for answer in answers] == [12] * 3
     assert not launched
+
+
+def drawing(seed: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(ignore_eos=True, temperature=0.8, top_p=0.95, top_k=20, seed=seed, **changes)
+
+
+def mixed_requests(rng: random.Random, n: int) -> list[Request]:
+    """Most draw, some are greedy; a few have what the device cannot guess."""
+    made = requests(rng, n, sampled=True)
+    for i, request in enumerate(made):
+        kind = rng.randrange(16)
+        if kind < 11:
+            ends = rng.random() < 0.5
+            params = SamplingParams(
+                ignore_eos=not ends,
+                temperature=rng.choice([0.3, 1.0, 1.5]),
+                top_k=rng.choice([1, 2, 20, 50]),
+                top_p=rng.choice([0.5, 0.95, 1.0]),
+                min_p=rng.choice([0.0, 0.1, 1.0]),
+                seed=rng.randrange(100),
+            )
+            made[i] = replace(request, params=params)
+        elif kind == 11:
+            made[i] = replace(request, params=drawing(i, presence_penalty=1.5))
+    return made
+
+
+def spoil_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other random numbers on the device than on the host."""
+    write = DrawTable.write
+
+    def spoil(table: DrawTable, guessed: Any) -> None:
+        write(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in guessed.items()})
+
+    monkeypatch.setattr(DrawTable, "write", spoil)
+
+
+@pytest.mark.parametrize("model", ["nano_f32", "nano_q4_k_m"])
+async def test_draws_run_ahead(model: str, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(model)
+    asked = [Request(random_prompt(random.Random(i), 5 + 7 * i), 40, params=drawing(i)) for i in range(4)]
+    asked[2] = replace(asked[2], params=SamplingParams(ignore_eos=True))
+    with running(path, **PLAIN) as engine:
+        alone, together = [await ask(engine, one) for one in asked], await ask_at_once(engine, asked)
+    with ahead(path) as (engine, launched):
+        assert [await ask(engine, one) for one in asked] == alone
+        assert launched["again"] > 130
+        assert await ask_at_once(engine, asked) == together
+        assert launched["again"] > 160
+        assert engine.stats().wrong_guesses == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("wrong", [False, True])
+async def test_whatever_is_drawn(
+    nano_f32: Path, seed: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from random numbers that are `wrong` on the device, and in answers that continue those."""
+    asked = mixed_requests(random.Random(seed), 24)
+    with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
+        expected = [await ask(engine, request) for request in asked]
+        ended = [(one, answer) for one, answer in zip(asked, expected, strict=True) if answer.finish_reason]
+        more = [Request([*one.prompt, *answer.tokens, 300, 301], 6) for one, answer in ended]
+        continued = [await ask(engine, request) for request in more]
+    if wrong:
+        spoil_guesses(monkeypatch)
+    with ahead(nano_f32, ctx_size=1024) as (engine, launched):
+        found = await ask_all(engine, asked)
+        for request, answer, right in zip(asked, found, expected, strict=True):
+            if request.cancel_after is None:
+                assert answer == right
+            else:
+                n = min(len(answer.tokens), len(right.tokens))
+                assert n >= min(request.cancel_after, len(right.tokens))
+                assert answer.tokens[:n] == right.tokens[:n]
+        assert await ask_all(engine, more) == continued
+        await idle(engine)
+        assert launched["again"] > 20
+        assert (engine.stats().wrong_guesses > 5) == wrong
+        engine.components.cache.trim()
+        states = engine.components.states
+        assert states.cells.used == states.cells.idle
+
+
+async def test_a_state_with_a_wrong_token_is_not_kept(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers that end with a token that the device did not guess."""
+    prompt, compare, missed = random_prompt(random.Random(10), 20), Runner.compare, list[int]()
+    spoil_guesses(monkeypatch)
+
+    def watched(runner: Runner, batch: Any, rows: Any, sampled: Any) -> None:
+        compare(runner, batch, rows, sampled)
+        if sampled[0].astray and sampled[0].tokens[0] in engine.vocab.eog_ids:
+            missed.append(sampled[0].tokens[0])
+
+    monkeypatch.setattr(Runner, "compare", watched)
+    with ahead(nano_f32) as (engine, _):
+        for seed in range(40):
+            params = SamplingParams(temperature=1.5, top_k=50, seed=seed)
+            answer = await ask(engine, Request(prompt, 200, params=params))
+            await idle(engine)
+            if missed:
+                break
+        assert missed
+        known = [*prompt, *answer.tokens, *missed]
+        following = submit(engine, Request([*known, *range(300, 320)], 8))
+        tokens = [token async for new in following for token in new]
+        assert following.cached_tokens < len(known)
+    with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
+        assert (await ask(engine, Request([*known, *range(300, 320)], 8))).tokens == tokens
