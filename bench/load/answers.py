@@ -282,9 +282,10 @@ answers.__doc__ = f"""Check that answers do not depend on other requests: alone 
 - `qwen-bench soak answers --gguf model.gguf --draft-model drafter.gguf --levels 1,64`
 
 The first server answers each request alone. Then every server answers the same requests at each level of
-concurrency. The requests are greedy and seeded: chats, shared prefixes, texts that repeat, schemas, thinking,
-tool calls and scored prompts. Each server is started on a free port, and stopped before the next. Without --peer the first
-is `server --deterministic` without drafts and prefix cache; the others have a value of --speculation each.
+concurrency. The requests are greedy and seeded: chats, shared prefixes, texts that repeat, schemas,
+thinking, tool calls and scored prompts. Each server is started on a free port, and stopped before the
+next. Without --peer the first is `server --deterministic` without drafts and prefix cache; the others
+have a value of --speculation each.
 
 The last line is the verdict. {VERDICT} in the run's folder has the details, even if the run is stopped. The
 exit status is 0 if nothing differs.

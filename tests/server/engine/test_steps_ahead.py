@@ -322,9 +322,10 @@ async def test_draws_run_ahead(model: str, request: pytest.FixtureRequest) -> No
         alone, together = [await ask(engine, one) for one in asked], await ask_at_once(engine, asked)
     with ahead(path) as (engine, launched):
         assert [await ask(engine, one) for one in asked] == alone
-        assert launched["again"] > 130
+        assert 30 < launched["again"] < 40  # of a single sequence only what is greedy
+        launched.clear()
         assert await ask_at_once(engine, asked) == together
-        assert launched["again"] > 160
+        assert launched["again"] > 30
         assert engine.stats().wrong_guesses == 0
 
 
@@ -369,14 +370,16 @@ async def test_a_state_with_a_wrong_token_is_not_kept(
 
     def watched(runner: Runner, batch: Any, rows: Any, sampled: Any) -> None:
         compare(runner, batch, rows, sampled)
-        if sampled[0].astray and sampled[0].tokens[0] in engine.vocab.eog_ids:
-            missed.append(sampled[0].tokens[0])
+        missed.extend(
+            new.tokens[0] for new in sampled if new.astray and new.tokens[0] in engine.vocab.eog_ids
+        )
 
     monkeypatch.setattr(Runner, "compare", watched)
     with ahead(nano_f32) as (engine, _):
         for seed in range(40):
             params = SamplingParams(temperature=1.5, top_k=50, seed=seed)
-            answer = await ask(engine, Request(prompt, 200, params=params))
+            company = Request(random_prompt(random.Random(11), 20), 200, params=drawing(seed))
+            answer, _ = await ask_at_once(engine, [Request(prompt, 200, params=params), company])
             await idle(engine)
             if missed:
                 break
