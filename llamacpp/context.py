@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .adapter import LoraAdapter
-    from .ahead import NextTokens, Outputs
+    from .ahead import Outputs
     from .context_options import ContextOptions
     from .model import Model
 
@@ -86,9 +85,7 @@ class Context:
             params.cb_eval = options.eval_callback
         params.no_perf = True
         self.samplers = DeviceSamplers(
-            *(model, options.n_samplers, options.sampler),
-            ahead=options.ahead,
-            exact=options.batch_invariant,
+            model, options.n_samplers, options.sampler, ahead=options.ahead, exact=options.batch_invariant
         )
         params.samplers, params.n_samplers = self.samplers.configs, options.n_samplers
         with tapped_log() as lines:
@@ -144,13 +141,12 @@ class Context:
             seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(C.llama_seq_id))),
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-        self._rows = Rows(self._handle, self._n_vocab, model.n_real, self._next_tokens is not None)
+        self._rows = Rows(self._handle, self._n_vocab, model.n_real, self.samplers.next_tokens is not None)
         self._n_decoded = 0
 
     @cached_property
     def embeddings(self) -> npt.NDArray[np.float32]:
-        """Input rows of a batch `of_pictures`, instead of `tokens`. Their positions are in `planes`, instead
-        of `positions`."""
+        """Input rows of a batch `of_pictures`, instead of `tokens`, with `planes` instead of `positions`."""
         return np.zeros((self.n_batch, self._n_embd), np.float32)
 
     @cached_property
@@ -172,9 +168,8 @@ class Context:
         except after a picture.
 
         With `of_pictures` the batch reads `embeddings`, a picture's rows. With `reads_next` it ignores
-        `tokens` and reads those that the device chose in the last batch. Both batches must then have the same
-        sequences in the same order, one token each, in one pass (`in_one_pass`); `runs_ahead` says whether
-        that is possible.
+        `tokens` and reads those that the device chose in the last batch, which must have the same sequences in
+        the same order, one token each, in one pass (`in_one_pass`). That needs `runs_ahead`.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -196,7 +191,7 @@ class Context:
         self._uncopied.clear()
         self._copied_from.clear()
         batch = self._embedded(n_tokens) if of_pictures else self._batch
-        if reads_next and not (self._next_tokens and self._next_tokens.read(self._handle)):
+        if reads_next and not (self.samplers.next_tokens and self.samplers.next_tokens.read(self._handle)):
             raise LlamaError("the token embedding is not where tokens are chosen")
         status = C.llama_decode(self._handle, batch)
         if self.samplers.error is not None:
@@ -231,13 +226,12 @@ class Context:
     @cached_property
     def runs_ahead(self) -> bool:
         """Whether `decode` may read its tokens on the device, and rows may be read after another decode."""
-        tokens = self._next_tokens if self.samplers.active else None
+        tokens = self.samplers.next_tokens if self.samplers.active else None
         return tokens is not None and tokens.readable(self._handle)
 
     def in_one_pass(self, sequences: Sequence[int]) -> bool:
-        """Whether a pass may have tokens of all these sequences, in this order. Of sequences with cells of
-        their own it takes those whose ids follow each other."""
-        return self.unified or all(after == before + 1 for before, after in pairwise(sequences))
+        """Whether one pass may have these sequences; with cells of their own, if their ids are consecutive."""
+        return self.unified or list(sequences) == [sequences[0] + i for i in range(len(sequences))]
 
     @property
     def most_ahead(self) -> int:
@@ -245,13 +239,8 @@ class Context:
         return max(self._n_seq, 2 * len(self.samplers.kinds)) // 2 if self.runs_ahead else 0
 
     def outputs_ahead(self) -> Outputs | None:
-        """Addresses of the last batch's rows, with which `rows` reads them after another decode. None if they
-        are unknown."""
+        """Addresses of the last batch's rows, for `rows` after another decode; None if they are unknown."""
         return outputs_of(self._handle, self._n_decoded)
-
-    @property
-    def _next_tokens(self) -> NextTokens | None:
-        return self.samplers.next_tokens
 
     def rows(
         self,

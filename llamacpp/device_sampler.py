@@ -28,6 +28,7 @@ from .ahead import HAS_NEXT_TOKENS, MOST_ROWS, NextTokens
 from .errors import LlamaError
 from .guessed_draws import LINES, DrawTable, guess
 from .patches import STEPS_APART, brings
+from .sampler_constants import Constants
 from .top_k import at_places, best_places, lowest_of_best, top_k
 
 if TYPE_CHECKING:
@@ -83,29 +84,6 @@ class DeviceSampler(IntEnum):
         return self is need or self is DeviceSampler.ROW or need < self <= DeviceSampler.LOGPROBS
 
 
-class _Constants(NamedTuple):
-    """Constant tensors on the device; 0 if nothing is banned, or there are no end tokens."""
-
-    ids: int
-    """All token ids in order: I32 [n_vocab]."""
-    starts: int
-    """The first token of each block; far below 0 if all of them are banned: F32 [blocks]."""
-    no_padding: int = 0
-    """Added to logits: -inf for tokens that pad the vocabulary. F32 [n_vocab]."""
-    no_end: int = 0
-    """The same, with -inf also for end tokens."""
-    ends: int = 0
-    """The end tokens, repeated for each row of a slab: F32 [n_ends, SLAB]."""
-    next_tokens: int = 0
-    """BEST and TOP_K write each row's token for the next step here: I32 [SLAB]; 0 if no step can read it."""
-    bans: int = 0
-    """Added to the logits that BEST chooses the next token from: -inf for the end tokens of rows that ignore
-    them. F32 [n_ends + blocks, SLAB]."""
-    table: int = 0
-    """What TOP_K guesses draws from, and `cut` (`DrawTable`)."""
-    cut: int = 0
-
-
 class _Outputs(NamedTuple):
     """The outputs for a slab of rows, read by rows.py. Token ids are below 2^24, so F32 holds them
     exactly."""
@@ -125,7 +103,7 @@ class _Outputs(NamedTuple):
     k: int = 0
     chosen: int = 0
     """BEST and, if it guesses, TOP_K: the next step's tokens, F32 [1, n, 1]; 0 as for
-    `_Constants.next_tokens`."""
+    `Constants.next_tokens`."""
     after: int = 0
     """TOP_K: the tensor to compute after `chosen`."""
 
@@ -166,7 +144,7 @@ class DeviceSamplers:
         self._n_ends = sum(token < model.n_real for token in self._ends)
         self._lowest = 0
         """The lowest token that is neither banned nor an end."""
-        self._constants: _Constants | None = None
+        self._constants: Constants | None = None
         self._memory = self._buffer = 0
         self.next_tokens: NextTokens | None = None
         """Tokens that the next step can read on the device; None if none can."""
@@ -281,7 +259,7 @@ class DeviceSamplers:
                     self.refused = f"{ggml.device_name(device).decode()} has no {missing}"
         ggml.free(memory)
 
-    def _place(self, buffer_type: int) -> _Constants:
+    def _place(self, buffer_type: int) -> Constants:
         """Allocate and fill the constants."""
         size, k = self._n_vocab, min(N_CANDIDATES, self._n_vocab)
         blocks = n_blocks(size)
@@ -314,7 +292,7 @@ class DeviceSamplers:
         for tensor, array in zip(tensors, arrays, strict=True):
             if array is not None:
                 ggml.tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
-        constants = _Constants(*tensors)
+        constants = Constants(*tensors)
         if self._ahead:
             width = self._n_ends + blocks
             draws = DrawTable(constants.table, constants.cut, SLAB, k)
@@ -419,14 +397,14 @@ class DeviceSamplers:
         constants = self._constants
         if constants is None or size != self._n_vocab:  # llama.cpp only counts nodes: contents do not matter
             ids = ggml.new_tensor(memory, ggml.I32, size, 1)
-            constants = _Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
+            constants = Constants(ids, ggml.new_tensor(memory, ggml.F32, blocks, 1))
             if self._ahead:
                 bans = ggml.new_tensor(memory, ggml.F32, blocks * SLAB, 1)
                 tokens = ggml.new_tensor(memory, ggml.I32, SLAB, 1)
                 no_end = ggml.new_tensor(memory, ggml.F32, size, 1)
                 table = ggml.new_tensor(memory, ggml.F32, SLAB, LINES)
                 cut = ggml.new_tensor(memory, ggml.F32, min(N_CANDIDATES, size), SLAB)
-                constants = _Constants(*constants[:3], no_end, 0, tokens, bans, table, cut)
+                constants = Constants(*constants[:3], no_end, 0, tokens, bans, table, cut)
         if kind is not DeviceSampler.BEST:
             allowed = ggml.add(memory, logits, constants.no_padding) if constants.no_padding else logits
             k = min(N_CANDIDATES, size)

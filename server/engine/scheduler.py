@@ -258,9 +258,7 @@ class Scheduler:
         finished: list[Output] = []
         recomputed: list[Sequence] = []
         ending: dict[Sequence, int] = {}
-        astray = {
-            chunk.sequence for chunk, result in zip(batch.chunks, results, strict=True) if result.astray
-        }
+        astray = {one.sequence for one, new in zip(batch.chunks, results, strict=True) if new.astray}
         over: list[Output] = []
         alone, usable = True, True
         for chunk, result, computed in zip(batch.chunks, results, held, strict=True):

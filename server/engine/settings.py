@@ -61,8 +61,7 @@ class ModelSettings(Section, title="model"):
     repack: Repack = "auto"
     """reorder quantized matrices in place for the tensor cores of NVIDIA GPUs from sm_80 on, which makes
     steps of few sequences faster. With FP16 copies, steps of many sequences read the copies, except with
-    deterministic, where one kernel computes all steps. auto: on NVIDIA's Hopper, with deterministic only for
-    up to 64 sequences"""
+    deterministic, where one kernel computes all steps. auto: on NVIDIA's Hopper"""
     use_mmap: bool = True
     """map the file into memory instead of reading it, so that weights on the host share the page cache"""
     mlock: bool = False
@@ -172,8 +171,9 @@ class SchedulerSettings(Section, title="scheduler"):
     at once"""
     async_scheduling: bool = True
     """on a GPU, launch the next step before the last one's tokens are read. This works for prompts, and for
-    the same sequences if each is greedy or draws by top-k of about 60 or less, temperature, top-p and min-p
-    alone. Needs the patch next-tokens; with deterministic only greedy steps are launched"""
+    the same sequences if all are greedy, or several of which each is greedy or draws by top-k of about 60 or
+    less, temperature, top-p and min-p alone. Needs the patch next-tokens; with deterministic all must be
+    greedy"""
     deterministic: bool = False
     """give the same answer to the same request whatever other requests run, at a lower speed
     (docs/deterministic.md). Every sequence has its own KV cells (ctx_size / parallel, and as many for each

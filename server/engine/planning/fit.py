@@ -84,11 +84,6 @@ UBATCH_GPU, UBATCH_CPU = 2_048, 512
 PASSES, BATCH_CPU = 4, 2_048
 """Default `batch_size`: on a GPU in passes between two decode steps, without one in tokens."""
 
-REPACKED_SEQUENCES = 64
-"""With `deterministic`, weights are repacked by default for at most this many sequences. One kernel must then
-compute steps of all sizes: that of repacked weights is the faster one for few rows, and the one that reads
-FP16 copies for many."""
-
 TRIALS = 5
 """Rehearsals to find the largest context that fits."""
 
@@ -161,8 +156,6 @@ def _order(wanted: EngineSettings, places: Sequence[Device]) -> Repack:
     """Whether weights are repacked: "auto" does it where steps were measured to be faster, on Hopper."""
     if wanted.repack != "auto":
         return wanted.repack
-    if wanted.deterministic and wanted.parallel > REPACKED_SEQUENCES:
-        return "off"
     gpus = [place for place in places if place.is_gpu]
     return "on" if gpus and all(keeps_f16_copies(gpu.name) for gpu in gpus) else "off"
 

@@ -13,7 +13,7 @@ from qwen_serve.llamacpp import HAS_F16_COPIES, Model
 from qwen_serve.llamacpp.gguf import Header, TensorInfo, read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings, ModelLoadError
 from qwen_serve.server.engine.loading import build_engine, resolve_settings
-from qwen_serve.server.engine.planning.fit import REPACKED_SEQUENCES, plan_memory
+from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.spec import ModelSpec, Part
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
 from tests.server.engine.helpers import settings
@@ -209,11 +209,8 @@ def test_they_are_repacked_where_that_is_known_to_be_faster(
     hopper(79 * GIB)
     assert planned(f16_copies=copies).settings.repack == "on"
     assert planned(f16_copies=copies, repack="off").settings.repack == "off"
-    few, more = REPACKED_SEQUENCES, REPACKED_SEQUENCES + 1
-    assert planned(f16_copies=copies, deterministic=True, parallel=few).settings.repack == "on"
-    assert planned(f16_copies=copies, deterministic=True, parallel=few, repack="off").settings.repack == "off"
-    assert planned(f16_copies=copies, deterministic=True, parallel=more).settings.repack == "off"
-    assert planned(f16_copies=copies, deterministic=True, parallel=more, repack="on").settings.repack == "on"
+    assert planned(f16_copies=copies, deterministic=True).settings.repack == "on"
+    assert planned(f16_copies=copies, deterministic=True, repack="off").settings.repack == "off"
     assert planned(f16_copies=copies, n_gpu_layers=0).settings.repack == "off"
     pretend_copies(monkeypatch, pay=False)
     assert planned(f16_copies=copies).settings.repack == "off"
