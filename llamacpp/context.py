@@ -168,8 +168,8 @@ class Context:
         except after a picture.
 
         With `of_pictures` the batch reads `embeddings`, a picture's rows. With `reads_next` it ignores
-        `tokens` and reads those that the device chose in the last batch, which must have the same sequences in
-        the same order, one token each, in one pass (`in_one_pass`). That needs `runs_ahead`.
+        `tokens` and reads those that the device chose in the last batch, which must have the same sequences
+        in the same order, one token each, in one pass (`in_one_pass`). That needs `runs_ahead`.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -230,7 +230,7 @@ class Context:
         return tokens is not None and tokens.readable(self._handle)
 
     def in_one_pass(self, sequences: Sequence[int]) -> bool:
-        """Whether one pass may have these sequences; with cells of their own, if their ids are consecutive."""
+        """Whether one pass may have these sequences; with cells of their own only consecutive ids."""
         return self.unified or list(sequences) == [sequences[0] + i for i in range(len(sequences))]
 
     @property
