@@ -19,6 +19,7 @@ from qwen_serve.server.engine import SamplingParams, ThinkingLimits
 from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import (
     EXACT,
+    Answer,
     Request,
     ask,
     ask_all,
@@ -92,6 +93,17 @@ async def test_answers_are_those_of_steps_that_wait(nano_f32: Path) -> None:
         assert engine.stats().running == 0
 
 
+def assert_right(asked: list[Request], found: list[Answer], expected: list[Answer]) -> None:
+    """Each answer is as expected; one that was cancelled, as far as it goes."""
+    for request, answer, right in zip(asked, found, expected, strict=True):
+        if request.cancel_after is None:
+            assert answer == right
+        else:
+            n = min(len(answer.tokens), len(right.tokens))
+            assert n >= min(request.cancel_after, len(right.tokens))
+            assert answer.tokens[:n] == right.tokens[:n]
+
+
 @pytest.mark.parametrize("seed", range(2))
 async def test_whatever_comes_and_goes(nano_f32: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -101,13 +113,7 @@ async def test_whatever_comes_and_goes(nano_f32: Path, seed: int) -> None:
     with ahead(nano_f32, ctx_size=512) as (engine, launched):
         found = await ask_all(engine, asked)
         assert launched["again"]
-        for request, answer, right in zip(asked, found, expected, strict=True):
-            if request.cancel_after is None:
-                assert answer == right
-            else:
-                n = min(len(answer.tokens), len(right.tokens))
-                assert n >= min(request.cancel_after, len(right.tokens))
-                assert answer.tokens[:n] == right.tokens[:n]
+        assert_right(asked, found, expected)
         await idle(engine)
         engine.components.cache.trim()
         states = engine.components.states
@@ -345,13 +351,7 @@ async def test_whatever_is_drawn(
         spoil_guesses(monkeypatch)
     with ahead(nano_f32, ctx_size=1024) as (engine, launched):
         found = await ask_all(engine, asked)
-        for request, answer, right in zip(asked, found, expected, strict=True):
-            if request.cancel_after is None:
-                assert answer == right
-            else:
-                n = min(len(answer.tokens), len(right.tokens))
-                assert n >= min(request.cancel_after, len(right.tokens))
-                assert answer.tokens[:n] == right.tokens[:n]
+        assert_right(asked, found, expected)
         assert await ask_all(engine, more) == continued
         await idle(engine)
         assert launched["again"] > 20
