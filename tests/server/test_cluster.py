@@ -22,7 +22,7 @@ import pytest
 from qwen_serve.bench.servers.launch import free_port
 from qwen_serve.server.cluster import Child, Cluster, main
 from tests.processes import ends, is_running, run
-from tests.waiting import until, wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.alone  # loads are other ones where replicas and router wait for a core
 
@@ -272,8 +272,10 @@ async def test_replicas_are_replaced_without_a_failed_request(cluster: ClusterPr
 @pytest.mark.slow
 async def test_it_ends_when_what_runs_is_finished(cluster: ClusterProcess) -> None:
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-        running = [asyncio.create_task(ask(client, number, 300)) for number in range(4)]
-        await until(lambda: sum(cluster.counted("qwen_running_sequences")) == 4)
+        # long enough that all are seen to run together
+        running = [asyncio.create_task(ask(client, number, 1500)) for number in range(4)]
+        while sum(await asyncio.to_thread(cluster.counted, "qwen_running_sequences")) < len(running):
+            assert not any(task.done() for task in running)
         workers = cluster.workers()
         cluster.process.terminate()
         assert [status for status, _ in await asyncio.gather(*running)] == [200] * 4
