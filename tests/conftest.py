@@ -65,9 +65,10 @@ if "FUZZ_CASES" not in os.environ:
     """A change is not held up by what it did not touch; `make fuzz` looks for new examples."""
     with suppress(ImportError):  # of a version that does not do this
         from hypothesis.internal.conjecture import providers
+        from hypothesis.internal.constants_ast import Constants
 
         # else examples are also made of the literals in all modules that a process happens to have imported
-        providers._get_local_constants = providers.Constants  # noqa: SLF001 - there is no setting
+        providers._get_local_constants = Constants  # noqa: SLF001 - there is no setting
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts its background jobs so, and every program that a test interrupts would inherit it
