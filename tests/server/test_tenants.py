@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import httpx
 
 PATH = "/v1/completions"
-LONG = 800
+LONG = 500
 """Tokens of answers that are still written when all that is asked for meanwhile has been."""
 
 
