@@ -52,7 +52,7 @@ def test_it_answers_greedily_when_the_script_returns_and_finishes_what_runs(
         client = threading.Thread(
             target=lambda: last.append(httpx.post(f"{url}/v1/completions", json=long, timeout=120))
         )
-        with httpx.Client() as probe:
+        with httpx.Client(timeout=60) as probe:
             client.start()
             while "\nqwen_running_sequences 1.0" not in probe.get(f"{url}/metrics").text:
                 assert client.is_alive(), "it was answered before the server was stopped"

@@ -315,7 +315,8 @@ class FakeEngine:
             tokens, done = [], "length"
         for token in tokens:
             await asyncio.sleep(self.delay)  # a token takes as long
-            await until(lambda: not self.held or entry.cancelled)
+            if self.held:
+                await until(lambda: not self.held or entry.cancelled)
             if entry.cancelled:
                 done = "cancelled"
                 break

@@ -45,7 +45,7 @@ def words(seed: int, count: int) -> str:
     return " ".join("".join(random.choices("abcdefgh", k=random.randint(1, 8))) for _ in range(count))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=UNCHECKED)
+@settings(max_examples=60, suppress_health_check=UNCHECKED)
 @given(data=st.data())
 def test_a_text_in_turns_has_the_ids_of_the_whole(model: Model, vocab: Vocab, data: st.DataObject) -> None:
     odd = st.sampled_from([*ODD, *vocab.added_tokens, TURN_START.decode()])
@@ -145,7 +145,7 @@ NEAR = [
 ]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=UNCHECKED)
+@settings(max_examples=80, suppress_health_check=UNCHECKED)
 @given(data=st.data(), special=st.booleans(), seed=st.integers(0, 2**32))
 def test_a_text_in_blocks_has_the_ids_of_the_whole(
     model: Model, vocab: Vocab, data: st.DataObject, special: bool, seed: int
