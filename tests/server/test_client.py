@@ -97,7 +97,7 @@ def test_it_waits_while_the_model_loads(start: Start) -> None:
     go = threading.Event()
 
     def load(backend: Backend) -> Backend:
-        assert go.wait(30)
+        assert go.wait(60)
         return backend
 
     server = start("Two.", load=load)
