@@ -329,7 +329,7 @@ def test_replacing_stops_at_the_first_that_does_not_come_back(
         cluster._reload.set()  # noqa: SLF001 - likewise
         cluster._supervise()  # noqa: SLF001 - likewise
         assert [each.process for each in (*replicas[1:], router)] == kept
-        assert all(each.answers() for each in (*replicas[1:], router))
+        wait_until(lambda: all(each.answers() for each in (*replicas[1:], router)))
         assert "not replaced: worker-1, worker-2" in capfd.readouterr().err
         broken.unlink()
         cluster._supervise()  # noqa: SLF001 - likewise
@@ -360,7 +360,7 @@ def test_a_killed_launcher_takes_its_children_along(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         pids: list[int] = []
         for line in launcher.stdout:
-            pids += map(int, re.findall(r"(?:worker-\d|router) +\S+ +\d+ +(\d+) +ready", line))
+            pids += map(int, re.findall(r"(?:worker-\d|router) +\S+ +\d+ +(\d+) +(?:ready|waits)", line))
             if "serving on" in line:
                 break
         launcher.kill()
