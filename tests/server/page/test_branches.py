@@ -126,17 +126,18 @@ def test_a_reload_keeps_what_has_come_and_it_goes_on(start: Start, page: Any) ->
 
 @pytest.mark.slow
 def test_an_answer_goes_on_in_its_own_conversation(start: Start, page: Any) -> None:
-    server = start(lambda p: "</think>\n\nShort." if "Other" in p else SLOW[:400], delay=0.02)
+    server = start(lambda p: "</think>\n\nShort." if "Other" in p else SLOW[:1000], delay=0.02)
     page.goto(server.url)
     ask(page, "Count.").get_by_text("on and on").wait_for()
     page.keyboard.press("Alt+N")
     page.locator(".conversation .waiting").wait_for()
     assert answered(page, "Other").locator(".markdown").inner_text() == "Short."
+    server.engine.delay = 0
     wait_until(lambda: page.wait_for_timeout(20) or server.engine.submissions[0].finished)
     assert texts(page) == ["Other", "Short."]
     page.locator(".conversation").get_by_text("Count.").click()
     page.locator(".figures").get_by_text("tokens").wait_for()
-    assert texts(page)[1].strip() == SLOW[:400].partition("</think>")[2].strip()
+    assert texts(page)[1].strip() == SLOW[:1000].partition("</think>")[2].strip()
 
 
 @pytest.mark.slow
