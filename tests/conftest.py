@@ -56,7 +56,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has all of this from the
     # several tests run at a time: threads that wait for each other leave the cores to those who compute
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"})
 
-# how long an example takes is not its subject, and a busy machine's matter
+# how long an example takes depends on what else the machine does
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-speed")
 settings.register_profile("repeatable", derandomize=True)
@@ -67,7 +67,7 @@ if "FUZZ_CASES" not in os.environ:
         from hypothesis.internal.conjecture import providers
         from hypothesis.internal.constants_ast import Constants
 
-        # else examples are also made of the literals in all modules that a process happens to have imported
+        # else examples also contain literals of all modules that happen to be imported
         providers._get_local_constants = Constants  # noqa: SLF001 - there is no setting
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
