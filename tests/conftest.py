@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import certifi
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import upcycling
 from tests.drafters import converted, some_tokens, with_own_vocabulary
@@ -55,10 +56,19 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has all of this from the
     # several tests run at a time: threads that wait for each other leave the cores to those who compute
     os.environ.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"})
 
+# how long an example takes depends on what else the machine does
+settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-speed")
 settings.register_profile("repeatable", derandomize=True)
 if "FUZZ_CASES" not in os.environ:
     settings.load_profile("repeatable")
     """A change is not held up by what it did not touch; `make fuzz` looks for new examples."""
+    with suppress(ImportError):  # of a version that does not do this
+        from hypothesis.internal.conjecture import providers
+        from hypothesis.internal.constants_ast import Constants
+
+        # else examples also contain literals of all modules that happen to be imported
+        providers._get_local_constants = Constants  # noqa: SLF001 - there is no setting
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts its background jobs so, and every program that a test interrupts would inherit it

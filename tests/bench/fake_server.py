@@ -19,6 +19,7 @@ from aiohttp import web
 
 from qwen_serve.bench.load.vocabulary import DIALECTS
 from tests.in_thread import ServedInThread
+from tests.waiting import until
 
 Body = dict[str, Any]
 CONTEXT = 16384
@@ -71,6 +72,7 @@ class Script:
     fail: Callable[[str], int | None] = lambda _: None
     first_token_delay: float = 0.0
     token_delay: float = 0.0
+    together: int = 1  # no answer begins before so many requests run at once
     tokenizer: str | None = "llama-server"
     end_streams: bool = True
     requests_a_connection: float = math.inf  # then it is closed, without notice
@@ -173,6 +175,7 @@ class FakeServer(ServedInThread):
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
+            await until(lambda: self.peak >= self.script.together, 20)
             await asyncio.sleep(
                 self.script.first_token_delay + PREFILL * len(made.prompt)
             )  # as a server takes

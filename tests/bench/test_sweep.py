@@ -27,7 +27,7 @@ from tests.bench.gates.data import all_right, answering, nano_folder
 from tests.processes import run as run_program
 
 ROOT = Path(__file__).parents[2]
-DELAYS = {"Q8_0": 0.3, "Q4_K_M": 0.1}  # seconds before a timed answer: far apart, whatever else runs here
+DELAYS = {"Q8_0": 0.2, "Q4_K_M": 0.05}  # seconds before a timed answer: far apart, whatever else runs here
 
 Sweeping = Callable[..., int]
 
@@ -83,7 +83,7 @@ class World:
         self.settings[variant.name] = plan.server_settings(variant)
 
         def slow(path: str, body: Body) -> Body:
-            if path == "/invocations":
+            if path in ("/invocations", "/v1/completions"):
                 sleep(DELAYS.get(variant.level, 0.0))  # levels differ in what they take
             return body
 

@@ -31,8 +31,8 @@ path, plan = Path(sys.argv[1]), SimpleNamespace(tensors=())
 progress = SimpleNamespace(advance=lambda n: None)
 signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 for _ in range(500):
-    signal.setitimer(signal.ITIMER_REAL, 0.001 + random.random() * 0.004)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001 + random.random() * 0.004)
         gguf_file._write_data(path, plan, None, 0, 4, progress)
     except KeyboardInterrupt:
         print("interrupted")

@@ -111,7 +111,7 @@ class Matrix:
         return self.values.reshape(-1)[start : start + count]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sets(st.integers(0, 29), min_size=1), st.integers(0, 89), st.integers(1, 90))
 def test_rows_are_read_across_gaps(kept: set[int], start: int, count: int) -> None:
     values = np.arange(90, dtype=np.float32).reshape(30, 3)
@@ -242,13 +242,13 @@ def check_tokens(pair: Pair, text: str) -> bool:
     return kept
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=60))
 def test_any_text_survives(pair: Pair, text: str) -> None:
     check_tokens(pair, text)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.integers(0, REGULAR + 32), max_size=40))
 def test_texts_of_kept_tokens_survive(pair: Pair, ids: list[int]) -> None:
     check_tokens(pair, pair.small.detokenize(ids).decode("utf-8", "ignore").replace("\0", ""))

@@ -99,13 +99,13 @@ def outcome(template: Any, variables: dict[str, Any]) -> str | tuple[type[Except
     return text
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 @given(variables)
 def test_any_conversation(variables: dict[str, Any]) -> None:
     assert outcome(ours("qwen3_5"), variables) == outcome(official(), variables)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, suppress_health_check=list(HealthCheck))
 @given(variables)
 def test_no_think_is_the_official_one_with_thinking_off(variables: dict[str, Any]) -> None:
     assert outcome(ours("qwen_no_think"), variables) == outcome(

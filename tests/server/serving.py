@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import pytest
 
 from qwen_serve.server.__main__ import load
 from qwen_serve.server.api import Backend, Service, create_app
@@ -81,7 +83,7 @@ class ServerProcess:
 
     def wait_ready(self) -> str:
         """Wait until /ping answers 200. Returns the address."""
-        self.wait_for(lambda: httpx.get(f"{self.url}/ping").status_code == 200)
+        self.wait_for(lambda: httpx.get(f"{self.url}/ping", timeout=START_S).status_code == 200)
         return self.url
 
     def client(self) -> httpx.Client:
@@ -101,6 +103,8 @@ class ServerProcess:
 
 def certificate(folder: Path, *names: str) -> tuple[Path, Path]:
     """A new one for 127.0.0.1 and hosts of these names, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
     pem, key = folder / "certificate.pem", folder / "key.pem"
     subject = ["-subj", "/CN=localhost", "-addext", ",".join(["subjectAltName=IP:127.0.0.1", *names])]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -164,7 +165,7 @@ def test_many_at_once(server: Watched) -> None:
         ]
 
         def all_done() -> bool:
-            assert httpx.get(f"{server.url}/ping", timeout=20).status_code == 200
+            assert httpx.get(f"{server.url}/ping", timeout=60).status_code == 200
             return all(answer.done() for answer in answers)
 
         wait_until(all_done, 600)
@@ -177,15 +178,19 @@ def test_many_at_once(server: Watched) -> None:
 @pytest.mark.parametrize("name", ["control tokens to tokenize", "7 MB to tokenize", "64,000 messages"])
 def test_work_ends_with_its_client(server: Watched, name: str) -> None:
     path, content = BODIES[name]()
-    url = httpx.URL(server.url)
+    url, before = httpx.URL(server.url), cpu_seconds(server)
     for _ in range(4):
         with socket.create_connection((url.host, url.port or 80)) as client:
             head = f"POST {path} HTTP/1.1\r\nHost: x.localhost\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    time.sleep(1.5)  # what goes on behind a client's back is what is looked for
-    before = cpu_seconds(server)
-    time.sleep(0.5)  # over which it does not compute
-    assert cpu_seconds(server) - before < 0.2
+
+    def rests() -> bool:
+        seen = cpu_seconds(server)
+        time.sleep(0.5)  # over which it does not compute
+        return cpu_seconds(server) - seen < 0.2
+
+    wait_until(rests)
+    assert cpu_seconds(server) - before < 3, "what goes on behind a client's back"
 
 
 def test_headers_without_end(server: Watched) -> None:
@@ -205,6 +210,14 @@ def test_headers_without_end(server: Watched) -> None:
 def test_clients_that_leave(server: Watched) -> None:
     """Clients disconnect at any moment, with or without another request after the first."""
     url = httpx.URL(server.url)
+
+    def metrics() -> str:
+        return httpx.get(f"{server.url}/metrics", timeout=60).text
+
+    def to_their_limit() -> list[str]:
+        return re.findall(r'qwen_generations_total\{reason="length"\} (\S+)', metrics())
+
+    before = to_their_limit()
 
     def leave(number: int) -> None:
         requests: list[tuple[str, dict[str, Any]]] = [
@@ -227,10 +240,11 @@ def test_clients_that_leave(server: Watched) -> None:
         list(pool.map(leave, range(200)))
 
     def idle() -> bool:
-        text = httpx.get(f"{server.url}/metrics", timeout=20).text
+        text = metrics()
         return "qwen_running_sequences 0.0" in text and "qwen_waiting_sequences 0.0" in text
 
-    server.wait_for(idle, 5)
+    server.wait_for(idle)
+    assert to_their_limit() == before, "nobody's answer is generated to its end"
     assert "Traceback" not in server.log
     assert report(server)["blocked_ms"] < BLOCKED_MS
 
@@ -249,6 +263,6 @@ def test_nothing_holds_the_exit(nano_q4_k_m: Path) -> None:
             client.start()
         time.sleep(0.3)  # at any moment of the work
         server.process.send_signal(signal.SIGTERM)
-        server.wait(10)
+        server.wait()
         for client in clients:
             client.join()

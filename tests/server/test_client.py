@@ -97,7 +97,7 @@ def test_it_waits_while_the_model_loads(start: Start) -> None:
     go = threading.Event()
 
     def load(backend: Backend) -> Backend:
-        assert go.wait(30)
+        assert go.wait(60)
         return backend
 
     server = start("Two.", load=load)
@@ -123,7 +123,7 @@ class Terminal:
 
     def read_until(self, text: str) -> str:
         """The output up to and including `text`. Later calls continue after it."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while text not in self._unread:
             ready, _, _ = select.select([self._ours], [], [], max(0, deadline - time.monotonic()))
             assert ready, f"{text!r} did not come: {self._unread!r}"

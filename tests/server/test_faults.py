@@ -168,7 +168,7 @@ def test_a_fault_costs_its_request_and_its_mates_answer_as_alone(
         error = broken.json()["error"]
     assert error["type"] == "server_error"
     assert [content(answer) for answer in others] == alone
-    wait_until(lambda: at_rest(served.engine), 1)
+    wait_until(lambda: at_rest(served.engine))
     monkeypatch.undo()
     assert content(asked(served, MATES[:1])[0]) == alone[0]
 
@@ -244,16 +244,16 @@ def test_a_thousand_clients_that_leave_leave_nothing(options: dict[str, Any], na
     with serving(nano_f32, max_queue=4 * AT_ONCE, **options) as served:
         engine = served.engine
         [before] = [content(answer) for answer in asked(served, MATES[:1])]
-        wait_until(lambda: at_rest(engine), 5)
+        wait_until(lambda: at_rest(engine))
         [loop] = engine._queues  # noqa: SLF001 - the server's
         time.sleep(0.2)  # what ends a little later is not to be counted
         files, tasks = descriptors(), len(asyncio.all_tasks(loop))
         asyncio.run(leave_all(served.url, CLIENTS, random.Random(1)))
         left = time.monotonic()
-        wait_until(lambda: at_rest(engine) and descriptors() <= files, 10)
-        wait_until(lambda: len(asyncio.all_tasks(loop)) <= tasks, 10)
+        wait_until(lambda: at_rest(engine) and descriptors() <= files)
+        wait_until(lambda: len(asyncio.all_tasks(loop)) <= tasks)
         seconds = time.monotonic() - left
-        # a second on a quiet machine; a busy one takes as long as it takes
-        assert seconds < float(os.environ.get("LEFT_S", 20)), f"{seconds:.1f} s until nothing was left"
+        # `make fuzz` asks for a second, on a quiet machine; a busy one takes as long as it takes
+        assert seconds < float(os.environ.get("LEFT_S", "inf")), f"{seconds:.1f} s until nothing was left"
         assert engine.stats().finished["cancelled"] > CLIENTS / 4
         assert content(asked(served, MATES[:1])[0]) == before

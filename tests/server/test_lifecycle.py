@@ -18,10 +18,10 @@ ENDLESS = {"prompt": "a b c", "max_tokens": 100_000, "ignore_eos": True}
 
 
 def test_sigterm_finishes_what_runs_and_nothing_else_and_settings_and_memory_are_told(nano_f16: Path) -> None:
-    # without drafts, so that the answer outlasts what is asked meanwhile
+    # without drafts and long, so that the answer outlasts what is asked meanwhile
     with ServerProcess("--model", nano_f16, "--ctx-size", "4096", "--speculation", "off") as server:
         with server.client() as http:
-            body = {**ENDLESS, "max_tokens": 800, "stream": True}
+            body = {**ENDLESS, "max_tokens": 2500, "stream": True}
             with http.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
@@ -68,9 +68,13 @@ def test_a_body_that_is_still_sent_is_not_waited_for(nano_f16: Path) -> None:
     with ServerProcess("--model", nano_f16, "--drain-timeout", "600") as server:
         url = httpx.URL(server.wait_ready())
         with socket.create_connection((url.host, url.port or 80), timeout=20) as client:
+            before = "GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"  # its answer tells that all was read
             head = "Host: localhost\r\nContent-Type: application/json\r\nContent-Length: 100"
-            client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n".encode() + b'{"prompt"')
-            time.sleep(0.3)  # nothing tells that the head has been read
+            begun = f'{before}POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{{"prompt"'
+            client.sendall(begun.encode())
+            answer = b""
+            while b'"ok"}' not in answer:
+                answer += client.recv(65536)
             server.process.send_signal(signal.SIGTERM)
             assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
         assert server.wait() == 0

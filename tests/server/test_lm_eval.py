@@ -54,7 +54,7 @@ def evaluate(model: str, url: str, documents: Path, monkeypatch: Any, **task: An
         tokens: list[int] = answer.json()["tokens"]
         return tokens
 
-    if httpx.post(f"{url}/tokenize", json={"prompt": "x"}).status_code == 400:
+    if httpx.post(f"{url}/tokenize", json={"prompt": "x"}, timeout=60).status_code == 400:
         monkeypatch.setattr("lm_eval.utils.RemoteTokenizer.encode", encode)
     path = "/v1/completions" if model == "local-completions" else "/v1/chat/completions"
     config = {
@@ -174,7 +174,7 @@ def test_answers_of_a_chat(server: ServerProcess, documents: Path, monkeypatch: 
 
 
 def test_the_tokenizer_as_lm_eval_asks_for_it(server: ServerProcess) -> None:
-    info = httpx.get(f"{server.url}/tokenizer_info").json()
+    info = httpx.get(f"{server.url}/tokenizer_info", timeout=60).json()
     assert info["eos_token"] == "<|im_end|>"
     assert info["bos_token"] is None
     assert "<|im_start|>" in info["chat_template"]

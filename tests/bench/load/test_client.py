@@ -123,7 +123,7 @@ def test_a_url_needs_its_scheme() -> None:
 
 
 async def test_requests_run_side_by_side() -> None:
-    with FakeServer(Script(first_token_delay=2)) as server:
+    with FakeServer(Script(together=64)) as server:
         async with Client(server.url) as client:
             await asyncio.gather(*(client.complete("/v1/completions", FIELDS) for _ in range(64)))
         assert server.peak == 64

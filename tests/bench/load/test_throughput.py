@@ -80,7 +80,7 @@ def test_lengths_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_level_is_never_exceeded_and_warmed_up_at_its_own_concurrency(level: int, tmp_path: Path) -> None:
     """Spot checks count towards the concurrency of the warm-up, and there are as many warm-ups as concurrent
     requests."""
-    script = Script(first_token_delay=0.1)
+    script = Script(first_token_delay=0.1, together=level)
     peaks: list[int] = []
     kinds: list[bool] = []
 

@@ -30,7 +30,7 @@ STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SE
 
 
 def process(
-    tmp_path: Path, code: str = SERVER, *, ready: str = "/ready", timeout: float = 20.0
+    tmp_path: Path, code: str = SERVER, *, ready: str = "/ready", timeout: float = 60.0
 ) -> ServerProcess:
     port = free_port()
     command = [sys.executable, "-c", code, str(port)]
@@ -95,10 +95,14 @@ async def test_a_program_that_ends(tmp_path: Path) -> None:
 
 
 async def test_a_program_that_is_never_ready(tmp_path: Path) -> None:
-    server = process(tmp_path, ready="/never", timeout=2)
-    with pytest.raises(StartError, match=r"not ready within 2 s: /never answers 404; its log"):
-        await server.start()
-    assert ends(child_of(server))
+    async with process(tmp_path) as answers:
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        server = ServerProcess(
+            "fake", command, answers.url, ready_path="/never", log=tmp_path / "log", timeout=1
+        )
+        with pytest.raises(StartError, match=r"not ready within 1 s: /never answers 404; its log"):
+            await server.start()
+        assert not server.running
 
 
 async def test_a_program_that_is_not_there(tmp_path: Path) -> None:

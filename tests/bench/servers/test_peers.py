@@ -125,7 +125,7 @@ def test_loads(tmp_path: Path, workload: str, capsys: pytest.CaptureFixture[str]
         "--warmup",
         "1",
     ]
-    with FakeServer(Script(token_delay=0.002)) as one, FakeServer(Script(token_delay=0.002)) as two:
+    with FakeServer(Script(token_delay=0.005)) as one, FakeServer(Script(token_delay=0.005)) as two:
         named = ["--peer", f"a={one.url}", "--peer", f"b={two.url}"]
         results = compare(tmp_path, *options, *named, *TOKENIZER)
         first, second = sent_to((one, two))

@@ -39,6 +39,7 @@ from qwen_serve.server.engine import (
 from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
 from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
 from qwen_serve.server.engine.sequence import ANYBODY, Timings
+from tests.waiting import until
 
 ADDED = (
     "<|endoftext|>",
@@ -223,6 +224,8 @@ class FakeEngine:
 
     script: Script
     delay: float = 0.0
+    held: bool = False
+    """Whether no token comes for now."""
     context_size: int = 4096
     capacity: int = 64
     metadata: dict[str, str] = field(
@@ -312,6 +315,8 @@ class FakeEngine:
             tokens, done = [], "length"
         for token in tokens:
             await asyncio.sleep(self.delay)  # a token takes as long
+            if self.held:
+                await until(lambda: not self.held or entry.cancelled)
             if entry.cancelled:
                 done = "cancelled"
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -126,16 +127,17 @@ def test_a_client_that_leaves_behind_a_pipelined_request(
 ) -> None:
     server = start_shared(lambda _: ENDLESS, delay=0.002)
     body = f'{{"prompt": "a", "stream": {stream}, "max_tokens": {len(ENDLESS)}}}'
+    before = len(server.engine.submissions)
     with connected(server) as client:
         client.sendall(post(body) + pipelined if at_once else post(body))
         wait_until(lambda: len(server.engine.running) == 1)
         if not at_once:
             client.sendall(pipelined)
             time.sleep(0.05)  # read, perhaps, before the client leaves
-    began = time.monotonic()
     wait_until(lambda: not server.engine.running and server.service.in_flight == 0)
-    assert time.monotonic() - began < 1
-    assert not server.service.open
+    left = server.engine.submissions[before]
+    assert left.sent < left.limit, "it was answered to its end"
+    wait_until(lambda: not server.service.open)
 
 
 def test_what_is_pipelined_has_a_limit(start_shared: Start) -> None:
@@ -187,10 +189,12 @@ def test_what_is_refused_behind_a_request_leaves_it_its_answer(
 ) -> None:
     """Complete requests are answered first and in full."""
     server = start_shared(lambda prompt: prompt * 10, delay=0.01)
+    server.engine.held = True
     with connected(server) as client:
         client.sendall(post(f'{{"prompt": "a", "stream": {stream}}}') + before)
         wait_until(lambda: len(server.engine.running) == 1)
         client.sendall(malformed)
+        server.engine.held = False
         answer = everything(client)
     statuses = re.findall(rb"HTTP/1.1 (\d+)", answer)
     assert statuses == [b"200"] * (1 + bool(before)) + [status]
@@ -211,13 +215,11 @@ def test_other_versions_of_http(start_shared: Start, version: bytes) -> None:
 def test_headers_that_do_not_come(start: Start) -> None:
     server = start("x", header_timeout=0.5)
     with connected(server) as silent, connected(server) as slow:
-        began = time.monotonic()
         slow.sendall(GET[:-2])
-        time.sleep(0.2)  # slow is what it is
-        slow.sendall(b"a: b\r\n")  # progress is no excuse
-        assert everything(slow).startswith(b"HTTP/1.1 408 ")
+        while not select.select([slow], [], [], 0.2)[0]:
+            slow.sendall(b"a: b\r\n")  # progress is no excuse
+        assert slow.recv(65536).startswith(b"HTTP/1.1 408 ")
         assert everything(silent) == b""
-        assert time.monotonic() - began < 2
 
 
 def test_a_body_that_does_not_come(start: Start) -> None:
@@ -232,9 +234,9 @@ def test_a_body_that_does_not_come(start: Start) -> None:
 
 
 def test_an_answer_may_take_longer_than_a_request(start: Start) -> None:
-    server = start("x" * 300, delay=0.005, header_timeout=0.3, body_timeout=0.3)
-    assert server.post("/v1/completions", prompt="x").status_code == 200
-    time.sleep(0.5)  # idle, but kept alive
+    server = start("x" * 220, delay=0.005, header_timeout=0.8, body_timeout=0.8)
+    assert server.post("/v1/completions", prompt="x", max_tokens=220).status_code == 200
+    time.sleep(1)  # idle, but kept alive
     assert server.post("/v1/completions", prompt="x").status_code == 200
 
 

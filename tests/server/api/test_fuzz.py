@@ -176,7 +176,7 @@ def check(server: Server, path: str, body: Any) -> None:
         assert response.text.endswith("data: [DONE]\n\n"), (body, response.text)
 
 
-many = settings(max_examples=int(os.environ.get("FUZZ_CASES", "50")), deadline=None)
+many = settings(max_examples=int(os.environ.get("FUZZ_CASES", "50")))
 
 
 @many

@@ -56,7 +56,6 @@ def test_requests_made_from_the_description(
 
     @settings(
         max_examples=CASES if path in BODIES else 10,
-        deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),

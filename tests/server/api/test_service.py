@@ -67,25 +67,26 @@ def test_an_engine_that_dies(start: Start) -> None:
 
 
 def test_draining_lets_running_requests_finish(start: Start) -> None:
-    server = start("x" * 150, delay=0.01)
+    server = start("x" * 150, held=True)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/invocations", prompt="x")
         wait_until(lambda: bool(server.engine.running))
         server.service.drain()
         assert not server.service.drained
+        assert not server.service.overdue
         assert server.http.get("/ping").json() == {"status": "draining"}
         assert error_of(server.post("/v1/completions", prompt="x"), 503)["code"] == "draining"
+        server.engine.held = False
         assert running.result().json()["choices"][0]["text"] == "x" * 150
     wait_until(lambda: server.service.drained)
 
 
 def test_draining_has_an_end(start: Start) -> None:
-    server = start("x" * 500, delay=0.01, drain_timeout=0.2)
+    server = start("x", held=True, drain_timeout=0.2)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/invocations", prompt="x")
         wait_until(lambda: bool(server.engine.running))
         server.service.drain()
-        assert not server.service.overdue
         wait_until(lambda: server.service.overdue > 0)
         assert not server.service.drained
         assert server.service.cut_short()
@@ -95,8 +96,9 @@ def test_draining_has_an_end(start: Start) -> None:
 
 
 def test_a_stream_that_is_cut_short_says_so(start: Start) -> None:
-    server = start("x" * 500, delay=0.01)
-    with server.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+    server = start("x" * 4000, delay=0.01)
+    body = {"prompt": "x", "stream": True, "max_tokens": 4000}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
         server.service.drain()

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,7 @@ from qwen_serve.server.api import Backend
 from qwen_serve.server.api.routes import endpoints
 from qwen_serve.server.engine import ModelLoadError
 from tests.server.api.conftest import Server, Start
+from tests.server.api.fakes import FakeEngine
 from tests.server.api.test_bad_input import error_of
 from tests.waiting import wait_until
 
@@ -33,6 +34,7 @@ class Loader:
         assert self.may.wait(20)
         if self.failure:
             raise ModelLoadError(self.failure)
+        cast(FakeEngine, backend.engine).closed = False  # as a new one
         return backend
 
 
@@ -59,7 +61,6 @@ def test_what_tells_of_the_model_does_not_wake_it_and_what_needs_it_does(start: 
     assert loader.begun == 1
     assert server.post("/v1/completions", prompt="x").json()["choices"][0]["text"] == "abc"
     for number, path in enumerate(("/slots", "/tokenizer_info"), 3):
-        server.engine.closed = False
         asleep(server)
         assert server.http.get(path).status_code == 200
         assert loader.begun == number
@@ -144,7 +145,6 @@ def test_every_endpoint_that_needs_the_model_wakes_it(start: Start, tmp_path: Pa
         answer = server.post(path, **body)
         assert answer.status_code == (400 if "slots" in path else 200), (path, answer.text)
         assert loader.begun == number, path
-        server.engine.closed = False
         asleep(server)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qwen_serve.server.chat import Detokenizer, StopStrings
 from qwen_serve.server.engine import Vocab
 
-fuzz = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=150, suppress_health_check=list(HealthCheck))
 
 
 class Bytes:

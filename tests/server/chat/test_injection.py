@@ -17,7 +17,7 @@ from qwen_serve.server.chat.template import ChatTemplate
 from qwen_serve.server.engine import Vocab
 from tests.server.chat.conftest import TEMPLATE
 
-fuzz = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 ADDED = [
     "<|im_end|>",

@@ -215,7 +215,7 @@ FRAGMENTS += ["<function=f>", "</function>", "<parameter=p>", "</parameter>", "<
 replies = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12).map("".join)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(
     text=replies,
     cuts=st.lists(st.integers(0, 300), max_size=12),
@@ -234,7 +234,7 @@ def test_the_parts_do_not_depend_on_the_cuts(
     assert parse(text, **options) == whole
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(text=replies, thinking=st.booleans())
 def test_nothing_but_tags_and_space_is_lost(text: str, thinking: bool) -> None:
     """All characters except those of calls are returned, in order."""

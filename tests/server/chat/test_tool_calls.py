@@ -170,7 +170,7 @@ values = st.recursive(
 TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(names, st.dictionaries(names, values, max_size=4))
 def test_what_the_template_writes_is_read_back(name: str, arguments: dict[str, Any]) -> None:
     """Rendering a call and parsing it gives the arguments, types and all."""

@@ -7,7 +7,6 @@ same tokens in other shapes.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,9 @@ from tests.server.engine.helpers import (
     ask_at_once,
     random_prompt,
     running,
+    step_by_step,
+    submit,
 )
-from tests.waiting import until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -101,11 +101,14 @@ async def test_who_gave_a_slot_to_another_tenant_answers_as_alone(
     ]
     options: dict[str, Any] = {"parallel": 3, "ctx_size": 8192, "speculation": speculation}
     with running(nano_f32, **EXACT, **options, scheduling_policy="fair") as engine:
-        first = asyncio.gather(*(ask(engine, request) for request in requests[:4]))
-        await until(lambda: engine.stats().generated_tokens)
-        answers = [*await ask_at_once(engine, requests[4:]), *await first]
+        with step_by_step(engine) as grant:
+            first = [submit(engine, request) for request in requests[:4]]
+            while not engine.stats().generated_tokens:
+                grant(1)
+            others = [submit(engine, request) for request in requests[4:]]
+        answers = [[token async for new in one for token in new] for one in (*first, *others)]
         assert engine.stats().preemptions > 0
-    assert [answer.tokens for answer in answers] == [*alone[4:], *alone[:4]]
+    assert answers == alone
 
 
 async def test_a_seeded_draw_survives_company_and_preemption(

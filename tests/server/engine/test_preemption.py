@@ -41,7 +41,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     mix=st.lists(plans, min_size=1, max_size=14),
     slots=st.integers(1, 4),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
-from qwen_serve.server.engine import Progress, SamplingParams
-from tests.server.engine.helpers import EXACT, random_prompt, running
+from qwen_serve.server.engine import Generation, Progress, SamplingParams
+from tests.server.engine.helpers import EXACT, random_prompt, running, step_by_step
+from tests.waiting import until
 
 
 class Recorded(Progress):
@@ -23,13 +25,22 @@ class Recorded(Progress):
             self.steps.append(value)
 
 
+async def listen(generation: Generation, news: list[list[int]]) -> None:
+    async for new in generation:
+        news.append(new)  # noqa: PERF401 - each as it comes
+
+
 async def test_a_listener_is_told_while_a_prompt_is_read(nano_f32: Path) -> None:
     ids = random_prompt(random.Random(3), 400)
     with running(nano_f32, **{**EXACT, "batch_size": 64, "ubatch_size": 64}) as engine:
         for again in (False, True):
-            progress = Recorded()
-            generation = engine.submit(engine.prompt(ids), SamplingParams(), 4, progress=progress)
-            news = [new async for new in generation]
+            progress, news = Recorded(), list[list[int]]()
+            with step_by_step(engine) as grant:
+                generation = engine.submit(engine.prompt(ids), SamplingParams(), 4, progress=progress)
+                listening = asyncio.create_task(listen(generation, news))
+                grant(2)
+                await until(lambda: news)  # noqa: B023
+            await listening
             told = news.index(next(filter(None, news)))
             assert all(news[told:]), "nothing is told of the prompt behind the first token"
             if not again:

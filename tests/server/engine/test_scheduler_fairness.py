@@ -73,7 +73,7 @@ class Watched:
         assert used(self.s) == sum(x.computed for x in self.s.running) <= self.s._cells.total  # noqa: SLF001 - as used()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     mix=st.lists(plans, min_size=1, max_size=12),
     slots=st.integers(1, 5),

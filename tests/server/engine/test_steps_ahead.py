@@ -342,17 +342,21 @@ async def test_whatever_is_drawn(
 ) -> None:
     """Also from random numbers that are `wrong` on the device, and in answers that continue those."""
     asked = mixed_requests(random.Random(seed), 24)
+    hot = SamplingParams(ignore_eos=True, temperature=1.5, top_k=50, seed=seed)
+    company = [Request(random_prompt(random.Random(i), 20), 40, params=hot) for i in range(4)]
     with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
         expected = [await ask(engine, request) for request in asked]
         ended = [(one, answer) for one, answer in zip(asked, expected, strict=True) if answer.finish_reason]
         more = [Request([*one.prompt, *answer.tokens, 300, 301], 6) for one, answer in ended]
         continued = [await ask(engine, request) for request in more]
+        drawn = [await ask(engine, request) for request in company]
     if wrong:
         spoil_guesses(monkeypatch)
     with ahead(nano_f32, ctx_size=1024) as (engine, launched):
         found = await ask_all(engine, asked)
         assert_right(asked, found, expected)
         assert await ask_all(engine, more) == continued
+        assert await ask_at_once(engine, company) == drawn  # however few of the others met
         await idle(engine)
         assert launched["again"] > 20
         assert (engine.stats().wrong_guesses > 5) == wrong

@@ -15,6 +15,7 @@ from qwen_serve.llamacpp import Model
 from qwen_serve.server.engine import InvalidPrompt
 from qwen_serve.server.engine.vocab import BLOCK, LONG, LONGEST_WORD, TURN_START, Vocab
 
+UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 ODD = [
     "\n",
     "\n\n",
@@ -44,7 +45,7 @@ def words(seed: int, count: int) -> str:
     return " ".join("".join(random.choices("abcdefgh", k=random.randint(1, 8))) for _ in range(count))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=UNCHECKED)
 @given(data=st.data())
 def test_a_text_in_turns_has_the_ids_of_the_whole(model: Model, vocab: Vocab, data: st.DataObject) -> None:
     odd = st.sampled_from([*ODD, *vocab.added_tokens, TURN_START.decode()])
@@ -144,7 +145,7 @@ NEAR = [
 ]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=UNCHECKED)
 @given(data=st.data(), special=st.booleans(), seed=st.integers(0, 2**32))
 def test_a_text_in_blocks_has_the_ids_of_the_whole(
     model: Model, vocab: Vocab, data: st.DataObject, special: bool, seed: int

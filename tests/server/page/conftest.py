@@ -43,7 +43,7 @@ def page(browser: Any) -> Iterator[Any]:
     asked: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("request", lambda request: asked.append(request.url))
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     yield page
     context.close()
     assert not problems

@@ -27,6 +27,23 @@ OLD = """() => new Promise((resolve, reject) => {
 })"""
 
 
+KEPT = """() => new Promise((resolve, reject) => {
+  const request = indexedDB.open("qwen-serve");
+  request.onerror = reject;
+  request.onsuccess = () => {
+    const messages = request.result.transaction("messages").objectStore("messages").getAll();
+    messages.onsuccess = () => { request.result.close(); resolve(messages.result); };
+  };
+})"""
+
+
+def kept_messages(page: Any) -> list[dict[str, Any]]:
+    """What the browser has of all conversations; other work of the page goes on before the next look."""
+    page.wait_for_timeout(20)
+    messages: list[dict[str, Any]] = page.evaluate(KEPT)
+    return messages
+
+
 def texts(page: Any) -> list[str]:
     return page.locator(".message .text, .message .markdown").all_inner_texts()
 
@@ -90,7 +107,7 @@ def test_a_reload_keeps_what_has_come_and_it_goes_on(start: Start, page: Any) ->
     server = start(lambda p: " the end." if "on and on" in p.partition("</think>")[2] else SLOW, delay=0.01)
     page.goto(server.url)
     ask(page, "Count.").get_by_text("on and on").wait_for()
-    page.wait_for_timeout(1500)
+    wait_until(lambda: any("on and on" in message["content"] for message in kept_messages(page)))
     page.reload()
     page.get_by_text("interrupted").wait_for()
     kept = texts(page)[1]
@@ -109,17 +126,18 @@ def test_a_reload_keeps_what_has_come_and_it_goes_on(start: Start, page: Any) ->
 
 @pytest.mark.slow
 def test_an_answer_goes_on_in_its_own_conversation(start: Start, page: Any) -> None:
-    server = start(lambda p: "</think>\n\nShort." if "Other" in p else SLOW[:400], delay=0.02)
+    server = start(lambda p: "</think>\n\nShort." if "Other" in p else SLOW[:1000], delay=0.02)
     page.goto(server.url)
     ask(page, "Count.").get_by_text("on and on").wait_for()
     page.keyboard.press("Alt+N")
     page.locator(".conversation .waiting").wait_for()
     assert answered(page, "Other").locator(".markdown").inner_text() == "Short."
+    server.engine.delay = 0
     wait_until(lambda: page.wait_for_timeout(20) or server.engine.submissions[0].finished)
     assert texts(page) == ["Other", "Short."]
     page.locator(".conversation").get_by_text("Count.").click()
     page.locator(".figures").get_by_text("tokens").wait_for()
-    assert texts(page)[1].strip() == SLOW[:400].partition("</think>")[2].strip()
+    assert texts(page)[1].strip() == SLOW[:1000].partition("</think>")[2].strip()
 
 
 @pytest.mark.slow
@@ -177,7 +195,7 @@ def test_a_deletion_can_be_undone(start: Start, page: Any) -> None:
     assert "## You\n\nOne?\n\n## Model\n\nYes." in download.value.path().read_text()
     page.locator(".conversation").get_by_label("Delete").click()
     page.locator("#empty").wait_for()
-    page.wait_for_timeout(300)
+    wait_until(lambda: not kept_messages(page))
     page.reload()
     page.locator("#empty").wait_for()
     assert page.locator(".conversation").count() == 0

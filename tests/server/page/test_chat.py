@@ -95,6 +95,7 @@ def test_a_reload_keeps_the_conversation(start: Start, page: Any) -> None:
     page.keyboard.press("Alt+N")
     assert page.locator("#empty").is_visible()
     page.locator(".conversation button").first.click()
+    page.locator(".message").nth(3).wait_for()
     assert page.locator(".message").count() == 4
 
 

@@ -56,7 +56,7 @@ def test_formulas_are_rendered(start: Start, page: Any) -> None:
     assert answer.locator(".katex-html [style]").count() > 5
     raised = answer.locator(".katex-html .vlist > span").first
     assert raised.evaluate("span => span.style.top !== '' && getComputedStyle(span).top !== 'auto'")
-    assert page.evaluate("document.fonts.check('1rem KaTeX_Main')")
+    assert page.evaluate("document.fonts.load('1rem KaTeX_Main').then((found) => found.length)") == 1
 
 
 PRICES = [

@@ -313,7 +313,7 @@ def prompt(plan: Plan) -> list[int]:
     return tokens[: len(tokens) - plan.cut]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     mix=st.lists(plans, min_size=1, max_size=12),
     slots=st.integers(1, 4),

@@ -63,7 +63,7 @@ def test_what_nobody_needs_goes_and_edges_grow_together() -> None:
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(paths, st.booleans()), max_size=25))
 def test_the_tree_holds_what_is_needed_and_where_paths_part(operations: list[tuple[Prefix, bool]]) -> None:
     tree = Tree()

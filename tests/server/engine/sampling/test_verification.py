@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_serve.llamacpp import DeviceSampler
@@ -127,7 +127,6 @@ def test_a_sampler_that_fails_fails_alone() -> None:
     assert isinstance(failed.error, FloatingPointError)
 
 
-@settings(deadline=None)
 @given(
     parts=st.lists(
         st.tuples(st.integers(1, 40), st.sampled_from([40, 40, 40, 5]), st.sampled_from([0, 0, 0, 1, 5])),

@@ -18,7 +18,7 @@ from qwen_serve.server.engine.speculation.base import Drafter
 from tests import heldout
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Request, ask, ask_all, running, settings
+from tests.server.engine.helpers import EXACT, Request, ask, ask_all, ask_at_once, running, settings
 from tests.server.engine.inside import draft_states
 
 ALONE: dict[str, Any] = {"speculation": "draft", "draft_always": True, "ctx_size": 8192}
@@ -72,7 +72,7 @@ async def test_rows_that_stay_on_the_device_give_the_same_drafts(
                 Request(engine.vocab.tokenize(text, special=True), 64, params=SamplingParams())
                 for text in prompts("instructions", 2) + prompts("continuation", 2)
             ]
-            answers = [await ask(engine, requests[0]), *await ask_all(engine, requests)]
+            answers = [await ask(engine, requests[0]), *await ask_at_once(engine, requests)]
             counts.append((answers, accepted(engine)))
     (with_ring, (right, blocks)), (without, (expected, passes)) = counts
     assert with_ring == without

@@ -71,7 +71,7 @@ def test_redoing_what_was_right_is_part_of_the_price() -> None:
     assert lengths[0] < lengths[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     mix=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 255)), min_size=1, max_size=10),
     chance=st.floats(0.01, 1),

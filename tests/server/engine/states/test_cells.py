@@ -94,7 +94,7 @@ class AgainstSets(RuleBasedStateMachine):
 
 
 TestAgainstSets = AgainstSets.TestCase
-TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAgainstSets.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_in_streams_nothing_is_shared() -> None:
