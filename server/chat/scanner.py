@@ -24,6 +24,8 @@ class Scanner:
         self._at = 0
         self.ended = False
         """Whether the text is complete. Then parsers run to their end."""
+        self.broke_off = False
+        """Whether the text ended in the last tag, name or stretch of text that was read."""
         self._tapes: list[list[str]] = []
 
     def add(self, text: str) -> None:
@@ -63,8 +65,11 @@ class Scanner:
             start = self._text[self._at : self._at + longest]
             for tag in tags:
                 if start.startswith(tag):
+                    self.broke_off = False
                     return self._take(self._at + len(tag))
-            if self.ended or not any(tag.startswith(start) for tag in tags):
+            possible = any(tag.startswith(start) for tag in tags)
+            if self.ended or not possible:
+                self.broke_off = possible
                 return ""
             yield
 
@@ -82,6 +87,7 @@ class Scanner:
                 closed = yield from self.tag(">")
                 return "".join(pieces).strip() if closed else ""
             if self.ended:
+                self.broke_off = True
                 return ""
             yield
 
@@ -99,8 +105,13 @@ class Scanner:
                 return self._take(at + len(tag))
             emit(self._take(len(self._text) - (0 if self.ended else self._partial(tags))))
             if self.ended:
+                self.broke_off = True
                 return ""
             yield
+
+    def rest(self) -> str:
+        """Reads all text that has arrived."""
+        return self._take(len(self._text))
 
     def _take(self, end: int) -> str:
         text = self._text[self._at : end]

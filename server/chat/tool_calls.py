@@ -168,6 +168,11 @@ class _Typed:
         self._emit(self._start + written)
 
 
+def begun_name(text: str) -> str:
+    """The name in the beginning of a call, after its `<tool_call>`, as far as it is written."""
+    return text.partition(_FUNCTION)[2].strip()
+
+
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
     """The JSON types that a schema allows; empty if it does not say. Each part is read once."""
     types: set[str] = set()

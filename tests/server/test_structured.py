@@ -144,6 +144,20 @@ def test_several_calls(http: httpx.Client) -> None:
     assert seen
 
 
+@pytest.mark.parametrize("tools", [[WEATHER], [WEATHER, STOP]])
+def test_a_forced_call_that_is_cut_off_is_no_content(http: httpx.Client, tools: list[Any]) -> None:
+    """A client that asked for this tool finds its call, whose arguments are incomplete."""
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    fields = {"tools": tools, "tool_choice": choice, "enable_thinking": False}
+    for limit in range(1, 16):
+        found = chat(http, **fields, max_tokens=limit)
+        [call] = found["message"]["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+            json.loads(call["function"]["arguments"])
+        assert (found["message"]["content"], found["finish_reason"]) == (None, "length")
+
+
 def test_strict_tools_leave_the_choice_and_bind_the_arguments(http: httpx.Client) -> None:
     for seed in range(4):
         found = chat(http, tools=[STRICT], temperature=1, seed=seed, max_tokens=300)

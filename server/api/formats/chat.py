@@ -14,6 +14,7 @@ from qwen_serve.server.api.fields.structured import (
     WantedGrammar,
     calls_format,
     check_tool_choice,
+    forced_tools,
     wanted_grammar,
 )
 from qwen_serve.server.api.fields.thinking import ThinkingFields
@@ -293,8 +294,9 @@ async def begin(
     )
     constrain = await compiled(context, request, wanted)
     tools = request.offered_tools
+    forced = forced_tools(request.tool_choice, tools)
     parsers = [
-        ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools)
+        ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools, forced=forced)
         for _ in range(request.choices)
     ]
     served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits)
@@ -378,7 +380,7 @@ async def message_of(reply: Reply) -> dict[str, Any]:
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [tool_call(call, arguments[call.index]) for call in calls]
+        message["tool_calls"] = [tool_call(call, arguments.get(call.index, "")) for call in calls]
     return message
 
 

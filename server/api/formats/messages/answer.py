@@ -134,7 +134,7 @@ class Message:
             yield self._delta({"type": "signature_delta", "signature": self._served.id})
         elif block["type"] == "tool_use":
             # the limit may cut off the last call; Anthropic's clients read the incomplete arguments
-            block["input"] = from_json(self._json, allow_partial="trailing-strings")
+            block["input"] = from_json(self._json or "{}", allow_partial="trailing-strings")
             self._json = ""
         yield {"type": "content_block_stop", "index": len(self.content) - 1}
 

@@ -110,12 +110,12 @@ async def collect(served: ServedRequest, parts: AsyncIterable[Part | str], write
                 text += more
             case dict() as call:
                 calls.append(call)
-    calls += writer.open_call()
     return encode({**writer.envelope(), **writer.shape(text, thinking, calls), **writer.ending()})
 
 
 class OllamaWriter(EventWriter):
-    """An answer in lines of JSON. A complete tool call is one line."""
+    """An answer in lines of JSON. A complete tool call is one line. A call that is cut off is left out:
+    Ollama's arguments are an object, in which nobody sees that some are missing."""
 
     media_type = "application/x-ndjson"
     pings = False
@@ -141,16 +141,13 @@ class OllamaWriter(EventWriter):
                 return None
             case Arguments(_, text):
                 self._arguments += text
-                return next(iter(self.open_call()), None) if part.last else None
+                return self._whole_call() if part.last else None
         return part
 
-    def open_call(self) -> list[Shape]:
-        """The unfinished call with its arguments so far, as a list; empty without one."""
-        call, self._call = self._call, None
-        if call is None:
-            return []
-        arguments = from_json(self._arguments or "{}", allow_partial="trailing-strings")
-        return [{"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}]
+    def _whole_call(self) -> Shape:
+        assert self._call is not None
+        call, arguments = self._call, from_json(self._arguments)
+        return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}
 
     def ending(self) -> Shape:
         """The last object's further fields: why the answer ended, and times in nanoseconds. Raises ApiError
@@ -185,9 +182,7 @@ class OllamaWriter(EventWriter):
         return b""
 
     async def end(self) -> bytes:
-        cut = [self._line(self.shape(calls=[call])) for call in self.open_call()]
-        last = encode({**self.envelope(), **self.shape(), **self.ending()}) + b"\n"
-        return b"".join([*cut, last])
+        return encode({**self.envelope(), **self.shape(), **self.ending()}) + b"\n"
 
     def failure(self, error: ApiError) -> bytes:
         return encode(error.ollama_body()) + b"\n"

@@ -189,6 +189,21 @@ def test_a_call_that_the_limit_cuts_off(start: Start, stream: bool) -> None:
     assert message.stop_reason == "max_tokens"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_off_behind_its_name_has_no_input(start: Start, stream: bool) -> None:
+    limit = CALL.index(">\n<parameter") + 1 - len("<tool_call>") + 1
+    fields: Any = {"model": "m", "max_tokens": limit, "messages": HI, "tools": [TOOL]}
+    server = start(CALL)
+    if stream:
+        with client(server).messages.stream(**fields) as stream_:
+            message = stream_.get_final_message()
+    else:
+        message = client(server).messages.create(**fields)
+    [call] = message.content
+    assert call.type == "tool_use"
+    assert (call.name, call.input, message.stop_reason) == ("weather", {}, "max_tokens")
+
+
 def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
     server = start("x")
     messages: Any = [

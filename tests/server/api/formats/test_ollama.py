@@ -90,6 +90,19 @@ def test_a_tool_is_called_and_answered(client: ollama.Client, stream: bool) -> N
     assert client.chat("fake", asked, tools=[WEATHER]).message.content == "Hello"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_limit_cuts_off_is_left_out(client: ollama.Client, stream: bool) -> None:
+    asked: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    whole: Any = client.chat("fake", asked, tools=[WEATHER])
+    for limit in range(3, whole.eval_count - len("\n</tool_call>")):
+        options = {"num_predict": limit}
+        answer: Any = client.chat("fake", asked, tools=[WEATHER], options=options, stream=stream)
+        parts = list(answer) if stream else [answer]
+        assert [part.message.tool_calls for part in parts if part.message.tool_calls] == [], limit
+        assert "<" not in "".join(part.message.content or "" for part in parts), limit
+        assert parts[-1].done_reason == "length"
+
+
 def test_a_question_and_a_raw_text(client: ollama.Client, server: Server) -> None:
     answer = client.generate("fake", "Hi", system="Be brief.", think=False)
     assert (answer.response, answer.thinking, answer.done) == ("Hello", None, True)
