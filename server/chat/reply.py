@@ -218,10 +218,8 @@ class ReplyParser:
         if name := call.name or self._only_name(tool_calls.begun_name("".join(tape))):
             self._parts.append(ToolCall(index, f"call_{uuid4().hex[:24]}", name))
             self._arguments(index, "".join(pieces))
-        if cut_off:
+        if cut_off or (offered and not (yield from call.arguments(partial(self._arguments, index)))):
             self._scanner.rest()
-            return
-        if offered and not (yield from call.arguments(partial(self._arguments, index))):
             return
         self._arguments(index, "", last=True)
         self.tool_calls += 1

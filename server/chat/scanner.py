@@ -91,9 +91,9 @@ class Scanner:
                 return ""
             yield
 
-    def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Parser[str]:
+    def until(self, tags: Sequence[str], emit: Callable[[str], None], *, whole: bool = True) -> Parser[str]:
         """Reads and emits all text before the first of `tags`, then that tag, which it returns; "" if the
-        text ends.
+        text ends. The beginning of a tag at the text's end is emitted if `whole`.
 
         A tag's only `<` must be its first character.
         """
@@ -103,8 +103,10 @@ class Scanner:
                 at, tag = min(found)
                 emit(self._take(at))
                 return self._take(at + len(tag))
-            emit(self._take(len(self._text) - (0 if self.ended else self._partial(tags))))
+            held = 0 if self.ended and whole else self._partial(tags)
+            emit(self._take(len(self._text) - held))
             if self.ended:
+                self.rest()
                 self.broke_off = True
                 return ""
             yield

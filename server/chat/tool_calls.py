@@ -102,15 +102,15 @@ class CallReader:
         return bool(self._key or tag == _END_FUNCTION)
 
     def _value(self, value: _Text | _Typed) -> Parser[bool]:
-        """Reads a value and the heading after it. Returns whether it ended before the text did."""
+        """Reads a value and the heading after it. Returns whether they ended before the text did."""
         body = _Lines(value.add)
-        while (yield from self._scanner.until((_END_PARAMETER,), body.add)):
+        while (yield from self._scanner.until((_END_PARAMETER,), body.add, whole=False)):
             with self._scanner.recording() as tape:
                 yield from self._scanner.spaces()
                 ended = yield from self._heading()
-            if ended:
+            if ended or self._scanner.broke_off:
                 value.close()
-                return True
+                return ended
             body.add(_END_PARAMETER + "".join(tape))
         return False
 
