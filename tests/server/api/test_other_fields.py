@@ -85,6 +85,23 @@ def test_a_chats_fields_are_not_passed_over_in_other_formats(
     assert server.post(path, **least, **nothing).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("schema", "field"), [({"type": "object"}, "schema"), ({"enum": [2**60 + 1]}, "schema.enum[0]")]
+)
+def test_what_is_wrong_with_a_schema_has_the_formats_own_name(
+    start_shared: Start, schema: dict[str, Any], field: str
+) -> None:
+    """Whether the translation finds it, or the chat that it becomes. (The scripted engine follows no
+    grammar.)"""
+    server, given = start_shared("Hi"), {"type": "json_schema", "name": "x", "schema": schema}
+    answer = server.post(RESPONSES, input="Hi", text={"format": given}).json()["error"]
+    assert answer["param"] == f"text.format.{field}"
+    assert answer["message"].startswith(answer["param"])
+    least = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    answer = server.post(ANTHROPIC, **least, output_config={"format": given}).json()["error"]
+    assert answer["message"].startswith(f"output_config.format.{field}")
+
+
 def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
     server = start("Hi")
     assert server.post(RESPONSES, input="Hi", thinking=True, thinking_budget_tokens=40).status_code == 200

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from qwen_serve.server.api.formats.chat import begin
-from qwen_serve.server.api.formats.translation import noted
+from qwen_serve.server.api.formats.messages.request import NAMES
+from qwen_serve.server.api.formats.translation import begun, noted
 from qwen_serve.server.api.request import on_thread
 from qwen_serve.server.api.sse import EventWriter, encode, typed_event
 from qwen_serve.server.api.tokens import with_prompt
@@ -33,7 +33,7 @@ async def messages(context: RequestContext, request: MessagesRequest) -> Respons
     """Answer a conversation, as Anthropic's Messages API does."""
     asked = await on_thread(request.chat, context.body.size)
     request.messages = []  # frees the messages for the time of the answer
-    served, [reply] = await begin(context, asked, "msg_")
+    served, reply = await begun(context, asked, "msg_", NAMES)
     response = await served.respond([reply], MessageWriter(served, reply), partial(collect, served, reply))
     return noted(response, request.tools_left_out)
 

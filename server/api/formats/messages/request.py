@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
-from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.formats import completions
-from qwen_serve.server.api.formats.chat import begin
 from qwen_serve.server.api.formats.ollama.request import NAMES
-from qwen_serve.server.api.formats.translation import renamed
+from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.request import awake, on_thread
 from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
@@ -24,10 +22,10 @@ if TYPE_CHECKING:
     from fastapi import Response
 
     from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.formats.chat import ChatRequest
+    from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.formats.ollama.request import OllamaChatRequest, OllamaGenerateRequest
     from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, Reply, TextGeneration
+    from qwen_serve.server.chat import Part, TextGeneration
 
 Shape = dict[str, Any]
 
@@ -55,7 +53,7 @@ async def ollama_chat(context: RequestContext, request: OllamaChatRequest) -> Re
         return await loaded(context, request.model, as_message())
     asked = await on_thread(request.chat, context.body.size)
     request.messages = []  # frees the messages for the time of the answer
-    served, reply = await begun(context, asked)
+    served, reply = await begun(context, asked, PREFIX, NAMES)
     return await respond(served, reply, reply.generation, as_message)
 
 
@@ -69,17 +67,8 @@ async def ollama_generate(context: RequestContext, request: OllamaGenerateReques
         return await respond(served, generation, generation, as_response)
     asked = await on_thread(request.chat, context.body.size)
     request.prompt, request.images = "", None
-    served, reply = await begun(context, asked)
+    served, reply = await begun(context, asked, PREFIX, NAMES)
     return await respond(served, reply, reply.generation, as_response)
-
-
-async def begun(context: RequestContext, asked: ChatRequest) -> tuple[ServedRequest, Reply]:
-    """Submits a request. Raises ApiError 400 under this protocol's field names."""
-    try:
-        served, [reply] = await begin(context, asked, PREFIX)
-    except ApiError as error:
-        raise renamed(error, NAMES) from error
-    return served, reply
 
 
 async def loaded(context: RequestContext, model: str, nothing: Shape) -> Response:

@@ -45,6 +45,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {"tfs_z": (1,), "penalize_newline": (True,
 NAMES = {
     **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
     "response_format": "format",
+    "response_format.schema": "format",
+    "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
     "thinking": "think",
 }
