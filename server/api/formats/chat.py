@@ -18,7 +18,7 @@ from qwen_serve.server.api.fields.structured import (
     wanted_grammar,
 )
 from qwen_serve.server.api.fields.thinking import ThinkingFields
-from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
+from qwen_serve.server.api.fields.unsupported import ELSEWHERE, UNSUPPORTED
 from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import awake, prepared, seen
@@ -137,9 +137,10 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: values
-        for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
+        for name, values in {**UNSUPPORTED, "echo": (False,), **dict.fromkeys(ELSEWHERE, ("",))}.items()
         if name not in ("add_generation_prompt", "continue_final_message", "mm_processor_kwargs")
     }
+    instead: ClassVar[dict[str, str]] = ELSEWHERE
 
     messages: Annotated[
         list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])

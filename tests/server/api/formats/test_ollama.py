@@ -46,7 +46,8 @@ def lines(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def error_of(server: Server, status: int, path: str = "/api/chat", **body: Any) -> str:
-    answer = server.post(path, **{"messages": HI, "stream": False, **body})
+    least = {"messages": HI} if path == "/api/chat" else {}
+    answer = server.post(path, **{**least, "stream": False, **body})
     assert answer.status_code == status, answer.text
     found = answer.json()
     assert found.keys() == {"error"}
