@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +29,14 @@ _FUNCTION = "<function="
 _END_FUNCTION = "</function>"
 _PARAMETER = "<parameter="
 _END_PARAMETER = "</parameter>"
+_IMPLIED = {
+    "properties": "object",
+    "additionalProperties": "object",
+    "items": "array",
+    "prefixItems": "array",
+}
+"""Keyword -> the type that a schema without a `type` means by it."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -47,7 +55,11 @@ class ToolSchemas:
     def types(self, name: str, parameter: str) -> set[str]:
         """The JSON types of a tool's parameter; empty if its schema does not say."""
         schema = self._schemas.get(name, {})
-        return _types(_dict(schema.get("properties")).get(parameter), schema)
+        described: list[object] = []
+        for part in _parts(schema, schema):
+            given = _dict(part.get("properties"))
+            described.append(given[parameter] if parameter in given else part.get("additionalProperties"))
+        return {name for one in described for name in _types(one, schema)}
 
 
 class CallReader:
@@ -174,8 +186,21 @@ def begun_name(text: str) -> str:
 
 
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say. Each part is read once."""
+    """The JSON types that a schema allows; empty if it does not say."""
     types: set[str] = set()
+    for part in _parts(schema, root):
+        declared = part.get("type")
+        names = {name for name in [declared, *_list(declared)] if isinstance(name, str)}
+        if not names:
+            options = [part["const"]] if "const" in part else _list(part.get("enum"))
+            names = {name for option in options for name in _names(option)}
+            names |= {_IMPLIED[key] for key in _IMPLIED.keys() & part.keys()}
+        types |= names
+    return types
+
+
+def _parts(schema: object, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A schema, what it refers to and its alternatives, each once."""
     seen: set[int] = set()  # `$ref` can be cyclic
     unread = [schema]
     while unread:
@@ -183,16 +208,10 @@ def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
         if not isinstance(part, Mapping) or id(part) in seen:
             continue
         seen.add(id(part))
-        declared = part.get("type")
-        names = {name for name in [declared, *_list(declared)] if isinstance(name, str)}
-        if not names:
-            options = [part["const"]] if "const" in part else _list(part.get("enum"))
-            names = {name for option in options for name in _names(option)}
-        types |= names
+        yield part
         unread += (option for key in ("anyOf", "oneOf", "allOf") for option in _list(part.get(key)))
         if "$ref" in part:
             unread.append(resolve(part["$ref"], root))
-    return types
 
 
 def resolve(reference: object, root: Mapping[str, Any]) -> object:
