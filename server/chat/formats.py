@@ -27,7 +27,7 @@ from .schemas import (
     understood,
     written_length,
 )
-from .tool_calls import resolve
+from .tool_calls import described_elsewhere, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -215,7 +215,7 @@ class _Parameters:
     def rules(self) -> Iterator[str]:
         """The Lark rules, one parameter's at a time."""
         head = lark_literal(f"{self._name}>\n")
-        if not self._checked:
+        if not self._checked or (not self._strict and described_elsewhere(self._given or {})):
             parameter = f'"<parameter=" {self._rule}_name ">\\n" {self._rule.upper()}_V "\\n"'
             yield f"{self._rule}: {head} ({parameter})*"
             yield f"{self._rule}_name: /[^<>\\n]+/"
@@ -233,14 +233,12 @@ class _Parameters:
         required = schema.get("required", [])
         if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
             raise PromptError(f"{self._where}.type must be object", f"{self._where}.type")
+        place = f"{self._where}.required"
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise PromptError(f"{self._where}.required must be a list of names", f"{self._where}.required")
+            raise PromptError(f"{place} must be a list of names", place)
         required = dict.fromkeys(required)
         if unknown := [name for name in required if name not in properties]:
-            raise PromptError(
-                f"{self._where}.required names {unknown[0]!r}, which properties does not have",
-                f"{self._where}.required",
-            )
+            raise PromptError(f"{place} names {unknown[0]!r}, which properties does not have", place)
         parts = []
         for index, (name, value) in enumerate(properties.items()):
             if not name or set(name) & set("<>\n"):

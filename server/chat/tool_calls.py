@@ -214,6 +214,16 @@ def _parts(schema: object, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any
             unread.append(resolve(part["$ref"], root))
 
 
+def described_elsewhere(schema: Mapping[str, Any]) -> bool:
+    """Whether a tool's schema describes its parameters only elsewhere than in its `properties`."""
+    top = schema
+    for _ in range(16):
+        if "$ref" in top:
+            top = _dict(resolve(top["$ref"], schema))
+    others = top.keys() & {"allOf", "anyOf", "oneOf", "patternProperties"}
+    return not top.get("properties") and bool(others or top.get("additionalProperties"))
+
+
 def resolve(reference: object, root: Mapping[str, Any]) -> object:
     """Follows a reference inside the same schema, `#/$defs/name`; None if the target is missing."""
     found: object = root

@@ -158,6 +158,29 @@ def test_a_forced_call_that_is_cut_off_is_no_content(http: httpx.Client, tools: 
         assert (found["message"]["content"], found["finish_reason"]) == (None, "length")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "may"),
+    [
+        ({"type": "object", "anyOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}]}, True),
+        ({"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}]}, True),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, True),
+        ({"type": "object"}, False),
+        ({"type": "object", "properties": {}}, False),
+    ],
+)
+def test_a_forced_call_may_have_parameters_that_are_described_elsewhere(
+    http: httpx.Client, parameters: dict[str, Any], may: bool
+) -> None:
+    """It had none, whatever the model would have written."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    fields = {"tools": [tool], "tool_choice": "required", "temperature": 1, "max_tokens": 300}
+    arguments = set()
+    for seed in range(8):
+        found = chat(http, **fields, seed=seed, enable_thinking=False)
+        arguments |= {call["function"]["arguments"] for call in found["message"]["tool_calls"]}
+    assert (arguments != {"{}"}) == may
+
+
 def test_strict_tools_leave_the_choice_and_bind_the_arguments(http: httpx.Client) -> None:
     for seed in range(4):
         found = chat(http, tools=[STRICT], temperature=1, seed=seed, max_tokens=300)
