@@ -235,7 +235,7 @@ def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
         tool_choice={"type": "auto"},
     )
     text = server.engine.submissions[0].text
-    assert '"name": "weather"' in text
+    assert '{"name": "weather", "description": "Of a city", "parameters": {' in text, "the model's order"
     assert "\n\nBe brief.\n\nRhyme.<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n" in text
     assert "I look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n" in text
     assert "<tool_response>\nSun\n</tool_response>\n<tool_response>\nRain\n</tool_response><|im_end|>" in text
