@@ -37,6 +37,7 @@ from qwen_serve.server.chat import (
     NOTHING_YET,
     Arguments,
     Content,
+    PromptError,
     Reasoning,
     Reply,
     ReplyParser,
@@ -44,7 +45,7 @@ from qwen_serve.server.chat import (
     check_conversation,
 )
 from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, recalled, shown
-from qwen_serve.server.engine import MAX_LOGPROBS
+from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -331,14 +332,17 @@ def prompt_of(
         "add_generation_prompt": request.add_generation_prompt is not False,
         "continue_final_message": request.continues,
     }
-    ids = prompter.chat(
-        request.messages,
-        check,
-        tools=request.offered_tools,
-        template_kwargs=request.chat_template_kwargs,
-        pictures=pictures,
-        **how,
-    )
+    try:
+        ids = prompter.chat(
+            request.messages,
+            check,
+            tools=request.offered_tools,
+            template_kwargs=request.chat_template_kwargs,
+            pictures=pictures,
+            **how,
+        )
+    except InvalidPrompt as error:
+        raise PromptError(f"messages: {error}", "messages") from error
     return ids, prompter.reply_reasons(request.messages, **how)
 
 
