@@ -21,6 +21,7 @@ from .errors import PromptError
 from .schemas import (
     ANNOTATIONS,
     TEXTS,
+    check_keywords,
     check_lark_numbers,
     check_numbers,
     json_value,
@@ -94,6 +95,7 @@ def json_expression(
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise PromptError(f"{param} must be a JSON schema, an object", param)
+    check_keywords(schema, param)
     check_numbers(schema, param)
     return _json(understood(schema), param, white_space=white_space, flexible=flexible)
 
@@ -221,6 +223,7 @@ class _Parameters:
             yield f"{self._rule}_name: /[^<>\\n]+/"
             yield f"{self._rule.upper()}_V: {NO_CLOSE} /\\n<\\/parameter>/"
             return
+        check_keywords((self._strict and self._given) or {}, self._where)
         try:
             check_numbers(self._given, self._where)
         except PromptError:

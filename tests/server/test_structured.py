@@ -88,6 +88,22 @@ def test_free_text_until_the_models_own_token_for_calls(http: httpx.Client) -> N
     assert "<tool_call>" not in free["message"]["content"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_choice": ["So: </think>, or"]},
+        {"guided_regex": "x</think>y"},
+        {"grammar": 'root ::= "</think>"'},
+        {"guided_json": {"const": "</think>"}},
+    ],
+)
+def test_a_text_that_is_one_token_of_the_model_is_named(http: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = post(http, messages=ASK, **fields, enable_thinking=False)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in fields
+    assert "has </think>, one token of this model" in answer.json()["error"]["message"]
+
+
 def test_objects_without_further_properties(http: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     fields = {"json": schema, "disable_additional_properties": True}
