@@ -60,6 +60,9 @@ class LoadOptions:
     """Tokens of a prompt, question or turn (default 1,024; 100 for shared-prefix, chat and images)."""
     output_tokens: Positive | None = None
     """Tokens of an answer (default 1,024; 128 for shared-prefix, chat and images)."""
+    range_ratio: Annotated[float, Parameter(validator=Number(gte=0, lt=1))] = 0.0
+    """Lengths vary between requests, uniformly, by up to this share of --input-tokens and --output-tokens
+    (vLLM: --random-range-ratio)."""
     prefix_tokens: Positive = 2000
     """shared-prefix: tokens of each prefix."""
     prefixes: Positive = 4
@@ -90,9 +93,21 @@ class LoadOptions:
         return fields if self.temperature else {}
 
     def lengths(self, kind: Kind) -> tuple[int, int]:
-        """Tokens in and out of a request."""
+        """Tokens in and out of a request, on average."""
         chat = kind in CHATS
         return self.input_tokens or (100 if chat else TOKENS), self.output_tokens or (128 if chat else TOKENS)
+
+    def longest(self, kind: Kind) -> int:
+        """Maximum tokens in and out of a request together."""
+        return sum(round(tokens * (1 + self.range_ratio)) for tokens in self.lengths(kind))
+
+    def varied(self, tokens: int, rng: random.Random) -> int:
+        """A length by --range-ratio; without it `rng` is not used."""
+        if not self.range_ratio:
+            return tokens
+        return rng.randint(
+            max(1, round(tokens * (1 - self.range_ratio))), round(tokens * (1 + self.range_ratio))
+        )
 
     def chosen_levels(self, default: Sequence[int]) -> tuple[int, ...]:
         """The levels of --levels; without --levels and --rate the default ones."""
@@ -100,7 +115,8 @@ class LoadOptions:
 
     def settings(self, kind: Kind, default: Sequence[int]) -> dict[str, Any]:
         """The settings that a manifest records."""
-        names = ["requests", "waves", "warmup", "spot_checks", "stream", "temperature", "predict_replicas"]
+        names = ["requests", "waves", "warmup", "range_ratio", "spot_checks", "stream", "temperature"]
+        names += ["predict_replicas"]
         names += {
             "shared-prefix": ["prefix_tokens", "prefixes"],
             "chat": ["turns"],
@@ -125,11 +141,16 @@ class LoadOptions:
     def _cell(self, kind: Kind, supply: Supply, rounds: int, clients: int, rate: float | None) -> Cell:
         requests = max(LEAST_REQUESTS, self.waves * clients) if self.waves and not rate else self.requests
         warmup = max(WARM_UPS, clients) if self.warmup is None else self.warmup
+        tokens_out = self.lengths(kind)[1]
 
         async def make(round: int) -> list[Job]:
             wanted = requests if round else warmup
             jobs = await self._jobs(kind, supply, wanted, clients, cell.rng(round)) if wanted else []
-            return [replace(job, fields={**self.sampling(n), **job.fields}) for n, job in enumerate(jobs)]
+            lengths = cell.rng(round, "answers")
+            return [
+                replace(job, fields={**self.sampling(n), "max_tokens": self.varied(tokens_out, lengths)})
+                for n, job in enumerate(jobs)
+            ]
 
         cell = Cell(
             workload=kind,
@@ -137,7 +158,7 @@ class LoadOptions:
             rounds=rounds,
             make=make,
             supply=supply,
-            max_tokens=self.lengths(kind)[1],
+            max_tokens=tokens_out,
             ignore_eos=not supply.options.stop_at_eos,
             stream=self.stream,
             endpoint=self.endpoint,
@@ -158,14 +179,18 @@ class LoadOptions:
         """
         prompts = await supply.prompts("tokens" if kind == "random" else None)
         tokens = self.lengths(kind)[0]
+
+        async def make() -> str:
+            return await prompts.make(self.varied(tokens, rng), rng)
+
         if kind == "chat":  # at least one conversation for each client
             count = max(-(-requests // self.turns), clients)
-            turns = [[await prompts.make(tokens, rng) for _ in range(self.turns)] for _ in range(count)]
+            turns = [[await make() for _ in range(self.turns)] for _ in range(count)]
             return [Job(tuple(texts), chat=True) for texts in turns]
         if kind == "shared-prefix":  # like few-shot benchmarks, which ask about one subject after the other
             count = min(self.prefixes, requests)
             prefixes = [await prompts.make(self.prefix_tokens, rng) for _ in range(count)]
-            questions = [await prompts.make(tokens, rng) for _ in range(requests)]
+            questions = [await make() for _ in range(requests)]
             return [
                 Job((f"{prefixes[index * count // requests]}\n\n{question}",), chat=True)
                 for index, question in enumerate(questions)
@@ -173,13 +198,13 @@ class LoadOptions:
         if kind == "images":
             return [
                 Job(
-                    (await prompts.make(tokens, rng),),
+                    (await make(),),
                     chat=True,
                     pictures=tuple(data_url(self.image_resolution, rng) for _ in range(self.image_count)),
                 )
                 for _ in range(requests)
             ]
-        return [Job((await prompts.make(tokens, rng),), chat=False) for _ in range(requests)]
+        return [Job((await make(),), chat=False) for _ in range(requests)]
 
 
 def refuse_text(workload: str, prompts: PromptOptions) -> None:

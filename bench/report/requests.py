@@ -167,7 +167,8 @@ def _all(
 def _lengths(settings: Mapping[str, Any]) -> str:
     if "input_tokens" not in settings:
         return ""
-    return f"{settings['input_tokens']:,} tokens in, {settings['output_tokens']:,} out"
+    varied = f" (+-{ratio:.0%})" if (ratio := settings.get("range_ratio")) else ""
+    return f"{settings['input_tokens']:,} tokens in, {settings['output_tokens']:,} out{varied}"
 
 
 def _notes(rows: pd.DataFrame, workload: str, manifest: Manifest) -> list[str]:
@@ -243,6 +244,7 @@ def hackathon_score(rows: pd.DataFrame, settings: Mapping[str, Any]) -> tuple[fl
     deviations = {
         f"levels {', '.join(missing)} were not run": bool(missing),
         f"{tokens[0]:,} / {tokens[1]:,} tokens instead of 1,024 / 1,024": tokens != (TOKENS, TOKENS),
+        "lengths vary (--range-ratio)": bool(settings.get("range_ratio")),
         f"{settings['requests']} requests a level instead of {REQUESTS}": settings["requests"] != REQUESTS,
         f"warm-ups other than {WARM_UPS} a level (--warmup {WARM_UPS})": settings["warmup"] != WARM_UPS,
         "requests failed": total(rows, "failed") > 0,

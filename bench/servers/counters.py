@@ -27,8 +27,7 @@ PHASES = {
     "decode": "device_time",  # in llama_decode
     "wait": "device_time",  # waiting for what llama_decode started
     "propose": "draft_time",  # drafters, and their passes on the device
-    "reserve": "overlapped_time",  # on a GPU, while the device computes
-    "flush": "overlapped_time",
+    "overlapped": "overlapped_time",
 }
 """Phase of a step -> metric of its time. All other phases are host time."""
 

@@ -112,7 +112,7 @@ class Work:
             return max(one.prompt_tokens + one.max_tokens for one in self.categories) + TEMPLATE_TOKENS, 1
         if self.workload == "tasks":
             return LONGEST_TASK + self.max_tokens, 1
-        turn = sum(load.lengths(self.workload)) + TEMPLATE_TOKENS
+        turn = load.longest(self.workload) + TEMPLATE_TOKENS
         turn += load.prefix_tokens if self.workload == "shared-prefix" else 0
         turn += load.image_count * load.image_resolution.tokens if self.workload == IMAGES else 0
         most = max(*load.chosen_levels(LEVELS), *([SLOTS_AT_A_RATE] if load.rate else []), 1)

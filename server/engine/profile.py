@@ -49,11 +49,12 @@ Phase = Literal[
     "sample",
     "verify",
     "commit",
+    "overlapped",
 ]
 """The phases in the order of a step: receive requests; choose the step's tokens; draft; write llama.cpp's
 batch; llama_decode; count cells; deliver the previous step's tokens; wait for the device; sample; roll back
-wrong drafts; record results and end complete sequences. If the device computes asynchronously, reserve and
-flush run meanwhile and add nothing to a step."""
+wrong drafts; record results and end complete sequences. All of these that run while the device computes count
+as overlapped, except llama_decode and the waiting."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -80,6 +81,8 @@ class StepProfile:
     def __init__(self) -> None:
         self._totals: Mapping[tuple[Kind, int], StepTotals] = {}
         """Replaced as a whole, since other threads iterate over it."""
+        self.overlaps = False
+        """Whether the device computes a step meanwhile."""
         self._laps = [0.0] * len(PHASES)
         self._index = {phase: index for index, phase in enumerate(PHASES)}
         self._last = perf_counter()
@@ -90,8 +93,10 @@ class StepProfile:
         self._last = perf_counter()
 
     def lap(self, phase: Phase) -> None:
-        """Add the time since the last lap to `phase`."""
+        """Add the time since the last lap to `phase`, or to overlapped."""
         now = perf_counter()
+        if self.overlaps and phase not in ("decode", "wait"):
+            phase = "overlapped"
         self._laps[self._index[phase]] += now - self._last
         self._last = now
 

@@ -79,6 +79,7 @@ class Steps:
             if not last:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
+        self._profile.overlaps &= rows is None or self._ahead is not None
         sampled = sample(batch, rows, self._ends, self._scheduler.over)
         lap("sample")
         done = self._components.clock()
@@ -121,6 +122,7 @@ class Steps:
             self._relieve(error)
             return None
         step.at = at
+        self._profile.overlaps = self._components.device_runs_alone
         scheduler.reserve(batch)
         lap("reserve")
         for chunk in batch.chunks:

@@ -61,6 +61,21 @@ def test_temperature(tmp_path: Path) -> None:
     assert len({body["seed"] for body in bodies}) == 8
 
 
+def test_lengths_vary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer() as server:
+        results = measure(server, tmp_path, "--levels", "1", "--range-ratio", "0.5", "--waves", "40")
+        bodies = [body for _, body in server.requests if "prompt" in body]
+    asked, wanted = (
+        [*lengths] for lengths in zip(*((len(b["prompt"]), b["max_tokens"]) for b in bodies), strict=True)
+    )
+    assert 12 <= min(asked) < 18 < 30 < max(asked) <= 36
+    assert 6 <= min(wanted) < 9 < 15 < max(wanted) <= 18
+    assert sorted(cell(results, "verified_tokens", "1 concurrent")) == sorted(wanted[-40:])
+    shown = capsys.readouterr().out
+    assert "24 tokens in, 12 out (+-50%)" in shown
+    assert "lengths vary (--range-ratio)" in shown
+
+
 @pytest.mark.parametrize("level", [1, 2, 6])
 def test_a_level_is_never_exceeded_and_warmed_up_at_its_own_concurrency(level: int, tmp_path: Path) -> None:
     """Spot checks count towards the concurrency of the warm-up, and there are as many warm-ups as concurrent

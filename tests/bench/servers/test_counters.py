@@ -27,8 +27,7 @@ qwen_step_seconds_total{kind="decode",phase="sample",rows="8"} 0.002
 qwen_step_seconds_total{kind="decode",phase="propose",rows="8"} 0.006
 qwen_step_seconds_total{kind="decode",phase="decode",rows="8"} 0.004
 qwen_step_seconds_total{kind="decode",phase="wait",rows="8"} 0.01
-qwen_step_seconds_total{kind="decode",phase="reserve",rows="8"} 0.003
-qwen_step_seconds_total{kind="decode",phase="flush",rows="8"} 0.005
+qwen_step_seconds_total{kind="decode",phase="overlapped",rows="8"} 0.008
 # TYPE qwen_sampler_changes counter
 qwen_sampler_changes_total 3.0
 # TYPE qwen_drafted_tokens counter
