@@ -10,6 +10,7 @@ protocol:
 - `limit_concurrency` also refuses probes, and never closes an idle connection:
   `test_connections_have_a_limit`.
 - After an offer to upgrade the body is dropped: `test_an_offer_to_upgrade_is_passed_over`.
+- A stream is sent in chunks to HTTP/1.0, which has none: `test_a_stream_for_http_1_0_has_no_chunks`.
 - Input that is not HTTP, or names no valid host, is answered in plain text or reaches the app, and complete
   requests before it are not answered: `test_what_is_no_http`, `test_one_host`,
   `test_what_is_refused_behind_a_request_leaves_it_its_answer`.
@@ -83,6 +84,18 @@ def free_descriptors() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     opened = len(os.listdir("/dev/fd"))  # noqa: PTH208 - descriptors, not files
     return hard - opened - RESERVED_DESCRIPTORS if hard != resource.RLIM_INFINITY else 2**20
+
+
+def end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Ends the answer with the connection: HTTP/1.0 has no chunks (RFC 9112, section 6.1)."""
+    framed = cycle.send
+
+    async def send(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await framed(message)
+
+    cycle.chunked_encoding = False
+    cycle.send = send  # type: ignore[method-assign]
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -265,9 +278,12 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return  # the head is read again, without the offer
         self._phase = "body"
-        if self.parser.get_http_version() == "1.0":
+        old = self.parser.get_http_version() == "1.0"
+        if old:
             self.expect_100_continue = False  # HTTP/1.0 has no interim answers (RFC 9110, section 10.1.1)
         super().on_headers_complete()
+        if old:
+            end_by_closing(self.cycle)
         if not self.pipeline:
             self._active = self.cycle
             self._rank()

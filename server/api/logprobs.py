@@ -66,8 +66,8 @@ class ChatLogprobs:
         return self._n_top is not None
 
     def all(self) -> dict[str, Any] | None:
-        """The log-probabilities of the whole choice, which is complete."""
-        return self.new()
+        """The log-probabilities of the whole choice, which is complete; an empty list if it has no token."""
+        return self.new() or ({"content": [], "refusal": None} if self.asked else None)
 
     def prompt(self) -> dict[str, Any] | None:
         """None, since this format has no field for those of an echoed prompt."""

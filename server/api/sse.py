@@ -115,7 +115,7 @@ class EventStream(Response):
         self.status_code, self.media_type, self.background = 200, writer.media_type, None
         # X-Accel-Buffering: nginx must not buffer events; no-cache: a cache must ask before it repeats an
         # answer
-        headers = {"Cache-Control": "no-cache", "Connection": "keep-alive", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         self.init_headers(headers)
         self._answers, self._writer, self._close = answers, writer, close
         self._error: ApiError | None = None

@@ -21,13 +21,14 @@ from .errors import PromptError
 from .schemas import (
     ANNOTATIONS,
     TEXTS,
+    check_keywords,
     check_lark_numbers,
     check_numbers,
     json_value,
     understood,
     written_length,
 )
-from .tool_calls import resolve
+from .tool_calls import described_elsewhere, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -94,6 +95,7 @@ def json_expression(
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
         raise PromptError(f"{param} must be a JSON schema, an object", param)
+    check_keywords(schema, param)
     check_numbers(schema, param)
     return _json(understood(schema), param, white_space=white_space, flexible=flexible)
 
@@ -215,12 +217,13 @@ class _Parameters:
     def rules(self) -> Iterator[str]:
         """The Lark rules, one parameter's at a time."""
         head = lark_literal(f"{self._name}>\n")
-        if not self._checked:
+        if not self._checked or (not self._strict and described_elsewhere(self._given or {})):
             parameter = f'"<parameter=" {self._rule}_name ">\\n" {self._rule.upper()}_V "\\n"'
             yield f"{self._rule}: {head} ({parameter})*"
             yield f"{self._rule}_name: /[^<>\\n]+/"
             yield f"{self._rule.upper()}_V: {NO_CLOSE} /\\n<\\/parameter>/"
             return
+        check_keywords((self._strict and self._given) or {}, self._where)
         try:
             check_numbers(self._given, self._where)
         except PromptError:
@@ -233,14 +236,12 @@ class _Parameters:
         required = schema.get("required", [])
         if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
             raise PromptError(f"{self._where}.type must be object", f"{self._where}.type")
+        place = f"{self._where}.required"
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise PromptError(f"{self._where}.required must be a list of names", f"{self._where}.required")
+            raise PromptError(f"{place} must be a list of names", place)
         required = dict.fromkeys(required)
         if unknown := [name for name in required if name not in properties]:
-            raise PromptError(
-                f"{self._where}.required names {unknown[0]!r}, which properties does not have",
-                f"{self._where}.required",
-            )
+            raise PromptError(f"{place} names {unknown[0]!r}, which properties does not have", place)
         parts = []
         for index, (name, value) in enumerate(properties.items()):
             if not name or set(name) & set("<>\n"):

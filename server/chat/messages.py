@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from .errors import PromptError
@@ -25,15 +26,17 @@ def check_messages(messages: object, pictures: list[GivenPicture] | None = None)
 
     `developer` becomes `system`, `reasoning` becomes `reasoning_content`, and JSON strings in `arguments` are
     parsed. All system messages are joined into one at the beginning, with a blank line between them, because
-    Qwen's template allows them nowhere else. Unknown keys stay, for templates that read them. Pictures are
-    appended to `pictures` in order; it is None for a model without vision. Raises PromptError naming the
-    field that is wrong.
+    Qwen's template allows them nowhere else. Tool results stand in the order of their calls, because the
+    template leaves out the ids. Unknown keys stay, for templates that read them. Pictures are appended to
+    `pictures` in order; it is None for a model without vision. Raises PromptError naming the field that is
+    wrong.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise PromptError(f"messages must be a list, not {_kind(messages)}", "messages")
     if not messages:
         raise PromptError("messages is empty; at least one user message is needed", "messages")
-    checked = [_message(message, f"messages[{index}]", pictures) for index, message in enumerate(messages)]
+    order = _in_order_of_calls(messages)
+    checked = [_message(messages[index], f"messages[{index}]", pictures) for index in order]
     if pictures is not None and len(pictures) > MAX_IMAGES:
         raise pictures[MAX_IMAGES].wrong(
             f"is picture {MAX_IMAGES + 1} of {len(pictures)}; at most {MAX_IMAGES} are read"
@@ -52,6 +55,12 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
         function = _mapping(_mapping(tool, where).get("function"), f"{where}.function")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise PromptError(f"{where}.function.name must be a non-empty string", f"{where}.function.name")
+        name, parameters = function["name"], function.get("parameters")
+        if name != name.strip() or set(name) & set("<>\n"):  # a call of it could not be read
+            where += ".function.name"
+            raise PromptError(f"{where} is {name!r}; no <, >, line break or outer space may be in it", where)
+        if parameters is not None:
+            _mapping(parameters, f"{where}.function.parameters")
     return [dict(tool) for tool in tools] or None
 
 
@@ -99,6 +108,30 @@ def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**systems[0], "content": text}, *others]
 
 
+def _in_order_of_calls(messages: Sequence[Any]) -> list[int]:
+    """The messages' indices, with the tool results after a message in the order of its calls, if the ids
+    tell it."""
+    order = list(range(len(messages)))
+    for is_result, run in groupby(order.copy(), lambda index: _get(messages[index], "role") == "tool"):
+        indices = list(run)
+        if not is_result or len(indices) < 2 or indices[0] == 0:
+            continue
+        calls = _get(messages[indices[0] - 1], "tool_calls")
+        ids = [_get(call, "id") for call in calls] if isinstance(calls, Sequence) else []
+        places = {id_: place for place, id_ in enumerate(ids) if isinstance(id_, str)}
+        given = [_get(messages[index], "tool_call_id") for index in indices]
+        known = [places[id_] for id_ in given if isinstance(id_, str) and id_ in places]
+        if len(places) == len(ids) and len(set(known)) == len(given):
+            order[indices[0] : indices[-1] + 1] = [
+                index for _, index in sorted(zip(known, indices, strict=True))
+            ]
+    return order
+
+
+def _get(value: object, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
 def _message(message: object, where: str, pictures: list[GivenPicture] | None) -> dict[str, Any]:
     checked = dict(_mapping(message, where))
     role = checked.get("role")
@@ -106,6 +139,14 @@ def _message(message: object, where: str, pictures: list[GivenPicture] | None) -
         raise PromptError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     if role == "developer":
         role = checked["role"] = "system"
+    if role == "assistant":
+        for key in ("function_call", "audio"):
+            if checked.get(key) is not None:
+                raise PromptError(
+                    f"{where}.{key} is not served; tool_calls and content are", f"{where}.{key}"
+                )
+        if (refusal := checked.pop("refusal", None)) is not None and checked.get("content") is None:
+            checked["content"] = refusal  # where OpenAI's API has the text of an answer that refuses
     shown = pictures if role in _SHOW else None
     required = role in _NEEDS_CONTENT
     checked["content"] = _content(checked.get("content"), f"{where}.content", shown, required=required)

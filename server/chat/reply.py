@@ -12,7 +12,7 @@ from .scanner import Parser, Scanner, Trimmed
 from .tool_calls import CallReader, ToolSchemas
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
     from qwen_serve.server.engine import FinishReason
 
@@ -102,7 +102,7 @@ class Reply:
 
     def _parts(self, text: str, *, last: bool = False) -> list[Part]:
         parts = self._parser.feed(text) if text else []
-        parts += self._parser.flush() if last else []
+        parts += self._parser.flush(limited=self.generation.finish_reason == "length") if last else []
         return parts if self._reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     @property
@@ -126,6 +126,10 @@ class ReplyParser:
     `tools` are OpenAI's tool objects. Without any, the parser does not look for tool calls. The arguments of
     an offered tool are streamed from its first parameter on; a call with another name is returned as a whole.
     White space around a call is dropped. Text that turns out not to be a call is content, unchanged.
+    `forced` are the tools one of which must be called, if that is required.
+
+    A call that is cut off, by a token limit or although it is forced, is no content, wherever its text ends.
+    Before its name is complete it is dropped, unless only one of the forced tools has a name that begins so.
     """
 
     def __init__(
@@ -134,9 +138,13 @@ class ReplyParser:
         thinking: bool,
         inline_reasoning: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        forced: Collection[str] = (),
     ) -> None:
         self._inline = inline_reasoning
         self._schemas = ToolSchemas(tools) if tools else None
+        self._forced = frozenset(forced)
+        self._cut_off = False
+        """Whether an unfinished call at the end is no content."""
         self._scanner = Scanner()
         self._parts: list[Part] = []
         self._parser = self._reply(thinking)
@@ -151,9 +159,10 @@ class ReplyParser:
         self._scanner.add(text)
         return self._read_on()
 
-    def flush(self) -> list[Part]:
-        """Ends the reply; returns the text held back."""
+    def flush(self, *, limited: bool = False) -> list[Part]:
+        """Ends the reply, which a token limit may have cut off; returns the text held back."""
         self._scanner.ended = True
+        self._cut_off = limited or bool(self._forced)
         return self._read_on()
 
     def _read_on(self) -> list[Part]:
@@ -200,20 +209,28 @@ class ReplyParser:
             offered = call.name in schemas
             if is_call and not offered:
                 is_call = yield from call.arguments(pieces.append)
-        if not is_call:
+        cut_off = not is_call and self._cut_off and self._scanner.broke_off
+        if not is_call and not cut_off:
             content.add(tool_calls.OPEN + "".join(tape))
             return
         content.drop()
         index = self.tool_calls
-        self._parts.append(ToolCall(index, f"call_{uuid4().hex[:24]}", call.name))
-        self._arguments(index, "".join(pieces))
-        if offered and not (yield from call.arguments(partial(self._arguments, index))):
+        if name := call.name or self._only_name(tool_calls.begun_name("".join(tape))):
+            self._parts.append(ToolCall(index, f"call_{uuid4().hex[:24]}", name))
+            self._arguments(index, "".join(pieces))
+        if cut_off or (offered and not (yield from call.arguments(partial(self._arguments, index)))):
+            self._scanner.rest()
             return
         self._arguments(index, "", last=True)
         self.tool_calls += 1
         yield from self._scanner.spaces()
         yield from self._scanner.tag(tool_calls.CLOSE)
         yield from self._scanner.spaces()
+
+    def _only_name(self, beginning: str) -> str:
+        """The forced tool whose name begins so; "" if there is none or more than one."""
+        names = [name for name in self._forced if name.startswith(beginning)]
+        return names[0] if len(names) == 1 else ""
 
     def _content(self, text: str) -> None:
         last = self._parts[-1] if self._parts else None

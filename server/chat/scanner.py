@@ -24,6 +24,8 @@ class Scanner:
         self._at = 0
         self.ended = False
         """Whether the text is complete. Then parsers run to their end."""
+        self.broke_off = False
+        """Whether the text ended in the last tag, name or stretch of text that was read."""
         self._tapes: list[list[str]] = []
 
     def add(self, text: str) -> None:
@@ -63,8 +65,11 @@ class Scanner:
             start = self._text[self._at : self._at + longest]
             for tag in tags:
                 if start.startswith(tag):
+                    self.broke_off = False
                     return self._take(self._at + len(tag))
-            if self.ended or not any(tag.startswith(start) for tag in tags):
+            possible = any(tag.startswith(start) for tag in tags)
+            if self.ended or not possible:
+                self.broke_off = possible
                 return ""
             yield
 
@@ -82,12 +87,13 @@ class Scanner:
                 closed = yield from self.tag(">")
                 return "".join(pieces).strip() if closed else ""
             if self.ended:
+                self.broke_off = True
                 return ""
             yield
 
-    def until(self, tags: Sequence[str], emit: Callable[[str], None]) -> Parser[str]:
+    def until(self, tags: Sequence[str], emit: Callable[[str], None], *, whole: bool = True) -> Parser[str]:
         """Reads and emits all text before the first of `tags`, then that tag, which it returns; "" if the
-        text ends.
+        text ends. The beginning of a tag at the text's end is emitted if `whole`.
 
         A tag's only `<` must be its first character.
         """
@@ -97,10 +103,17 @@ class Scanner:
                 at, tag = min(found)
                 emit(self._take(at))
                 return self._take(at + len(tag))
-            emit(self._take(len(self._text) - (0 if self.ended else self._partial(tags))))
+            held = 0 if self.ended and whole else self._partial(tags)
+            emit(self._take(len(self._text) - held))
             if self.ended:
+                self.rest()
+                self.broke_off = True
                 return ""
             yield
+
+    def rest(self) -> str:
+        """Reads all text that has arrived."""
+        return self._take(len(self._text))
 
     def _take(self, end: int) -> str:
         text = self._text[self._at : end]

@@ -65,6 +65,16 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Keywords that have no effect with these values, or without the keyword that they belong to."""
 
+_ENFORCED = {
+    *("type", "enum", "const", "required", "pattern", "format", "items", "prefixItems", "additionalItems"),
+    *("properties", "patternProperties", "additionalProperties", "propertyNames", "contains", "uniqueItems"),
+    *("allOf", "anyOf", "oneOf", "not", "$ref", "dependentRequired", "dependentSchemas"),
+    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+}
+_MEANT = {keyword.lower(): keyword for keyword in _ENFORCED}
+"""Keywords that restrict a value, by their letters."""
+
 _OWNERS = {"minContains": ("contains",), "maxContains": ("contains",), "then": ("if",), "else": ("if",)}
 
 
@@ -183,6 +193,19 @@ def _closed_part(key: str, value: Any) -> Any:
     return closed(value) if key in _ONE else value
 
 
+def check_keywords(schema: Mapping[str, Any], where: str) -> None:
+    """Raises PromptError for a keyword in another spelling (`max_length`), and for a schema inside another
+    object. JSON Schema ignores both, so anything would fit."""
+    if isinstance(schema.get("schema"), Mapping) and schema.keys().isdisjoint(_ENFORCED):
+        raise PromptError(f"{where}.schema: no keyword of JSON Schema; send the schema in it", where)
+    for place, one in _schemas(schema):
+        for key in one.keys() - _ENFORCED:
+            keyword = _MEANT.get(key.replace("_", "").replace("-", "").lower())
+            if keyword is not None:
+                path = _path(where, (place, f".{key}"))
+                raise PromptError(f"{path}: no keyword of JSON Schema; {keyword} is one", path)
+
+
 def check_numbers(schema: Any, where: str) -> None:
     """Raises PromptError for a number that llguidance would misread, and for multiples that it would compute
     wrongly; `where` is the schema's path in the request."""
@@ -203,12 +226,16 @@ def check_numbers(schema: Any, where: str) -> None:
     _check_multiples(multiples, where, combined=combined and (len(multiples) > 1 or references > 1))
 
 
-def _refuse_number(where: str, place: _Place, number: float, wrong: str) -> NoReturn:
+def _path(where: str, place: _Place) -> str:
     steps: list[str] = []
     while place is not None:
         place, step = place
         steps.append(step)
-    where += "".join(reversed(steps))
+    return where + "".join(reversed(steps))
+
+
+def _refuse_number(where: str, place: _Place, number: float, wrong: str) -> NoReturn:
+    where = _path(where, place)
     raise PromptError(f"{where}: {str(number)[:40]} {wrong}", where)
 
 

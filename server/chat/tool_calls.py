@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,6 +29,14 @@ _FUNCTION = "<function="
 _END_FUNCTION = "</function>"
 _PARAMETER = "<parameter="
 _END_PARAMETER = "</parameter>"
+_IMPLIED = {
+    "properties": "object",
+    "additionalProperties": "object",
+    "items": "array",
+    "prefixItems": "array",
+}
+"""Keyword -> the type that a schema without a `type` means by it."""
+
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -47,7 +55,11 @@ class ToolSchemas:
     def types(self, name: str, parameter: str) -> set[str]:
         """The JSON types of a tool's parameter; empty if its schema does not say."""
         schema = self._schemas.get(name, {})
-        return _types(_dict(schema.get("properties")).get(parameter), schema)
+        described: list[object] = []
+        for part in _parts(schema, schema):
+            given = _dict(part.get("properties"))
+            described.append(given[parameter] if parameter in given else part.get("additionalProperties"))
+        return {name for one in described for name in _types(one, schema)}
 
 
 class CallReader:
@@ -102,15 +114,15 @@ class CallReader:
         return bool(self._key or tag == _END_FUNCTION)
 
     def _value(self, value: _Text | _Typed) -> Parser[bool]:
-        """Reads a value and the heading after it. Returns whether it ended before the text did."""
+        """Reads a value and the heading after it. Returns whether they ended before the text did."""
         body = _Lines(value.add)
-        while (yield from self._scanner.until((_END_PARAMETER,), body.add)):
+        while (yield from self._scanner.until((_END_PARAMETER,), body.add, whole=False)):
             with self._scanner.recording() as tape:
                 yield from self._scanner.spaces()
                 ended = yield from self._heading()
-            if ended:
+            if ended or self._scanner.broke_off:
                 value.close()
-                return True
+                return ended
             body.add(_END_PARAMETER + "".join(tape))
         return False
 
@@ -168,9 +180,27 @@ class _Typed:
         self._emit(self._start + written)
 
 
+def begun_name(text: str) -> str:
+    """The name in the beginning of a call, after its `<tool_call>`, as far as it is written."""
+    return text.partition(_FUNCTION)[2].strip()
+
+
 def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say. Each part is read once."""
+    """The JSON types that a schema allows; empty if it does not say."""
     types: set[str] = set()
+    for part in _parts(schema, root):
+        declared = part.get("type")
+        names = {name for name in [declared, *_list(declared)] if isinstance(name, str)}
+        if not names:
+            options = [part["const"]] if "const" in part else _list(part.get("enum"))
+            names = {name for option in options for name in _names(option)}
+            names |= {_IMPLIED[key] for key in _IMPLIED.keys() & part.keys()}
+        types |= names
+    return types
+
+
+def _parts(schema: object, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A schema, what it refers to and its alternatives, each once."""
     seen: set[int] = set()  # `$ref` can be cyclic
     unread = [schema]
     while unread:
@@ -178,16 +208,20 @@ def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
         if not isinstance(part, Mapping) or id(part) in seen:
             continue
         seen.add(id(part))
-        declared = part.get("type")
-        names = {name for name in [declared, *_list(declared)] if isinstance(name, str)}
-        if not names:
-            options = [part["const"]] if "const" in part else _list(part.get("enum"))
-            names = {name for option in options for name in _names(option)}
-        types |= names
+        yield part
         unread += (option for key in ("anyOf", "oneOf", "allOf") for option in _list(part.get(key)))
         if "$ref" in part:
             unread.append(resolve(part["$ref"], root))
-    return types
+
+
+def described_elsewhere(schema: Mapping[str, Any]) -> bool:
+    """Whether a tool's schema describes its parameters only elsewhere than in its `properties`."""
+    top = schema
+    for _ in range(16):
+        if "$ref" in top:
+            top = _dict(resolve(top["$ref"], schema))
+    others = top.keys() & {"allOf", "anyOf", "oneOf", "patternProperties"}
+    return not top.get("properties") and bool(others or top.get("additionalProperties"))
 
 
 def resolve(reference: object, root: Mapping[str, Any]) -> object:

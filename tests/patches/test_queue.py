@@ -238,6 +238,55 @@ def test_switches_apply_on_top(patched: Path) -> None:
     apply(PATCHES / "switches.patch", patched, "--dry-run")
 
 
+REPACKING = """
+#include <algorithm>
+#include <cstdio>
+#include <unordered_set>
+#define GGML_ASSERT(x)
+#define CUDA_CHECK(x) x
+enum { cudaSuccess, cudaMemcpyDeviceToDevice, cudaStreamPerThread };
+struct ggml_backend_cuda_buffer_context { int device = 0; std::unordered_set<const void *> repacked; };
+struct ggml_backend_buffer { ggml_backend_cuda_buffer_context * context; };
+struct ggml_tensor { ggml_backend_buffer * buffer; void * data; size_t nbytes; bool can; };
+struct { struct { int cc; } devices[1]; } info;
+auto & ggml_cuda_info() { return info; }
+bool ggml_backend_buffer_is_cuda(ggml_backend_buffer *) { return true; }
+void ggml_cuda_set_device(int) {}
+size_t ggml_nbytes(const ggml_tensor * t) { return t->nbytes; }
+int cudaMalloc(void **, size_t) { return cudaSuccess; }
+int cudaGetLastError() { return 0; }
+void cudaMemcpyAsync(void *, void *, size_t, int, int) {}
+void cudaStreamSynchronize(int) {}
+void cudaFree(void *) {}
+bool ggml_cuda_can_repack(const ggml_tensor * t, int) { return t->can; }
+void ggml_cuda_repack(const ggml_tensor *, char *, void *, int) {}
+%s
+int main() {
+    ggml_backend_cuda_buffer_context context;
+    ggml_backend_buffer buffer = { &context };
+    int data[2];
+    ggml_tensor can = { &buffer, data, 70, true }, cannot = { &buffer, data + 1, 5, false };
+    ggml_tensor * both[] = { &can, &cannot };
+    const size_t first = ggml_backend_cuda_repack_weights(both, 2);
+    printf("%%zu %%zu", first, ggml_backend_cuda_repack_weights(both, 2));
+}
+"""
+"""What repacks weights, on a card that computes nothing."""
+
+
+@pytest.mark.reference
+def test_with_switches_weights_repacked_at_load_are_counted_again(patched: Path, tmp_path: Path) -> None:
+    """Else a server of such a build takes the matrices that it asks to repack for unrepacked ones."""
+    sources = shutil.copytree(patched, tmp_path / "sources")
+    apply(PATCHES / "switches.patch", sources)
+    code = (sources / "ggml/src/ggml-cuda/ggml-cuda.cu").read_text()
+    pattern = r"^static size_t ggml_backend_cuda_repack_weights\(.*?^}$"
+    [function] = re.findall(pattern, code, re.MULTILINE | re.DOTALL)
+    (tmp_path / "repack.cpp").write_text(REPACKING % function)
+    run(["g++", "-std=c++17", tmp_path / "repack.cpp", "-o", tmp_path / "repack"], check=True)
+    assert run([tmp_path / "repack"], check=True).stdout == "70 70"
+
+
 UPSTREAM = sorted((PATCHES / "upstream").glob("*.patch"))
 
 

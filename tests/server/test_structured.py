@@ -88,6 +88,22 @@ def test_free_text_until_the_models_own_token_for_calls(http: httpx.Client) -> N
     assert "<tool_call>" not in free["message"]["content"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_choice": ["So: </think>, or"]},
+        {"guided_regex": "x</think>y"},
+        {"grammar": 'root ::= "</think>"'},
+        {"guided_json": {"const": "</think>"}},
+    ],
+)
+def test_a_text_that_is_one_token_of_the_model_is_named(http: httpx.Client, fields: dict[str, Any]) -> None:
+    answer = post(http, messages=ASK, **fields, enable_thinking=False)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in fields
+    assert "has </think>, one token of this model" in answer.json()["error"]["message"]
+
+
 def test_objects_without_further_properties(http: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     fields = {"json": schema, "disable_additional_properties": True}
@@ -142,6 +158,43 @@ def test_several_calls(http: httpx.Client) -> None:
             check_calls(found["message"], {"get_weather", "stop"})
             seen.add(len(found["message"]["tool_calls"]))
     assert seen
+
+
+@pytest.mark.parametrize("tools", [[WEATHER], [WEATHER, STOP]])
+def test_a_forced_call_that_is_cut_off_is_no_content(http: httpx.Client, tools: list[Any]) -> None:
+    """A client that asked for this tool finds its call, whose arguments are incomplete."""
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    fields = {"tools": tools, "tool_choice": choice, "enable_thinking": False}
+    for limit in range(1, 16):
+        found = chat(http, **fields, max_tokens=limit)
+        [call] = found["message"]["tool_calls"]
+        assert call["function"]["name"] == "get_weather"
+        with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+            json.loads(call["function"]["arguments"])
+        assert (found["message"]["content"], found["finish_reason"]) == (None, "length")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "may"),
+    [
+        ({"type": "object", "anyOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}]}, True),
+        ({"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}]}, True),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, True),
+        ({"type": "object"}, False),
+        ({"type": "object", "properties": {}}, False),
+    ],
+)
+def test_a_forced_call_may_have_parameters_that_are_described_elsewhere(
+    http: httpx.Client, parameters: dict[str, Any], may: bool
+) -> None:
+    """It had none, whatever the model would have written."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    fields = {"tools": [tool], "tool_choice": "required", "temperature": 1, "max_tokens": 300}
+    arguments = set()
+    for seed in range(8):
+        found = chat(http, **fields, seed=seed, enable_thinking=False)
+        arguments |= {call["function"]["arguments"] for call in found["message"]["tool_calls"]}
+    assert (arguments != {"{}"}) == may
 
 
 def test_strict_tools_leave_the_choice_and_bind_the_arguments(http: httpx.Client) -> None:

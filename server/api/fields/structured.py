@@ -206,6 +206,15 @@ def _name_of(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def forced_tools(choice: Any, tools: Sequence[dict[str, Any]] | None) -> list[str]:
+    """The names of the tools one of which must be called; none if `tool_choice` forces no call."""
+    if isinstance(choice, dict):
+        if choice["type"] == "function":
+            return [choice["function"]["name"]]
+        return choice["names"] if choice["mode"] == "required" else []
+    return [name for tool in tools or [] if (name := _name_of(tool))] if choice in ("required", "any") else []
+
+
 def calls_format(
     choice: Any, tools: Sequence[dict[str, Any]] | None, *, parallel: bool, beside: AnswerFormat | None
 ) -> ToolFormat | None:

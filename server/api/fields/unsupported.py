@@ -18,6 +18,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
     "moderation": (),
+    "extra_body": ({},),  # the openai package's, which sends the fields in it beside the others
     # llama-server
     "post_sampling_probs": (False,),
     "n_indent": (0,),
@@ -74,6 +75,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that would change the answer -> their values without effect, besides null."""
 
+ELSEWHERE = {
+    **dict.fromkeys(("input", "prompt", "system", "instructions"), "messages"),
+    "max_output_tokens": "max_completion_tokens",
+    "stop_sequences": "stop",
+    **dict.fromkeys(("text", "format", "output_format", "output_config"), "response_format"),
+    "think": "enable_thinking",
+    "options": "fields of their own",
+}
+"""Fields of this server's other formats -> what a chat has for them."""
+
 
 class Refusing(BaseModel):
     """A body whose known fields have an effect or are refused; unknown fields are ignored."""
@@ -91,6 +102,8 @@ class Refusing(BaseModel):
         for field, value in body.items() if isinstance(body, dict) else ():
             if field in cls.unsupported and value is not None and not _in(value, cls.unsupported[field]):
                 what = "not supported by this server; leave it out"
+                if field == "extra_body":
+                    what = "send the fields in it beside the others, as the openai package does"
                 if field in cls.instead:
                     what = f"this endpoint has {cls.instead[field]} for it"
                 raise bad_request(f"{field}: {what}", field, "unsupported_parameter")

@@ -14,10 +14,11 @@ from qwen_serve.server.api.fields.structured import (
     WantedGrammar,
     calls_format,
     check_tool_choice,
+    forced_tools,
     wanted_grammar,
 )
 from qwen_serve.server.api.fields.thinking import ThinkingFields
-from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
+from qwen_serve.server.api.fields.unsupported import ELSEWHERE, UNSUPPORTED
 from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import awake, prepared, seen
@@ -36,6 +37,7 @@ from qwen_serve.server.chat import (
     NOTHING_YET,
     Arguments,
     Content,
+    PromptError,
     Reasoning,
     Reply,
     ReplyParser,
@@ -43,7 +45,7 @@ from qwen_serve.server.chat import (
     check_conversation,
 )
 from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, recalled, shown
-from qwen_serve.server.engine import MAX_LOGPROBS
+from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -136,9 +138,10 @@ class ChatRequest(ThinkingFields, GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         name: values
-        for name, values in {**UNSUPPORTED, "echo": (False,)}.items()
+        for name, values in {**UNSUPPORTED, "echo": (False,), **dict.fromkeys(ELSEWHERE, ("",))}.items()
         if name not in ("add_generation_prompt", "continue_final_message", "mm_processor_kwargs")
     }
+    instead: ClassVar[dict[str, str]] = ELSEWHERE
 
     messages: Annotated[
         list[dict[str, Any]], described_as(Annotated[list[MessageInput], Field(min_length=1)])
@@ -293,8 +296,9 @@ async def begin(
     )
     constrain = await compiled(context, request, wanted)
     tools = request.offered_tools
+    forced = forced_tools(request.tool_choice, tools)
     parsers = [
-        ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools)
+        ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools, forced=forced)
         for _ in range(request.choices)
     ]
     served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits)
@@ -328,14 +332,17 @@ def prompt_of(
         "add_generation_prompt": request.add_generation_prompt is not False,
         "continue_final_message": request.continues,
     }
-    ids = prompter.chat(
-        request.messages,
-        check,
-        tools=request.offered_tools,
-        template_kwargs=request.chat_template_kwargs,
-        pictures=pictures,
-        **how,
-    )
+    try:
+        ids = prompter.chat(
+            request.messages,
+            check,
+            tools=request.offered_tools,
+            template_kwargs=request.chat_template_kwargs,
+            pictures=pictures,
+            **how,
+        )
+    except InvalidPrompt as error:
+        raise PromptError(f"messages: {error}", "messages") from error
     return ids, prompter.reply_reasons(request.messages, **how)
 
 
@@ -378,7 +385,7 @@ async def message_of(reply: Reply) -> dict[str, Any]:
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [tool_call(call, arguments[call.index]) for call in calls]
+        message["tool_calls"] = [tool_call(call, arguments.get(call.index, "")) for call in calls]
     return message
 
 

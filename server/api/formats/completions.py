@@ -76,6 +76,7 @@ class CompletionRequest(GenerationRequest):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **UNSUPPORTED,
+        "messages": ([],),
         "top_logprobs": (0,),
         "tools": ([],),
         "tool_choice": ("none", "auto"),

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
-from qwen_serve.server.api.errors import ApiError, bad_request, from_validation
+from qwen_serve.server.api.errors import ApiError, bad_request, from_exception, from_validation
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
-from qwen_serve.server.api.formats.chat import ChatRequest
+from qwen_serve.server.api.formats.chat import ChatRequest, begin
+from qwen_serve.server.chat import PromptError
 from qwen_serve.server.chat.pictures import GivenPicture
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from fastapi import Response
 
+    from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.api.serving import ServedRequest
+    from qwen_serve.server.chat import Reply
 
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "messages": (),
@@ -83,14 +87,27 @@ def to_chat(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:
     raise renamed(wrong, names)
 
 
+async def begun(
+    context: RequestContext, asked: ChatRequest, prefix: str, names: Mapping[str, str]
+) -> tuple[ServedRequest, Reply]:
+    """Submits a translated request, which has one answer. Raises ApiError 400 under the client's names."""
+    try:
+        served, [reply] = await begin(context, asked, prefix)
+    except (ApiError, PromptError) as error:
+        raise renamed(from_exception(error), names) from error
+    return served, reply
+
+
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error about a chat request, under the client's name for the field."""
-    field, dot, rest = (error.param or "").partition(".")
-    name = names.get(field)
-    if name is None:
+    """An error about a chat request, under the client's name for the field or for what contains it."""
+    given = field = error.param or ""
+    while field and field not in names:
+        field = field.rpartition(".")[0]
+    if not field:
         return error
-    message = error.message.replace(field, name, 1)
-    return ApiError(error.status, message, param=name + dot + rest, code=error.code, headers=error.headers)
+    param = names[field] + given.removeprefix(field)
+    message = error.message.replace(field, names[field], 1)
+    return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
 def object_in(value: Any, where: str) -> Mapping[str, Any]:

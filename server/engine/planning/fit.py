@@ -25,7 +25,7 @@ from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
 from .adapters import AdapterSpec
 from .contexts import CELL_PADDING, padded, uses_mtp, with_mtp_sequences
-from .hardware import available_memory
+from .hardware import available_memory, check_without_gpu
 from .plan import MAX_CELLS, MemoryPlan, arrange, compute_buffers, make_plan, on_the_line, size_text
 from .sequence_ids import SequenceIds
 from .spec import DraftSpec, ModelSpec
@@ -331,6 +331,7 @@ def _places(settings: EngineSettings) -> list[Device]:
     if available is not None:
         host = replace(host, free=available)
     if not gpus or settings.n_gpu_layers == 0:
+        check_without_gpu(settings)
         return [host]
     if settings.split_mode == "layer":
         if settings.tensor_split and len(settings.shares) != len(gpus):

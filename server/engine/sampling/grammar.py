@@ -57,20 +57,25 @@ LIMITS = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
 class Grammar:
     """A compiled grammar, which any number of answers may follow. From any thread."""
 
-    def __init__(self, matcher: LLMatcher, end: int, digits: DigitTokens | None = None) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, end: int, digits: DigitTokens | None = None
+    ) -> None:
         """With `digits`, numbers are bounded."""
-        self._matcher, self._end, self._digits = matcher, end, digits
+        self._matcher, self._tokenizer, self._end, self._digits = matcher, tokenizer, end, digits
 
     def begin(self, param: str = "the format") -> GrammarConstraint:
         """A constraint for one answer; error messages name the field `param`."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._end, param, self._digits)
+        return GrammarConstraint(self._matcher.deep_copy(), self._tokenizer, self._end, param, self._digits)
 
 
 class GrammarConstraint:
     """Constrains an answer to a grammar, and forces `end` when nothing else can follow."""
 
-    def __init__(self, matcher: LLMatcher, end: int, param: str, digits: DigitTokens | None) -> None:
-        self._matcher, self._end, self._param, self._digits = matcher, end, param, digits
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, end: int, param: str, digits: DigitTokens | None
+    ) -> None:
+        self._matcher, self._tokenizer, self._end = matcher, tokenizer, end
+        self._param, self._digits = param, digits
         self._run = 0
         """Digits at the end of the text."""
         self._n = 0
@@ -86,6 +91,10 @@ class GrammarConstraint:
         matcher = self._matcher
         forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
         if forced and not matcher.consume_tokens(forced):
+            for token in filter(self._tokenizer.is_special_token, forced):
+                name = self._tokenizer.decode_str([token])
+                wrong = f"its text has {name}, one token of this model; a structural_tag can ask for it"
+                raise FormatTooComplex(self._param, wrong)
             self._fail()
         self._follow(forced)
         if matcher.is_stopped():
@@ -275,7 +284,7 @@ class GrammarCompiler:
             raise InvalidGrammar("no text fits it")
         if self._digits is None:
             self._digits = DigitTokens(tokenizer)
-        return Grammar(matcher, self._end, self._digits if JSON in text else None)
+        return Grammar(matcher, tokenizer, self._end, self._digits if JSON in text else None)
 
     def stop(self) -> None:
         """Fail waiting and later callers with EngineDead. From any thread. Idempotent."""

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qwen_serve.server.engine import InvalidPrompt
 from tests.server.api.conftest import Server, Start
 
 COMPLETIONS = "/v1/completions"
@@ -387,3 +388,25 @@ def test_a_body_that_is_too_large(server: Server) -> None:
         error_of(server.http.post(COMPLETIONS, content=chunks, headers=headers), 413)["code"]
         == "body_too_large"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (CHAT, {"messages": HI}, "messages"),
+        ("/v1/responses", {"input": "Hi"}, "input"),
+        (COMPLETIONS, {"prompt": "Hi"}, "prompt"),
+    ],
+)
+def test_text_without_tokens_has_the_name_of_its_field(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], field: str
+) -> None:
+    """Such as a picture in base64 that was sent as text: a word that is too long."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InvalidPrompt("a word is too long")
+
+    server = start("x")
+    monkeypatch.setattr(server.engine.vocab, "tokenize", refuse)
+    error = error_of(server.post(path, **body), 400)
+    assert (error["param"], error["message"]) == (field, f"{field}: a word is too long")

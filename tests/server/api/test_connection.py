@@ -310,6 +310,19 @@ def test_a_client_of_http_1_0_gets_no_interim_answer(start: Start) -> None:
             assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
 
 
+def test_a_stream_for_http_1_0_has_no_chunks(start: Start) -> None:
+    """The client would take their lengths for text (RFC 9112, section 6.1). The connection's end ends it."""
+    server = start("Hello!")
+    for body in ('{"prompt": "x", "stream": true}', '{"prompt": "x"}'):
+        with connected(server) as client:
+            client.sendall(post(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+            head, _, answer = everything(client).partition(b"\r\n\r\n")
+        assert b"chunked" not in head
+        assert re.findall(rb"connection: (\S+)", head) == [b"close"]
+        assert answer.startswith((b"data: {", b"{"))
+        assert answer.endswith((b"data: [DONE]\n\n", b"}"))
+
+
 UPGRADE = {"Connection": "Upgrade, HTTP2-Settings", "HTTP2_Settings": "AAMAAABkAAQ"}
 
 

@@ -21,6 +21,13 @@ def entry(byte: int, logprob: float) -> dict[str, Any]:
     return {"token": bytes([byte]).decode("utf-8", "replace"), "logprob": logprob, "bytes": [byte]}
 
 
+@pytest.mark.parametrize("stop", [None, "x"])
+def test_an_answer_without_tokens_has_an_empty_list(start: Start, stop: str | None) -> None:
+    """Clients read `logprobs.content` of what they asked for."""
+    choice = start("" if stop is None else stop).chat(logprobs=True, stop=stop).json()["choices"][0]
+    assert choice["logprobs"] == {"content": [], "refusal": None}
+
+
 def test_of_a_chat(start: Start) -> None:
     [choice] = start("bc").chat(logprobs=True, top_logprobs=2).json()["choices"]
     tops = [entry(98, -0.1), entry(99, -2.5)]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.server.api.conftest import Start
 
-RESPONSES, ANTHROPIC = "/v1/responses", "/v1/messages"
+CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
 def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:
@@ -85,6 +85,23 @@ def test_a_chats_fields_are_not_passed_over_in_other_formats(
     assert server.post(path, **least, **nothing).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("schema", "field"), [({"type": "object"}, "schema"), ({"enum": [2**60 + 1]}, "schema.enum[0]")]
+)
+def test_what_is_wrong_with_a_schema_has_the_formats_own_name(
+    start_shared: Start, schema: dict[str, Any], field: str
+) -> None:
+    """Whether the translation finds it, or the chat that it becomes. (The scripted engine follows no
+    grammar.)"""
+    server, given = start_shared("Hi"), {"type": "json_schema", "name": "x", "schema": schema}
+    answer = server.post(RESPONSES, input="Hi", text={"format": given}).json()["error"]
+    assert answer["param"] == f"text.format.{field}"
+    assert answer["message"].startswith(answer["param"])
+    least = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    answer = server.post(ANTHROPIC, **least, output_config={"format": given}).json()["error"]
+    assert answer["message"].startswith(f"output_config.format.{field}")
+
+
 def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
     server = start("Hi")
     assert server.post(RESPONSES, input="Hi", thinking=True, thinking_budget_tokens=40).status_code == 200
@@ -94,6 +111,51 @@ def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
     assert server.engine.submissions[-1].text.endswith("<think>\n")
     counted = {"messages": least["messages"], "n": 3, "max_tokens": 5}  # nothing there depends on them
     assert server.post("/v1/messages/count_tokens", **counted).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "instead"),
+    [
+        (CHAT, {"max_output_tokens": 5}, "max_completion_tokens"),
+        (CHAT, {"stop_sequences": ["x"]}, "stop"),
+        (CHAT, {"system": "Be brief."}, "messages"),
+        (CHAT, {"format": "json"}, "response_format"),
+        (CHAT, {"options": {"temperature": 0}}, "fields of their own"),
+        (CHAT, {"think": False}, "enable_thinking"),
+        (CHAT, {"extra_body": {"top_k": 1}}, "beside the others"),
+        (RESPONSES, {"extra_body": {"top_k": 1}}, "beside the others"),
+        (ANTHROPIC, {"extra_body": {"top_k": 1}}, "beside the others"),
+        ("/v1/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "leave it out"),
+        ("/v1/completions", {"extra_body": {"top_k": 1}}, "beside the others"),
+        ("/api/chat", {"temperature": 0}, "options.temperature"),
+        ("/api/chat", {"max_tokens": 5}, "options.num_predict"),
+        ("/api/chat", {"max_completion_tokens": 5}, "options.num_predict"),
+        ("/api/chat", {"response_format": {"type": "json_object"}}, "format"),
+        ("/api/chat", {"reasoning_effort": "low"}, "think"),
+        ("/api/chat", {"tool_choice": "required"}, "leave it out"),
+        ("/api/chat", {"system": "Be brief."}, "messages"),
+        ("/api/generate", {"messages": [{"role": "user", "content": "Hi"}]}, "prompt"),
+        ("/api/generate", {"seed": 1}, "options.seed"),
+    ],
+)
+def test_fields_of_the_servers_other_formats_are_not_passed_over(
+    start_shared: Start, path: str, fields: dict[str, Any], instead: str
+) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    least: dict[str, Any] = {"messages": messages, "max_tokens": 9}
+    if path.startswith("/api"):
+        least = {"messages": messages} if path == "/api/chat" else {"prompt": "Hi"}
+    elif path != CHAT and path != ANTHROPIC:
+        least = {"input": "Hi"} if path == RESPONSES else {"prompt": "Hi"}
+    server = start_shared("Hi")
+    [field] = fields
+    answer = server.post(path, **{**least, **fields})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    message = error if path.startswith("/api") else error["message"]
+    assert message.startswith(f"{field}: ")
+    assert instead in message
+    assert server.post(path, **least, **dict.fromkeys(fields.keys() - least)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def conversation(word: Words, shape: list[str]) -> dict[str, Any]:
         else:
             messages.append({"role": kind, "content": word()})
     function = {
-        "name": f"f{word()}",
+        "name": "f",
         "description": word(),
         "parameters": {"properties": {word(): {"type": word()}}},
     }

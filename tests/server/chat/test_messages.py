@@ -58,6 +58,10 @@ def test_a_bad_message_is_named(messages: Any, param: str) -> None:
         (["f"], "tools[0]"),
         ([{}], "tools[0].function"),
         ([{"function": {"name": "f"}}, {"function": {"name": ""}}], "tools[1].function.name"),
+        ([{"function": {"name": "a>b"}}], "tools[0].function.name"),
+        ([{"function": {"name": "a\nb"}}], "tools[0].function.name"),
+        ([{"function": {"name": " f"}}], "tools[0].function.name"),
+        ([{"function": {"name": "f", "parameters": "{}"}}], "tools[0].function.parameters"),
     ],
 )
 def test_a_bad_tool_is_named(tools: Any, param: str) -> None:
@@ -206,3 +210,57 @@ def test_parts_that_come_back_from_openais_apis_are_text() -> None:
             check_messages([{"role": "assistant", "content": [wrong]}])
         assert caught.value.param is not None
         assert caught.value.param.startswith("messages[0].content[0].")
+
+
+def test_the_text_of_a_refusal_is_the_answers() -> None:
+    """OpenAI's chat answers have it beside a content that is null."""
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    assert check_messages([USER, refused])[1] == {"role": "assistant", "content": "No."}
+    answered = {"role": "assistant", "content": "Yes.", "refusal": None}
+    assert check_messages([USER, answered])[1] == {"role": "assistant", "content": "Yes."}
+
+
+@pytest.mark.parametrize("key", ["function_call", "audio"])
+def test_what_an_assistants_message_cannot_have(key: str) -> None:
+    check_messages([{"role": "assistant", "content": "x", key: None}])
+    with pytest.raises(PromptError) as caught:
+        check_messages([USER, {"role": "assistant", "content": None, key: {"name": "f", "id": "a"}}])
+    assert caught.value.param == f"messages[1].{key}"
+
+
+def asked(*ids: str | None) -> dict[str, Any]:
+    calls = [{"id": id_, "type": "function", "function": {"name": "f", "arguments": {}}} for id_ in ids]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def results(*ids: object) -> list[dict[str, Any]]:
+    return [{"role": "tool", "content": str(id_), "tool_call_id": id_} for id_ in ids]
+
+
+@pytest.mark.parametrize(
+    ("calls", "given", "read"),
+    [
+        ("abc", "cab", "abc"),
+        ("abc", "cb", "bc"),
+        ("abc", "abc", "abc"),
+        ("abc", "cxa", "cxa"),
+        ("aab", "ba", "ba"),
+        ("abc", "bab", "bab"),
+        ([None, "b"], "ba", "ba"),
+        ("ab", [["b"], "a"], [["b"], "a"]),
+    ],
+)
+def test_tool_results_are_read_in_the_order_of_their_calls(calls: Any, given: Any, read: Any) -> None:
+    """Qwen's template writes no ids, so the model takes the first result for that of the first call."""
+    messages = [USER, asked(*calls), *results(*given), asked(*calls), USER, *results(*given)]
+    there = [*messages[:2], *results(*read), *messages[2 + len(given) :]]
+    assert check_messages(messages) == there
+    assert check_messages(results(*given)) == results(*given)
+
+
+def test_a_wrong_result_is_named_by_its_own_place() -> None:
+    given = [USER, asked("a", "b"), *results("b", "a")]
+    given[2]["content"] = 5
+    with pytest.raises(PromptError) as caught:
+        check_messages(given)
+    assert caught.value.param == "messages[2].content"

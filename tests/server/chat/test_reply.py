@@ -25,10 +25,12 @@ TOOLS: list[dict[str, Any]] = [
 CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 
 
-def parse(pieces: Iterable[str], **options: Any) -> tuple[str, str, list[tuple[str, Any]]]:
+def parse(
+    pieces: Iterable[str], *, limited: bool = False, **options: Any
+) -> tuple[str, str, list[tuple[str, Any]]]:
     """Reasoning, content and calls of a whole reply; of a call that was cut off its arguments' text."""
     parser = ReplyParser(**options)
-    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.flush()
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.flush(limited=limited)
     assert all(isinstance(part, ToolCall) or part.text for part in parts)
     calls = [part for part in parts if isinstance(part, ToolCall)]
     assert [call.index for call in calls] == list(range(len(calls)))
@@ -143,6 +145,58 @@ def test_calls(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
     assert parse(text, thinking=False, tools=TOOLS) == ("", content, calls)
 
 
+GO = {"type": "function", "function": {"name": "address"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("So: <tool_call>", "So:", []),
+        ("<tool_call>\n<func", "", []),
+        ("<tool_call>\n<function=ad", "", []),
+        ("<tool_call>\n<function=add", "", []),
+        ("<tool_call>\n<function=add>", "", [("add", "")]),
+        ("<tool_call>\n<function=add>\n<parameter=a", "", [("add", "")]),
+        ("<tool_call>\n<function=add>\n</fun", "", [("add", "")]),
+        ("<tool_call>\n<function=add>\n<parameter=a>", "", [("add", "{")]),
+        ("<tool_call>\n<function=new>\n<parameter=b>\nx", "", [("new", '{"b": "x')]),
+        ("<tool_call><function=add><parameter=b>\nx <b\n</para", "", [("add", '{"b": "x <b')]),
+        ("<tool_call><function=add><parameter=b>\nx\n</parameter>", "", [("add", '{"b": "x"')]),
+        ("<tool_call><function=add><parameter=a>\n7\n</parameter>\n</fun", "", [("add", '{"a": 7')]),
+        ("<tool_call><function=add><parameter=b>x</parameter><parameter=a", "", [("add", '{"b": "x"')]),
+        (f"{CALL}\n<tool_call>\n<function", "", [("add", {"a": 1})]),
+        ("The tag <tool_call> opens", "The tag <tool_call> opens", []),
+        ("<tool_call><function=>", "<tool_call><function=>", []),
+        ("<tool_call>{", "<tool_call>{", []),
+    ],
+)
+def test_a_call_that_a_token_limit_cuts_off(text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    for pieces in ([text], text):
+        assert parse(pieces, limited=True, thinking=False, tools=[*TOOLS, GO]) == ("", content, calls)
+
+
+@pytest.mark.parametrize(
+    ("written", "forced", "called"),
+    [
+        ("", ["add"], ["add"]),
+        ("\n<function=", ["add"], ["add"]),
+        ("", ["add", "address"], []),
+        ("\n<function=add", ["add", "address"], []),
+        ("\n<function=addr", ["add", "address"], ["address"]),
+        ("\n<function=add>\n<par", ["add", "address"], ["add"]),
+    ],
+)
+def test_a_forced_call_that_is_cut_off_has_a_name_as_soon_as_it_is_certain(
+    written: str, forced: list[str], called: list[str]
+) -> None:
+    """Whatever cut it off: a stop string does, too."""
+    for limited in (False, True):
+        found = parse(
+            ["<tool_call>" + written], limited=limited, thinking=False, tools=[*TOOLS, GO], forced=forced
+        )
+        assert found == ("", "", [(name, "") for name in called])
+
+
 def test_a_call_ends_the_reasoning() -> None:
     """Models forget to close the block before a call."""
     assert parse([f"Hm.\n{CALL}"], thinking=True, tools=TOOLS) == ("Hm.", "", [ADD])
@@ -226,7 +280,7 @@ replies = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12
 def test_the_parts_do_not_depend_on_the_cuts(
     text: str, cuts: list[int], thinking: bool, inline: bool, tools: list[dict[str, Any]] | None
 ) -> None:
-    options = {"thinking": thinking, "inline_reasoning": inline, "tools": tools}
+    options: dict[str, Any] = {"thinking": thinking, "inline_reasoning": inline, "tools": tools}
     places = sorted(cut % (len(text) + 1) for cut in cuts)
     pieces = [text[start:end] for start, end in pairwise([0, *places, len(text)])]
     whole = parse([text], **options)

@@ -299,3 +299,41 @@ def test_the_deepest_value_is_looked_at() -> None:
     deep = "[" * 190 + "9007199254740993" + "]" * 190
     with pytest.raises(PromptError, match="9007199254740993 cannot"):
         json_format(f'{{"const": {deep}}}', "guided_json")
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "word"),
+    [
+        ({"type": "string", "max_length": 3}, ".max_length", "maxLength"),
+        ({"properties": {"a": {"anyOf": [{"Type": "string"}]}}}, ".properties.a.anyOf[0].Type", "type"),
+        ({"name": "x", "schema": {"type": "boolean"}, "strict": True}, "", "the schema in it"),
+    ],
+)
+def test_what_is_no_keyword_but_meant_as_one(schema: dict[str, Any], place: str, word: str) -> None:
+    """Anything would fit."""
+    with pytest.raises(PromptError) as caught:
+        json_format(schema, "guided_json")
+    assert caught.value.param == f"guided_json{place}"
+    assert word in caught.value.message
+
+
+def test_a_strict_tools_parameters_have_the_keywords_spelling() -> None:
+    parameters = {"properties": {"p": {"type": "array", "items": {"type": "string"}, "max_items": 3}}}
+    function = {"name": "f", "parameters": parameters}
+    assert tool_format([{"function": function}], forced=True, parallel=True)
+    with pytest.raises(PromptError) as caught:
+        tool_format([{"function": {**function, "strict": True}}], forced=True, parallel=True)
+    assert caught.value.param == "tools[0].function.parameters.properties.p.max_items"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"max_length": {"type": "integer"}, "Type": {}}, "schema": {}},
+        {"type": "string", "x-unit": "m", "example": "a", "propertyOrdering": []},
+        {"enum": [{"max_length": 3}], "default": {"Type": 1}},
+        {"schema": "a text"},
+    ],
+)
+def test_other_words_are_no_keywords(schema: dict[str, Any]) -> None:
+    assert json_format(schema, "guided_json")

@@ -83,6 +83,9 @@ def typed(text: str, schema: Any, **root: Any) -> Any:
         ({"enum": [1, 2]}, "2", 2),
         ({"enum": ["1", "2"]}, "2", "2"),
         ({"const": True}, "true", True),
+        ({"properties": {"a": {}}}, '{"a": 1}', {"a": 1}),
+        ({"items": {"type": "integer"}}, "[1]", [1]),
+        ({"type": "string", "items": {}}, "[1]", "[1]"),
         ({}, "5", "5"),
         (True, "5", "5"),
         (None, "5", "5"),
@@ -100,6 +103,26 @@ def test_references() -> None:
     assert typed("5", {"$ref": "#/$defs/n"}, **{"$defs": definitions}) == 5
     assert typed("5", {"$ref": "#/$defs/loop"}, **{"$defs": definitions}) == "5"
     assert typed("5", {"$ref": "#/nowhere"}) == "5"
+
+
+INTEGER = {"properties": {"p": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "value"),
+    [
+        ({"$ref": "#/$defs/f", "$defs": {"f": INTEGER}}, 5),
+        ({"type": "object", "allOf": [INTEGER]}, 5),
+        ({"type": "object", "anyOf": [{"properties": {"q": {"type": "string"}}}, INTEGER]}, 5),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, 5),
+        ({"properties": {"p": {"type": "string"}}, "additionalProperties": {"type": "integer"}}, "5"),
+        ({"type": "object", "additionalProperties": True}, "5"),
+    ],
+)
+def test_parameters_that_stand_deeper(parameters: dict[str, Any], value: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    _, arguments = read("<function=f><parameter=p>5</parameter></function>", tools)
+    assert json.loads(arguments or "") == {"p": value}
 
 
 @pytest.mark.parametrize(

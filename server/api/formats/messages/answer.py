@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from qwen_serve.server.api.formats.chat import begin
-from qwen_serve.server.api.formats.translation import noted
+from qwen_serve.server.api.formats.messages.request import NAMES
+from qwen_serve.server.api.formats.translation import begun, noted
 from qwen_serve.server.api.request import on_thread
 from qwen_serve.server.api.sse import EventWriter, encode, typed_event
 from qwen_serve.server.api.tokens import with_prompt
@@ -33,7 +33,7 @@ async def messages(context: RequestContext, request: MessagesRequest) -> Respons
     """Answer a conversation, as Anthropic's Messages API does."""
     asked = await on_thread(request.chat, context.body.size)
     request.messages = []  # frees the messages for the time of the answer
-    served, [reply] = await begin(context, asked, "msg_")
+    served, reply = await begun(context, asked, "msg_", NAMES)
     response = await served.respond([reply], MessageWriter(served, reply), partial(collect, served, reply))
     return noted(response, request.tools_left_out)
 
@@ -134,7 +134,7 @@ class Message:
             yield self._delta({"type": "signature_delta", "signature": self._served.id})
         elif block["type"] == "tool_use":
             # the limit may cut off the last call; Anthropic's clients read the incomplete arguments
-            block["input"] = from_json(self._json, allow_partial="trailing-strings")
+            block["input"] = from_json(self._json or "{}", allow_partial="trailing-strings")
             self._json = ""
         yield {"type": "content_block_stop", "index": len(self.content) - 1}
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
@@ -360,12 +361,11 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A tool as a chat request's function."""
-    function = {
-        "name": text_in(tool.get("name"), f"{where}.name"),
-        "parameters": dict(object_in(tool.get("input_schema"), f"{where}.input_schema")),
-    }
+    function: dict[str, Any] = {"name": text_in(tool.get("name"), f"{where}.name")}
     if tool.get("description") is not None:
         function["description"] = text_in(tool["description"], f"{where}.description")
+    # in the order that the model knows: the template writes the object as it is
+    function["parameters"] = dict(object_in(tool.get("input_schema"), f"{where}.input_schema"))
     if tool.get("strict") is not None:
         function["strict"] = tool["strict"]
     return {"type": "function", "function": function}

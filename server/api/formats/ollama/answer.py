@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
-from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.formats import completions
-from qwen_serve.server.api.formats.chat import begin
 from qwen_serve.server.api.formats.ollama.request import NAMES
-from qwen_serve.server.api.formats.translation import renamed
+from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.request import awake, on_thread
 from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
@@ -24,10 +22,10 @@ if TYPE_CHECKING:
     from fastapi import Response
 
     from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.formats.chat import ChatRequest
+    from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.formats.ollama.request import OllamaChatRequest, OllamaGenerateRequest
     from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, Reply, TextGeneration
+    from qwen_serve.server.chat import Part, TextGeneration
 
 Shape = dict[str, Any]
 
@@ -55,7 +53,7 @@ async def ollama_chat(context: RequestContext, request: OllamaChatRequest) -> Re
         return await loaded(context, request.model, as_message())
     asked = await on_thread(request.chat, context.body.size)
     request.messages = []  # frees the messages for the time of the answer
-    served, reply = await begun(context, asked)
+    served, reply = await begun(context, asked, PREFIX, NAMES)
     return await respond(served, reply, reply.generation, as_message)
 
 
@@ -69,17 +67,8 @@ async def ollama_generate(context: RequestContext, request: OllamaGenerateReques
         return await respond(served, generation, generation, as_response)
     asked = await on_thread(request.chat, context.body.size)
     request.prompt, request.images = "", None
-    served, reply = await begun(context, asked)
+    served, reply = await begun(context, asked, PREFIX, NAMES)
     return await respond(served, reply, reply.generation, as_response)
-
-
-async def begun(context: RequestContext, asked: ChatRequest) -> tuple[ServedRequest, Reply]:
-    """Submits a request. Raises ApiError 400 under this protocol's field names."""
-    try:
-        served, [reply] = await begin(context, asked, PREFIX)
-    except ApiError as error:
-        raise renamed(error, NAMES) from error
-    return served, reply
 
 
 async def loaded(context: RequestContext, model: str, nothing: Shape) -> Response:
@@ -110,12 +99,12 @@ async def collect(served: ServedRequest, parts: AsyncIterable[Part | str], write
                 text += more
             case dict() as call:
                 calls.append(call)
-    calls += writer.open_call()
     return encode({**writer.envelope(), **writer.shape(text, thinking, calls), **writer.ending()})
 
 
 class OllamaWriter(EventWriter):
-    """An answer in lines of JSON. A complete tool call is one line."""
+    """An answer in lines of JSON. A complete tool call is one line. A call that is cut off is left out:
+    Ollama's arguments are an object, in which nobody sees that some are missing."""
 
     media_type = "application/x-ndjson"
     pings = False
@@ -141,16 +130,13 @@ class OllamaWriter(EventWriter):
                 return None
             case Arguments(_, text):
                 self._arguments += text
-                return next(iter(self.open_call()), None) if part.last else None
+                return self._whole_call() if part.last else None
         return part
 
-    def open_call(self) -> list[Shape]:
-        """The unfinished call with its arguments so far, as a list; empty without one."""
-        call, self._call = self._call, None
-        if call is None:
-            return []
-        arguments = from_json(self._arguments or "{}", allow_partial="trailing-strings")
-        return [{"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}]
+    def _whole_call(self) -> Shape:
+        assert self._call is not None
+        call, arguments = self._call, from_json(self._arguments)
+        return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": arguments}}
 
     def ending(self) -> Shape:
         """The last object's further fields: why the answer ended, and times in nanoseconds. Raises ApiError
@@ -185,9 +171,7 @@ class OllamaWriter(EventWriter):
         return b""
 
     async def end(self) -> bytes:
-        cut = [self._line(self.shape(calls=[call])) for call in self.open_call()]
-        last = encode({**self.envelope(), **self.shape(), **self.ending()}) + b"\n"
-        return b"".join([*cut, last])
+        return encode({**self.envelope(), **self.shape(), **self.ending()}) + b"\n"
 
     def failure(self, error: ApiError) -> bytes:
         return encode(error.ollama_body()) + b"\n"

@@ -9,15 +9,13 @@ from pydantic import Field, ValidationError
 from qwen_serve.server.api.errors import bad_request, from_validation
 from qwen_serve.server.api.fields.generation import LONGEST_NAME
 from qwen_serve.server.api.fields.unsupported import Refusing
-from qwen_serve.server.api.formats.chat import MAX_MESSAGES, MAX_TOOLS
+from qwen_serve.server.api.formats.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from qwen_serve.server.api.formats.completions import CompletionRequest
-from qwen_serve.server.api.formats.translation import object_in, refused, text_in, to_chat
+from qwen_serve.server.api.formats.translation import FOREIGN, object_in, refused, text_in, to_chat
 from qwen_serve.server.chat.pictures import GivenPicture
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from qwen_serve.server.api.formats.chat import ChatRequest
 
 OPTIONS = {
     "num_predict": "max_tokens",
@@ -45,6 +43,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {"tfs_z": (1,), "penalize_newline": (True,
 NAMES = {
     **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
     "response_format": "format",
+    "response_format.schema": "format",
+    "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
     "thinking": "think",
 }
@@ -56,9 +56,21 @@ errors."""
 
 
 class OllamaRequest(Refusing):
-    """Fields of both requests. Unknown ones are ignored, except in `options`."""
+    """Fields of both requests. A chat's in OpenAI's format are refused, and unknown ones ignored, except in
+    `options`."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_logprobs": (0,)}
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        name: FOREIGN.get(name, ())
+        for name in ChatRequest.model_fields
+        if name not in ("model", "messages", "tools", "stream", "stream_options", "request_id")
+    }
+    instead: ClassVar[dict[str, str]] = {
+        **NAMES,
+        **dict.fromkeys(("max_completion_tokens", "n_predict"), "options.num_predict"),
+        **dict.fromkeys(("enable_thinking", "chat_template_kwargs"), "think"),
+        **dict.fromkeys(("prompt", "system"), "messages"),
+        "messages": "prompt",
+    }
 
     model: str = Field("", max_length=LONGEST_NAME)
     stream: bool | None = None
@@ -106,6 +118,11 @@ class OllamaRequest(Refusing):
 class OllamaChatRequest(OllamaRequest):
     """A conversation; without messages, a request to load the model."""
 
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **OllamaRequest.unsupported,
+        **dict.fromkeys(("prompt", "system"), ("",)),
+    }
+
     messages: list[dict[str, Any]] = Field([], fail_fast=True, max_length=MAX_MESSAGES)
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
 
@@ -124,6 +141,7 @@ class OllamaGenerateRequest(OllamaRequest):
         "suffix": ("",),
         "template": ("",),
         "context": ([],),
+        **dict.fromkeys(("messages", "tools"), ([],)),
     }
 
     prompt: str = ""

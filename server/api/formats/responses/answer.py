@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from qwen_serve.server.api.formats.chat import begin
-from qwen_serve.server.api.formats.translation import noted
+from qwen_serve.server.api.formats.responses.request import NAMES
+from qwen_serve.server.api.formats.translation import begun, noted
 from qwen_serve.server.api.logprobs import ResponseLogprobs
 from qwen_serve.server.api.request import on_thread
 from qwen_serve.server.api.serving import prompt_details
@@ -39,7 +39,7 @@ async def respond(context: RequestContext, request: ResponsesRequest) -> Respons
     """Answer a conversation, as OpenAI's Responses API does; nothing is kept."""
     asked = await on_thread(request.chat, context.body.size)
     request.input = None  # frees the input for the time of the answer
-    served, [reply] = await begin(context, asked, "resp_")
+    served, reply = await begun(context, asked, "resp_", NAMES)
     answer = Answer(request, served, reply)
     return noted(await served.respond([reply], answer, answer.collect), request.tools_left_out)
 

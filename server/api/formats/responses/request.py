@@ -34,6 +34,7 @@ NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }

@@ -153,8 +153,23 @@ def test_a_call_cut_by_the_limit_stays_cut_off(start: Start) -> None:
     assert choice["finish_reason"] == "length"
     [call] = choice["message"]["tool_calls"]
     assert call["function"]["arguments"] == '{"city": "Pa'
-    before = server.chat(tools=TOOLS, max_tokens=20).json()["choices"][0]
-    assert "tool_calls" not in before["message"]
+
+
+def test_a_call_cut_off_before_its_parameters_is_no_content(start: Start) -> None:
+    """Streamed or not, whichever token is the last."""
+    server = start(f"So:\n{CALL}")
+    for limit in range(len("So:\n") + 1, len("So:\n") + len("x\n<function=weather>\n<parameter=city")):
+        choice = server.chat(tools=TOOLS, max_tokens=limit).json()["choices"][0]
+        named = limit >= len("So:\n") + len("x\n<function=weather>")
+        names = [call["function"] for call in choice["message"].get("tool_calls", [])]
+        assert names == [{"name": "weather", "arguments": ""}] * named, limit
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("So:", "length"), limit
+        *chunks, _ = events(server, PATH, messages=HI, tools=TOOLS, max_tokens=limit)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content", "") for delta in deltas) == "So:"
+        heads = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+        assert heads == names
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 def test_tool_choice_none_hides_the_tools(start: Start) -> None:

@@ -171,8 +171,9 @@ def test_an_empty_answer_is_a_message_too(start: Start, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_the_limit_cuts_off(start: Start, stream: bool) -> None:
-    limit = CALL.index("ris") - len("<tool_call>") + 1
+@pytest.mark.parametrize(("end", "written"), [("Pa", '{"city": "Pa'), ("<function=weather>", "")])
+def test_a_call_that_the_limit_cuts_off(start: Start, stream: bool, end: str, written: str) -> None:
+    limit = CALL.index(end) + len(end) - len("<tool_call>") + 1
     fields: Any = {"model": "m", "max_tokens": limit, "messages": HI, "tools": [TOOL]}
     server = start(CALL)
     if stream:
@@ -180,12 +181,12 @@ def test_a_call_that_the_limit_cuts_off(start: Start, stream: bool) -> None:
             message = stream_.get_final_message()
         got = events(server, max_tokens=limit, tools=[TOOL])
         pieces = [event["delta"].get("partial_json", "") for event in got if "delta" in event]
-        assert "".join(pieces) == '{"city": "Pa'
+        assert "".join(pieces) == written
     else:
         message = client(server).messages.create(**fields)
         [call] = message.content
         assert call.type == "tool_use"
-        assert call.input == {"city": "Pa"}
+        assert call.input == ({"city": "Pa"} if written else {})
     assert message.stop_reason == "max_tokens"
 
 
@@ -234,7 +235,7 @@ def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
         tool_choice={"type": "auto"},
     )
     text = server.engine.submissions[0].text
-    assert '"name": "weather"' in text
+    assert '{"name": "weather", "description": "Of a city", "parameters": {' in text, "the model's order"
     assert "\n\nBe brief.\n\nRhyme.<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n" in text
     assert "I look.\n\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n" in text
     assert "<tool_response>\nSun\n</tool_response>\n<tool_response>\nRain\n</tool_response><|im_end|>" in text

@@ -46,7 +46,8 @@ def lines(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
 
 
 def error_of(server: Server, status: int, path: str = "/api/chat", **body: Any) -> str:
-    answer = server.post(path, **{"messages": HI, "stream": False, **body})
+    least = {"messages": HI} if path == "/api/chat" else {}
+    answer = server.post(path, **{**least, "stream": False, **body})
     assert answer.status_code == status, answer.text
     found = answer.json()
     assert found.keys() == {"error"}
@@ -88,6 +89,19 @@ def test_a_tool_is_called_and_answered(client: ollama.Client, stream: bool) -> N
     asked += [{"role": "assistant", "content": "", "tool_calls": [call]}]
     asked += [{"role": "tool", "tool_name": "weather", "content": "It rains."}]
     assert client.chat("fake", asked, tools=[WEATHER]).message.content == "Hello"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_the_limit_cuts_off_is_left_out(client: ollama.Client, stream: bool) -> None:
+    asked: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    whole: Any = client.chat("fake", asked, tools=[WEATHER])
+    for limit in range(3, whole.eval_count - len("\n</tool_call>")):
+        options = {"num_predict": limit}
+        answer: Any = client.chat("fake", asked, tools=[WEATHER], options=options, stream=stream)
+        parts = list(answer) if stream else [answer]
+        assert [part.message.tool_calls for part in parts if part.message.tool_calls] == [], limit
+        assert "<" not in "".join(part.message.content or "" for part in parts), limit
+        assert parts[-1].done_reason == "length"
 
 
 def test_a_question_and_a_raw_text(client: ollama.Client, server: Server) -> None:
@@ -143,8 +157,8 @@ def test_a_format_is_a_grammar(server: Server) -> None:
     """The scripted engine follows no grammar, and its error names the field."""
     for wanted in ("json", {"type": "object", "properties": {}}):
         message = error_of(server, 400, format=wanted)
-        assert message.startswith("format.")
-        assert "cannot be enforced" in message
+        assert message.startswith("format cannot be enforced")
+    assert error_of(server, 400, format={"enum": [2**60 + 1]}).startswith("format.enum[0]: ")
     assert error_of(server, 400, format="yaml").startswith("format: ")
     assert server.post("/api/chat", messages=HI, format="", stream=False).status_code == 200
 

@@ -202,6 +202,19 @@ def test_an_answer_that_the_limit_cuts_off(start: Start, stream: bool) -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_cut_off_behind_its_name_has_no_arguments(start: Start, stream: bool) -> None:
+    call = REPLY[REPLY.index("<tool_call>") :]
+    limit = call.index(">\n<parameter") + 1 - len("<tool_call>") + 1
+    server = start(call)
+    fields: Any = {"max_output_tokens": limit, "tools": [TOOL]}
+    response = events(server, **fields)[-1]["response"] if stream else ask(server, **fields)
+    assert response["status"] == "incomplete"
+    [item] = response["output"]
+    assert (item["type"], item["arguments"], item["status"]) == ("function_call", "", "incomplete")
+    assert item["name"] == TOOL["name"]
+
+
 def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
     server = start(REPLY)
     first = client(server).responses.create(
