@@ -66,7 +66,7 @@ def test_conversations_are_renamed_and_searched_by_keys(start: Start, page: Any)
     page.keyboard.type("Colours, all of them")
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Colours, all of them").wait_for()
-    assert page.title() == "Colours, all of them · qwen-serve"
+    page.wait_for_function("document.title === 'Colours, all of them · qwen-serve'")
     page.keyboard.press("Alt+K")
     for wanted, found in (("LLAMA", "Which animal?"), ("all of", "Colours, all of them")):
         page.keyboard.press("Control+A")
