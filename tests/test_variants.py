@@ -14,7 +14,7 @@ from qwen_serve.llamacpp import Device
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings
 from qwen_serve.server.engine.loading import resolve_settings
-from qwen_serve.server.engine.planning import fit, measured
+from qwen_serve.server.engine.planning import devices, fit, measured
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.plan import MemoryPlan
 from qwen_serve.server.engine.planning.spec import ModelSpec
@@ -48,8 +48,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
             "CUDA0": sum(measured.rehearse(settings.replace(n_gpu_layers=0), spec, places, None).values())
         }
 
-    monkeypatch.setattr(fit, "devices", lambda: places)
-    monkeypatch.setattr(fit, "available_memory", lambda: None)
+    monkeypatch.setattr(devices, "devices", lambda: places)
+    monkeypatch.setattr(devices, "available_memory", lambda: None)
     monkeypatch.setattr(fit, "keeps_f16_copies", lambda _: False)  # the card is no Hopper
     monkeypatch.setattr("qwen_serve.server.engine.planning.plan.rehearse", on_the_card)
     monkeypatch.setattr("qwen_serve.server.engine.planning.plan.takes_rows", lambda *_: True)

@@ -97,17 +97,17 @@ class LoadOptions:
         chat = kind in CHATS
         return self.input_tokens or (100 if chat else TOKENS), self.output_tokens or (128 if chat else TOKENS)
 
+    def bounds(self, tokens: int) -> tuple[int, int]:
+        """The shortest and the longest length by --range-ratio."""
+        return max(1, round(tokens * (1 - self.range_ratio))), round(tokens * (1 + self.range_ratio))
+
     def longest(self, kind: Kind) -> int:
         """Maximum tokens in and out of a request together."""
-        return sum(round(tokens * (1 + self.range_ratio)) for tokens in self.lengths(kind))
+        return sum(self.bounds(tokens)[1] for tokens in self.lengths(kind))
 
     def varied(self, tokens: int, rng: random.Random) -> int:
         """A length by --range-ratio; without it `rng` is not used."""
-        if not self.range_ratio:
-            return tokens
-        return rng.randint(
-            max(1, round(tokens * (1 - self.range_ratio))), round(tokens * (1 + self.range_ratio))
-        )
+        return rng.randint(*self.bounds(tokens)) if self.range_ratio else tokens
 
     def chosen_levels(self, default: Sequence[int]) -> tuple[int, ...]:
         """The levels of --levels; without --levels and --rate the default ones."""

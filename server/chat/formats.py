@@ -28,7 +28,7 @@ from .schemas import (
     understood,
     written_length,
 )
-from .tool_calls import described_elsewhere, resolve
+from .tool_calls import described_elsewhere, followed, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -347,14 +347,10 @@ class _Parameters:
         return " & ".join(f"({part})" for part in parts) or ANY
 
     def _resolve(self, schema: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        for _ in range(16):
-            if "$ref" not in schema:
-                return schema
-            found = resolve(schema["$ref"], self._root)
-            if not isinstance(found, Mapping):
-                break
-            schema = found
-        raise PromptError(f"{where}.$ref leads nowhere", f"{where}.$ref")
+        found = followed(schema, self._root)
+        if found is None:
+            raise PromptError(f"{where}.$ref leads nowhere", f"{where}.$ref")
+        return found
 
     def _refuse_others(self, schema: Mapping[str, Any], known: Iterable[str], where: str) -> None:
         """Raises PromptError for keywords outside `known`, if they must be enforced."""

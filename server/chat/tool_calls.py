@@ -216,12 +216,21 @@ def _parts(schema: object, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any
 
 def described_elsewhere(schema: Mapping[str, Any]) -> bool:
     """Whether a tool's schema describes its parameters only elsewhere than in its `properties`."""
-    top = schema
-    for _ in range(16):
-        if "$ref" in top:
-            top = _dict(resolve(top["$ref"], schema))
+    top = followed(schema, schema) or {}
     others = top.keys() & {"allOf", "anyOf", "oneOf", "patternProperties"}
     return not top.get("properties") and bool(others or top.get("additionalProperties"))
+
+
+def followed(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The schema at the end of a chain of references; None if it leads nowhere."""
+    for _ in range(16):
+        if "$ref" not in schema:
+            return schema
+        found = resolve(schema["$ref"], root)
+        if not isinstance(found, Mapping):
+            break
+        schema = found
+    return None
 
 
 def resolve(reference: object, root: Mapping[str, Any]) -> object:

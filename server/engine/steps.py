@@ -92,7 +92,7 @@ class Steps:
             self._scheduler.decoded(batch, seconds)
         if self._ahead is not None and any(new.recompute for new in sampled):
             self._components.context.wait()  # its logits are useless, since the sequences start again
-            self._ahead = None
+            self._ahead, self._profile.overlaps = None, False
         if again := self._ahead is not None and self._ahead.batch is batch:
             self._runner.compare(batch, rows, sampled)
         held = self._speculator.verify(batch, sampled, seconds)

@@ -206,13 +206,26 @@ def _name_of(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def _forces(choice: Any) -> bool:
+    """Whether `tool_choice` asks for a call."""
+    if isinstance(choice, dict):
+        return bool(choice["type"] == "function" or choice["mode"] == "required")
+    return choice in ("required", "any")
+
+
+def _named(choice: Any) -> list[str] | None:
+    """The names of the tools that `tool_choice` allows; None if it allows all."""
+    if not isinstance(choice, dict):
+        return None
+    return [choice["function"]["name"]] if choice["type"] == "function" else choice["names"]
+
+
 def forced_tools(choice: Any, tools: Sequence[dict[str, Any]] | None) -> list[str]:
     """The names of the tools one of which must be called; none if `tool_choice` forces no call."""
-    if isinstance(choice, dict):
-        if choice["type"] == "function":
-            return [choice["function"]["name"]]
-        return choice["names"] if choice["mode"] == "required" else []
-    return [name for tool in tools or [] if (name := _name_of(tool))] if choice in ("required", "any") else []
+    if not _forces(choice):
+        return []
+    named = _named(choice)
+    return [name for tool in tools or [] if (name := _name_of(tool))] if named is None else named
 
 
 def calls_format(
@@ -220,12 +233,9 @@ def calls_format(
 ) -> ToolFormat | None:
     """The required format of tool calls; None if the request asks for none. Raises PromptError, ApiError
     400."""
-    forced = choice in ("required", "any")
+    forced, names = _forces(choice), _named(choice)
     offered = list(tools or [])
-    names: list[str] | None = None
-    if isinstance(choice, dict):
-        forced = choice["type"] == "function" or choice["mode"] == "required"
-        names = [choice["function"]["name"]] if choice["type"] == "function" else choice["names"]
+    if names is not None:
         there = {_name_of(tool) for tool in offered}
         if unknown := [name for name in names if name not in there]:
             message = f"tool_choice names {unknown[0]!r}, which tools does not have"

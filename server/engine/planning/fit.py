@@ -15,7 +15,6 @@ from qwen_serve.llamacpp import (
     HAS_F16_COPIES,
     SHARES_SNAPSHOTS,
     Device,
-    devices,
     keeps_f16_copies,
 )
 from qwen_serve.llamacpp.errors import ModelLoadError
@@ -25,7 +24,7 @@ from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
 from .adapters import AdapterSpec
 from .contexts import CELL_PADDING, padded, uses_mtp, with_mtp_sequences
-from .hardware import available_memory, check_without_gpu
+from .devices import devices_for
 from .plan import MAX_CELLS, MemoryPlan, arrange, compute_buffers, make_plan, on_the_line, size_text
 from .sequence_ids import SequenceIds
 from .spec import DraftSpec, ModelSpec
@@ -109,7 +108,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         for name, path in wanted.adapters.items()
     )
     spec = replace(spec, adapters=tuple(adapters))
-    places = _places(wanted)
+    places = devices_for(wanted)
     if wanted.f16_copies == "on":
         _check_copies(places)
     on_gpu = places[0].is_gpu
@@ -320,26 +319,6 @@ def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> Memor
             return grown
         part -= 1
     return plan.rearranged(larger(0))
-
-
-def _places(settings: EngineSettings) -> list[Device]:
-    """The GPUs for layers, if any, and then the host."""
-    found = devices()
-    gpus = [device for device in found if device.is_gpu]
-    host = next(device for device in found if not device.is_gpu)
-    available = available_memory()
-    if available is not None:
-        host = replace(host, free=available)
-    if not gpus or settings.n_gpu_layers == 0:
-        check_without_gpu(settings)
-        return [host]
-    if settings.split_mode == "layer":
-        if settings.tensor_split and len(settings.shares) != len(gpus):
-            raise ModelLoadError(f"tensor_split is {settings.tensor_split!r}; there are {len(gpus)} GPUs")
-        return [*gpus, host]
-    if settings.main_gpu >= len(gpus):
-        raise ModelLoadError(f"main_gpu is {settings.main_gpu}; there are {len(gpus)} GPUs, numbered from 0")
-    return [gpus[settings.main_gpu], host]
 
 
 def _in_streams(settings: EngineSettings) -> int:

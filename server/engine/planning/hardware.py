@@ -1,20 +1,10 @@
-"""Detects this machine's processor cores, free memory and NVIDIA cards; settings for a GPU without one."""
+"""Detects this machine's processor cores, free memory and NVIDIA cards."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from qwen_serve.llamacpp import supports_gpu
-from qwen_serve.llamacpp.errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.settings import EngineSettings
-
-log = logging.getLogger(__name__)
 
 
 def physical_cores() -> int:
@@ -65,19 +55,6 @@ def nvidia_cards() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         cards = Path("/proc/driver/nvidia/gpus")
         return ["NVIDIA card"] * len(list(cards.iterdir())) if cards.is_dir() else []
-
-
-def check_without_gpu(settings: EngineSettings) -> None:
-    """Raises ModelLoadError for settings that choose among GPUs, where none is used; warns about layers."""
-    reason = "n_gpu_layers is 0"
-    if settings.n_gpu_layers:
-        reason = "llama.cpp finds no GPU" if supports_gpu() else "this llama.cpp has no GPU support"
-    chosen = {"main_gpu": settings.main_gpu, "split_mode": settings.split_mode}
-    for name, without in {"main_gpu": 0, "split_mode": "none"}.items():
-        if chosen[name] != without:
-            raise ModelLoadError(f"{name} is {chosen[name]!r}, but {reason}; leave {name} out")
-    if settings.n_gpu_layers > 0:
-        log.warning("n_gpu_layers is %d, but %s: all layers are on the CPU", settings.n_gpu_layers, reason)
 
 
 def _read(path: Path) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from qwen_serve.llamacpp import Device
-from qwen_serve.server.engine.planning import fit, plan
+from qwen_serve.server.engine.planning import devices, plan
 from tests.server.engine.planning.cards import GIB, MIB, NO_ROWS, pretend_copies, share_snapshots
 
 
@@ -25,8 +25,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         ]
         found.append(Device("CPU", "a processor", is_gpu=False, free=32 * GIB, total=64 * GIB))
         buffers = {f"CUDA{i}": 300 * MIB for i in range(len(free))}
-        monkeypatch.setattr(fit, "devices", lambda: found)
-        monkeypatch.setattr(fit, "available_memory", lambda: None)
+        monkeypatch.setattr(devices, "devices", lambda: found)
+        monkeypatch.setattr(devices, "available_memory", lambda: None)
         monkeypatch.setattr(plan, "rehearse", lambda *_: {**buffers, "CUDA_Host": 20 * MIB})
 
     return pretend

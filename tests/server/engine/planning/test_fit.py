@@ -14,7 +14,7 @@ import pytest
 from qwen_serve.llamacpp import Device
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit, EngineSettings, ModelLoadError
-from qwen_serve.server.engine.planning import fit, measured
+from qwen_serve.server.engine.planning import devices, measured
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.sequence_ids import SequenceIds
 from qwen_serve.server.engine.planning.spec import ModelSpec
@@ -347,7 +347,7 @@ def test_hidden_states_are_named_where_they_are_what_does_not_fit(card: Any) -> 
 def test_a_context_that_can_not_be_is_refused_at_once_with_one_that_fits(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, cells: int
 ) -> None:
-    monkeypatch.setattr(fit, "available_memory", lambda: 4 * GIB)
+    monkeypatch.setattr(devices, "available_memory", lambda: 4 * GIB)
     rehearsed: list[int] = []
 
     def watched(
@@ -411,23 +411,3 @@ def test_a_gpu_that_is_not_there_is_refused(card: Any) -> None:
     card(23 * GIB)
     with pytest.raises(ModelLoadError, match="main_gpu is 3"):
         four_b_plan(main_gpu=3)
-
-
-@pytest.mark.parametrize("changes", [{"main_gpu": 1}, {"split_mode": "layer"}])
-def test_a_choice_among_gpus_is_refused_where_none_is_used(card: Any, changes: dict[str, Any]) -> None:
-    card()
-    with pytest.raises(ModelLoadError, match=f"{next(iter(changes))} is .*, but .* GPU.*leave"):
-        four_b_plan(**changes)
-    card(23 * GIB, 23 * GIB)
-    with pytest.raises(ModelLoadError, match="but n_gpu_layers is 0"):
-        four_b_plan(n_gpu_layers=0, **changes)
-    assert four_b_plan(**changes).fits
-
-
-def test_layers_for_a_gpu_that_is_not_there_are_reported(card: Any, caplog: pytest.LogCaptureFixture) -> None:
-    card()
-    four_b_plan(speculation="off", n_gpu_layers=0)
-    four_b_plan(speculation="off", n_gpu_layers=-1)
-    assert "n_gpu_layers" not in caplog.text
-    four_b_plan(speculation="off", n_gpu_layers=99)
-    assert "n_gpu_layers is 99, but" in caplog.text

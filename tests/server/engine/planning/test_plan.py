@@ -14,7 +14,7 @@ from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.server.engine import DoesNotFit, Engine, EngineSettings, ModelLoadError
-from qwen_serve.server.engine.planning import fit
+from qwen_serve.server.engine.planning import devices
 from qwen_serve.server.engine.planning.contexts import (
     context_options,
     draft_context,
@@ -238,7 +238,7 @@ def test_a_split_that_makes_no_sense_is_refused(changes: dict[str, Any], wrong: 
 
 
 def test_the_engine_refuses_before_it_loads(nano_f16: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "available_memory", lambda: 400 * MIB)
+    monkeypatch.setattr(devices, "available_memory", lambda: 400 * MIB)
     with pytest.raises(DoesNotFit, match=r"CPU: .* are missing") as caught:
         Engine(settings(nano_f16, ctx_size=262_144, speculation="off"))
     assert "ctx_size=" in str(caught.value)
