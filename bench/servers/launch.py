@@ -1,10 +1,12 @@
 """Starts a server program with its output in a file, waits until it answers, and always stops it."""
 
 import asyncio
+import math
 import os
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ from qwen_serve.bench.errors import BenchError
 from qwen_serve.common.children import sigterm_with_parent
 
 POLL_SECONDS = 0.1
+PATIENCE_SECONDS = 3.0
 LOG_LINES = 12
 
 
@@ -40,7 +43,7 @@ class ServerProcess:
 
     ``async with ServerProcess(...) as server`` starts it and waits until ``ready_path`` of ``url`` answers
     200. Its output goes to ``log``. Without a ``command`` the server already runs: it is awaited, but never
-    stopped.
+    stopped, and a line on stderr tells what it is that takes so long.
     """
 
     name: str = field(kw_only=False)
@@ -120,6 +123,7 @@ class ServerProcess:
 
     async def _answer(self, until: float) -> None:
         timeout = aiohttp.ClientTimeout(total=5)
+        tell_at = perf_counter() + PATIENCE_SECONDS if not self.command else math.inf
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
                 try:
@@ -134,6 +138,9 @@ class ServerProcess:
                 if perf_counter() > until:
                     log = f"; its log ends:\n{self.tail()}" if self.command else ""
                     raise StartError(f"{self.name}: not ready within {self.timeout:g} s: {state}{log}")
+                if perf_counter() > tell_at:
+                    print(f"waiting for {self.name} up to {self.timeout:g} s: {state}", file=sys.stderr)
+                    tell_at = math.inf
                 await asyncio.sleep(self.poll)
 
 

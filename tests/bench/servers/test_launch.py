@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_serve.bench.servers import launch
 from qwen_serve.bench.servers.launch import ServerProcess, StartError, free_port
 from tests.processes import ends, is_running, run
 from tests.waiting import until
@@ -58,6 +59,7 @@ async def test_start_and_stop(tmp_path: Path) -> None:
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
+from qwen_serve.bench.servers import launch
 from qwen_serve.bench.servers.launch import ServerProcess, free_port
 
 async def main():
@@ -78,6 +80,18 @@ def test_a_killed_parent_takes_the_server_along(tmp_path: Path) -> None:
     done = run(command)
     assert done.returncode == -signal.SIGKILL
     assert ends(int(done.stdout))
+
+
+async def test_waiting_for_a_server_that_should_run_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "PATIENCE_SECONDS", 0.0)
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(StartError, match="not ready within 0.5 s"):
+        await ServerProcess("vllm", [], url, ready_path="/v1/models", timeout=0.5).start()
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.startswith(f"waiting for vllm up to 0.5 s: cannot connect to {url}")
 
 
 async def test_what_ignores_the_signal_is_killed(tmp_path: Path) -> None:
