@@ -1,7 +1,8 @@
 """Steps that are launched before the tokens of the last step are read (patch next-tokens).
 
 The host does not need a step's tokens to launch the next step: the device samplers BEST and TOP_K write them
-to the tensor that the next step reads its tokens from. TOP_K guesses them (`guessed_draws.py`). llama.cpp
+to a tensor, and each token of the next step may come from a row of it. TOP_K guesses them
+(`guessed_draws.py`). llama.cpp
 keeps the rows of two batches, so the rows of the first can be read while the second is computed. Launching
 the second returns when the first is done.
 """
@@ -20,9 +21,12 @@ from .patches import NEXT_TOKENS, brings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy.typing as npt
+
+    from .device_sampler import DeviceSampler
     from .guessed_draws import DrawTable
 
-HAS_NEXT_TOKENS = brings(NEXT_TOKENS, "llama_set_next_tokens")
+HAS_NEXT_TOKENS = brings(NEXT_TOKENS, "llama_set_next_token_rows")
 """Whether this build can launch a step before the last step's tokens are read."""
 
 MOST_ROWS = 64
@@ -37,7 +41,7 @@ class _SampledRows(ctypes.Structure):
 
 if HAS_NEXT_TOKENS:
     _P = ctypes.c_void_p
-    _set_next_tokens = ggml.quick("llama_set_next_tokens", ctypes.c_bool, _P, _P)
+    _set_rows = ggml.quick("llama_set_next_token_rows", ctypes.c_bool, _P, _P, _P, ctypes.c_int32)
     _sampled_rows = ggml.quick("llama_get_sampled_rows", ctypes.c_bool, _P, ctypes.POINTER(_SampledRows))
 
 
@@ -47,18 +51,20 @@ class Outputs:
 
     call: int
     """The number of the decode."""
+    kinds: tuple[DeviceSampler, ...]
+    """The device sampler of each sequence id in that decode."""
     probs: int
     logits: int
     candidates: int
 
 
-def outputs_of(context: int, call: int) -> Outputs | None:
+def outputs_of(context: int, call: int, kinds: Sequence[DeviceSampler]) -> Outputs | None:
     """The outputs of the last decode, without waiting for it. None if this build has no such function, or if
     the rows are not in the order of the batch."""
     found = _SampledRows()
     if not HAS_NEXT_TOKENS or not _sampled_rows(context, ctypes.byref(found)):
         return None
-    return Outputs(call, found.probs, found.logits, found.candidates)
+    return Outputs(call, tuple(kinds), found.probs, found.logits, found.candidates)
 
 
 class NextTokens:
@@ -71,22 +77,27 @@ class NextTokens:
         self._width, self._n_ends = width, n_ends
         self._ignoring: tuple[bool, ...] = ()
 
-    def read(self, context: int) -> bool:
-        """Make the next decode read its tokens from `tokens`, one a row, in the order of the last batch.
+    def read(self, context: int, rows: npt.NDArray[np.int32]) -> bool:
+        """Make the next decode read each of its tokens from a row of `tokens`, or, for -1, from the batch.
         Returns False if the token embedding is on another device."""
-        return bool(_set_next_tokens(context, self.tokens))
+        return bool(_set_rows(context, self.tokens, rows.ctypes.data, rows.size))
 
     def readable(self, context: int) -> bool:
         """Whether `read` would succeed."""
-        able = self.read(context)
-        _set_next_tokens(context, None)
+        able = self.read(context, np.zeros(1, np.int32))
+        _set_rows(context, None, None, 0)
         return able
 
+    def ignores(self, rows: Sequence[bool]) -> bool:
+        """Whether `ignore_ends` would change nothing."""
+        return tuple(rows) == self._ignoring[: len(rows)]
+
     def ignore_ends(self, rows: Sequence[bool]) -> None:
-        """Set for each row of the next steps whether BEST excludes the tokens that end a generation."""
-        if (ignoring := tuple(rows)) == self._ignoring[: len(ignoring)]:
+        """Set for each row of the next steps whether BEST excludes the tokens that end a generation. No step
+        that chooses may be in progress."""
+        if self.ignores(rows):
             return
         bans = np.zeros((MOST_ROWS, self._width), np.float32)
-        bans[: len(ignoring), : self._n_ends] = np.where(ignoring, -np.inf, 0)[:, None]
+        bans[: len(rows), : self._n_ends] = np.where(rows, -np.inf, 0)[:, None]
         ggml.tensor_set(self.bans, bans.ctypes.data, 0, bans.nbytes)
-        self._ignoring = ignoring
+        self._ignoring = tuple(rows)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .ahead import Outputs
     from .context_options import ContextOptions
     from .model import Model
+    from .rows import Tokens
 
 ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 """Flags for the part of a state that is not keys or values, copied within the device."""
@@ -163,13 +164,13 @@ class Context:
         batch.pos = self._flat_planes.ctypes.data_as(ctypes.POINTER(C.llama_pos))
         return batch
 
-    def decode(self, n_tokens: int, *, of_pictures: bool = False, reads_next: bool = False) -> None:
+    def decode(self, n_tokens: int, *, of_pictures: bool = False, next_rows: Tokens | None = None) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap,
         except after a picture.
 
-        With `of_pictures` the batch reads `embeddings`, a picture's rows. With `reads_next` it ignores
-        `tokens` and reads those that the device chose in the last batch, which must have the same sequences
-        in the same order, one token each, in one pass (`in_one_pass`). That needs `runs_ahead`.
+        With `of_pictures` the batch reads `embeddings`, a picture's rows. `next_rows`: for each token the row
+        of the last batch from which the device chose it, or -1 if it is in `tokens`. Such a batch must be one
+        pass (`in_one_pass`) and needs `runs_ahead`.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -191,7 +192,8 @@ class Context:
         self._uncopied.clear()
         self._copied_from.clear()
         batch = self._embedded(n_tokens) if of_pictures else self._batch
-        if reads_next and not (self.samplers.next_tokens and self.samplers.next_tokens.read(self._handle)):
+        chosen = self.samplers.next_tokens
+        if next_rows is not None and not (chosen and chosen.read(self._handle, next_rows)):
             raise LlamaError("the token embedding is not where tokens are chosen")
         status = C.llama_decode(self._handle, batch)
         if self.samplers.error is not None:
@@ -240,7 +242,7 @@ class Context:
 
     def outputs_ahead(self) -> Outputs | None:
         """Addresses of the last batch's rows, for `rows` after another decode; None if they are unknown."""
-        return outputs_of(self._handle, self._n_decoded)
+        return outputs_of(self._handle, self._n_decoded, self.samplers.kinds)
 
     def rows(
         self,
@@ -259,7 +261,7 @@ class Context:
         """
         if not self.samplers.active:
             return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
-        kinds = [self.samplers.kinds[i] for i in sequences]
+        kinds = [(self.samplers if ahead is None else ahead).kinds[i] for i in sequences]
         if ahead is not None and ahead.call < self._n_decoded:  # the last decode waited for these
             return self._rows.fill(kinds, indices, None, None, ahead, chosen=chosen)
         C.llama_synchronize(self._handle)
@@ -267,10 +269,8 @@ class Context:
         return self._rows.fill(kinds, indices, None, kept, chosen=chosen)
 
     def keep_hidden(self, keep: bool = True) -> None:
-        """Keep, or stop keeping, the hidden row of every decoded token, which the draft head reads.
-
-        The next decode builds its graph again.
-        """
+        """Keep, or stop keeping, the hidden row of every decoded token, which the draft head reads. The next
+        decode builds its graph again."""
         llama_cpp_ext.llama_set_embeddings_nextn(self._handle, keep, False)
 
     def hidden(self, n_tokens: int) -> npt.NDArray[np.float32]:

@@ -83,6 +83,11 @@ class Batch:
     """Its tokens are rows of pictures: a batch of llama.cpp holds either rows or tokens."""
     placements: list[Placement] = field(default_factory=list)
     """One for each chunk; the runner sets this."""
+    dropped: set[Sequence] = field(default_factory=set)
+    """Sequences whose results do not count, since they turned out to have ended, or to start again, after the
+    batch was launched."""
+    recorded: bool = False
+    """Whether the tokens of chunks that do not sample count as computed already."""
     greedy: bool = False
     """All requests are greedy and have no stop tokens of their own. The runner sets this."""
 
@@ -119,6 +124,18 @@ class Batch:
         self.n_tokens -= n
         self.n_rows -= n
         self.draft_room += n
+
+    def drop(self, sequence: Sequence) -> bool:
+        """Have the results of `sequence` not count; return whether it is in the batch."""
+        found = any(chunk.sequence is sequence for chunk in self.chunks)
+        if found:
+            self.dropped.add(sequence)
+        return found
+
+    @property
+    def sampling(self) -> list[Sequence]:
+        """Sequences that get a token from it that counts."""
+        return [one.sequence for one in self.chunks if one.samples and one.sequence not in self.dropped]
 
     @property
     def may_be_read_late(self) -> bool:

@@ -273,7 +273,7 @@ class Engine:
         """Handle what event loops sent; block while there is nothing to do. Return False to stop."""
         while not self._closing:
             if self._inbox.empty():
-                if self._scheduler.running or self._scheduler.waiting:
+                if self._scheduler.running or self._scheduler.waiting or self._taking.ahead:
                     return True
                 self._flush()
                 self._speculator.catch_up()

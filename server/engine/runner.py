@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence as ListLike
 
+    import numpy.typing as npt
+
     from qwen_serve.llamacpp import Context, LoraAdapter, Rows
     from qwen_serve.llamacpp.ahead import Outputs
 
@@ -88,18 +90,23 @@ class Runner:
         self.sampler_changes = 0
         """How often a slot got another device sampler for a request."""
 
-    def launch(self, batch: Batch, *, reads_next: bool = False) -> Launched:
+    def launch(self, batch: Batch, behind: Launched | None = None) -> Launched:
         """Start to compute a batch. On a GPU this returns when the last batch is computed, on a CPU when this
-        one is. With `reads_next` the last batch is launched again and reads the tokens that the device chose
-        (`can_follow`).
+        one is. `behind`: the last batch, if its rows are not read yet. Then a batch that decodes reads on the
+        device the tokens that `behind` has `chosen` there; it must be `in_one_pass`. Others must be what
+        `can_precede` allows.
 
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
         self.apply(batch.adapters)
-        self._fill(batch, reads_next=reads_next)
+        rows = None
+        if behind is not None and batch.is_decode:
+            rows = self._follow(behind, batch)
+        else:
+            self._fill(batch, behind=behind is not None)
         self._profile.lap("fill")
         try:
-            self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, reads_next=reads_next)
+            self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows)
         except NoMemorySlot:
             self._filled = None
             raise
@@ -115,21 +122,21 @@ class Runner:
         return (
             step.outputs is not None
             and batch.n_rows <= self._context.most_ahead
-            and self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
+            and self.in_one_pass(batch)
             and len(list(self._ubatches(batch))) == 1
         )
 
-    def can_follow(self, step: Launched) -> bool:
-        """Whether the same batch can be launched once more before the rows of this step are read."""
-        known = step.chosen and self._known_steps > 0
-        return known and step.outputs is not None and step.batch is self._filled
+    def in_one_pass(self, batch: Batch) -> bool:
+        """Whether one pass can have the sequences of `batch`."""
+        return self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
 
-    def compare(self, batch: Batch, rows: Rows | None, sampled: ListLike[SampleResult]) -> None:
-        """Mark what is `sampled` as astray where the next step, which has the same batch, reads another token
-        on the device."""
-        if rows is not None and not (batch.greedy and max(rows.kinds) is DeviceSampler.BEST):
-            for new, token in zip(sampled, rows.next_tokens(), strict=True):
-                new.astray = bool(new.tokens) and new.tokens[0] != token
+    def compare(self, step: Launched, rows: Rows | None, sampled: ListLike[SampleResult]) -> None:
+        """Mark what is `sampled` as astray where the next step, if it decodes, reads another token on the
+        device."""
+        if rows is not None and step.chosen and max(rows.kinds) is not DeviceSampler.BEST:
+            tokens = rows.next_tokens()
+            for new, placement in zip(sampled, step.batch.placements, strict=True):
+                new.astray = bool(new.tokens) and new.tokens[0] != tokens[placement.rows[0]]
 
     def apply(self, adapters: Adapters) -> None:
         """Have the context apply exactly these adapters. A change is slow: all graphs are planned again."""
@@ -188,60 +195,107 @@ class Runner:
 
     # --- llama.cpp's batch ---------------------------------------------------------------------------------
 
-    def _fill(self, batch: Batch, *, reads_next: bool) -> None:
+    def _follow(self, step: Launched, batch: Batch) -> npt.NDArray[np.int32]:
+        """Write llama.cpp's batch for one whose sequences read the tokens of `step` on the device; return the
+        row of each token there, or -1 if the host knows it."""
+        if batch is step.batch:
+            self._context.positions[: batch.n_tokens] += 1
+            self._chosen = self._known_steps > 0
+            return self._offsets[: batch.n_tokens]
+        chosen = {
+            chunk.sequence: (placement.rows[0], chunk.count)
+            for chunk, placement in zip(step.batch.chunks, step.batch.placements, strict=True)
+            if chunk.samples
+        }
+        rows, unread = zip(*(chosen.get(chunk.sequence, (-1, 0)) for chunk in batch.chunks), strict=True)
+        self._slots, self._indices = [], []
+        batch.placements = self._fill_decodes(batch.chunks, unread)
+        batch.greedy = _is_greedy(batch)
+        self._fits = self._chosen = self._suits(batch, rows)
+        self._filled = batch
+        return np.array(rows, np.int32)
+
+    def _fill(self, batch: Batch, *, behind: bool) -> None:
         """Write llama.cpp's batch; if it is the same batch as before, only what has changed."""
         if batch is self._filled and batch.is_decode:
             n, context = batch.n_tokens, self._context
             context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
             context.positions[:n] += 1
-            if not reads_next and not (self._fits and self._known_steps > 0):
+            if not (self._fits and self._known_steps > 0):
                 self._fits = self._set_samplers(batch)
                 self._chosen = self._choose_on_device(batch)
             return
         self._fits = self._set_samplers(batch)
-        batch.greedy = all(
-            chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
-            for chunk in batch.chunks
-        )
-        self._chosen = self._choose_on_device(batch)
+        batch.greedy = _is_greedy(batch)
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
         else:
             batch.placements = self._fill_ubatches(batch)
+        self._chosen = self._choose_on_device(batch, behind=behind)
         self._filled = batch if batch.is_decode else None
 
-    def _choose_on_device(self, batch: Batch) -> bool:
-        """Have the device choose or guess the tokens of the batch's next steps, if it can. All earlier draws
-        must be done."""
-        if not batch.is_decode or batch.n_tokens > self._most_ahead:
+    def _choose_on_device(self, batch: Batch, *, behind: bool = False) -> bool:
+        """Have the device choose or guess the tokens of the batch's next steps, if it can; behind prompts it
+        only chooses the best. All earlier draws must be done. `behind`: another batch is being computed, so
+        nothing may be written to the device."""
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
+        if not 0 < batch.n_rows == len(sampling) <= self._most_ahead:
             return False
-        if not self._context.in_one_pass([chunk.slot for chunk in batch.chunks]):
+        if not self.in_one_pass(batch):
             return False
+        if not batch.is_decode:
+            if len(list(self._ubatches(batch))) > 1 or not all(map(self._is_best, sampling)):
+                return False
+            places = [placement for placement in batch.placements if placement.rows]
+            order = sorted(range(len(sampling)), key=lambda i: places[i].rows[0])
+            sampling = [sampling[i] for i in order]
         next_tokens, kinds = self._context.samplers.next_tokens, self._context.samplers.kinds
         assert next_tokens is not None
-        samplers, guessed = [chunk.sequence.sampler for chunk in batch.chunks], {}
-        for row, chunk in enumerate(batch.chunks):
-            sampler, kind = samplers[row], kinds[chunk.slot]
-            if kind is DeviceSampler.TOP_K and sampler.draw is not None:
+        guessed = {}
+        for row, chunk in enumerate(sampling):
+            sampler = chunk.sequence.sampler
+            if kinds[chunk.slot] is DeviceSampler.TOP_K and sampler.draw is not None:
+                if chunk.sequence.stops:
+                    return False
                 guessed[row] = sampler.draw, sampler.numbers(STEPS)
-            elif not kind is sampler.need is DeviceSampler.BEST:
+            elif not self._is_best(chunk):
                 return False
-            if chunk.sequence.stops:
-                return False
-        if guessed and (self._exact or len(batch.chunks) == 1):
+        if guessed and (self._exact or len(sampling) == 1):
             return False  # the device guesses none of these (`DeviceSamplers`)
-        next_tokens.ignore_ends([sampler.ignores_ends for sampler in samplers])
+        ignoring = [chunk.sequence.sampler.ignores_ends for chunk in sampling]
+        if behind:
+            return self._known_steps == math.inf and next_tokens.ignores(ignoring)
+        next_tokens.ignore_ends(ignoring)
         next_tokens.draws.write(guessed)
         self._known_steps = STEPS if guessed else math.inf
         return True
 
-    def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
-        """Write one token of each chunk."""
+    def _suits(self, batch: Batch, rows: ListLike[int]) -> bool:
+        """Whether what was written to the device for the rows of the last batch makes it choose this batch's
+        tokens, too. `rows`: where its sequences were."""
+        next_tokens, n = self._context.samplers.next_tokens, batch.n_tokens
+        assert next_tokens is not None
+        if not next_tokens.ignores([chunk.sequence.sampler.ignores_ends for chunk in batch.chunks]):
+            return False
+        if self._known_steps == math.inf:  # nothing is drawn
+            return n <= self._most_ahead and all(map(self._is_best, batch.chunks))
+        return self._known_steps > 0 and n > 1 and [*rows] == [*range(n)]
+
+    def _is_best(self, chunk: Chunk) -> bool:
+        """Whether the best token is the one that the chunk's request takes, and only that is computed."""
+        kind, sequence = self._context.samplers.kinds[chunk.slot], chunk.sequence
+        return kind is sequence.sampler.need is DeviceSampler.BEST and not sequence.stops
+
+    def _fill_decodes(self, chunks: list[Chunk], unread: ListLike[int] = ()) -> list[Placement]:
+        """Write one token of each chunk: the one behind the `unread` tokens, which are being computed and not
+        committed yet. It is not known either; any token is written for it."""
         context, n = self._context, len(chunks)
         slots = [chunk.slot for chunk in chunks]
-        context.tokens[:n] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
-        context.positions[:n] = [chunk.sequence.pictures.position(chunk.start) for chunk in chunks]
+        at = [chunk.start + more for chunk, more in zip(chunks, unread or [0] * n, strict=True)]
+        found = [(chunk.sequence, start) for chunk, start in zip(chunks, at, strict=True)]
+        context.tokens[:n] = [one.tokens[min(start, len(one.tokens) - 1)] for one, start in found]
+        context.positions[:n] = [one.pictures.position(start) for one, start in found]
         context.sequences[:n] = slots
         context.outputs[:n] = [chunk.n_rows for chunk in chunks]
         placements = []
@@ -313,3 +367,10 @@ class Runner:
         rows.append(len(self._slots))
         self._slots.append(chunk.slot)
         self._indices.append(index)
+
+
+def _is_greedy(batch: Batch) -> bool:
+    return all(
+        chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
+        for chunk in batch.chunks
+    )

@@ -115,12 +115,6 @@ class Scheduler:
         self._prefills_left = 0
         """Prefill steps before the next decode step."""
         self._turns = Turns()
-        self._recorded: set[Chunk] = set()
-        """Chunks of the batch that is being computed whose results are recorded already."""
-        self._ending: dict[Sequence, int] = {}
-        """Sequences that ended while a step with them is computed, and the token that ended each."""
-        self._astray: frozenset[Sequence] = frozenset()
-        """Sequences for which the step that is being computed reads a wrong token."""
         self.wrong_guesses = 0
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
@@ -134,10 +128,11 @@ class Scheduler:
         self.waiting.add(sequence)
         self._cache.track(sequence)
 
-    def remove(self, sequence: Sequence, *, failed: bool = False) -> None:
+    def remove(self, sequence: Sequence, *, failed: bool = False, beyond: ListLike[int] = ()) -> None:
         """Remove a waiting or running sequence; its slot and cells are free for the next step.
 
-        Its state stays in the prefix cache unless it `failed`, since its state may then be wrong.
+        Its state stays in the prefix cache unless it `failed`, since its state may then be wrong. `beyond`:
+        computed tokens behind its own.
         """
         self.waiting.discard(sequence)
         if sequence.slot is not None:
@@ -145,7 +140,7 @@ class Scheduler:
             self.running.remove(sequence)
             if not failed:
                 try:
-                    self._cache.cache_finished(sequence)
+                    self._cache.cache_finished(sequence, beyond)
                 except Exception:  # caching is optional: its failure must not fail a request
                     log.warning("a finished sequence was not cached", exc_info=True)
             self._vacate(sequence)
@@ -200,85 +195,89 @@ class Scheduler:
         """Count the cells of a batch that llama.cpp has begun to compute."""
         self._states.appended(batch)
 
-    @property
-    def over(self) -> frozenset[Sequence]:
-        """Sequences whose results of the step that is being computed do not count."""
-        return self._astray.union(self._ending) if self._ending else self._astray
-
-    def follows(self, batch: Batch) -> bool:
-        """Whether the step after `batch`, which is being computed, decodes the same sequences again, as far
-        as is known now. If so, there are cells for it."""
-        if not batch.is_decode or len(batch.chunks) != len(self.running) or self.over:
-            return False
+    def decodes_behind(self, batch: Batch, fits: Callable[[Batch], bool]) -> Batch | None:
+        """The decode step to launch after `batch`, which is being computed and not committed yet: `batch`
+        itself if, as far as is known now, exactly its sequences go on. None if another step comes next, or if
+        `fits` does not allow this one. There are cells for it."""
         if self.waiting and (self._free_slots or self.waiting.contended):
-            return False
+            return None
+        sampling = set(batch.sampling)
+        going_on: list[Sequence] = []
         for sequence in self.running:
-            if sequence.suspect or sequence.sampler.may_force or sequence.limit - len(sequence.tokens) < 2:
-                return False
-        if not self._make_room(batch.n_tokens):
-            return False
+            if sequence in sampling:
+                if sequence.limit - len(sequence.tokens) < 2:
+                    continue
+                if sequence.sampler.may_force:
+                    return None
+            elif not sequence.ready:
+                if self._prefills_left:
+                    return None
+                continue
+            elif not sequence.decoding or sequence.pending > 1:
+                return None
+            if sequence.suspect or sequence.adapters != batch.adapters:
+                return None
+            going_on.append(sequence)
+        following, n = batch, len(going_on)
+        if not batch.is_decode or n != len(batch.chunks):
+            chunks = [Chunk(one, 1, samples=True) for one in self._in_order(going_on)]
+            following = Batch(chunks, n_tokens=n, n_rows=n)
+        if not n or not fits(following) or not self._make_room(n):
+            return None
         self._prefills_left = self._passes
-        return True
+        return following
 
     def prompts_behind(self, batch: Batch, fits: Callable[[Batch], bool]) -> Batch | None:
         """A batch of prompts to launch after `batch`, which is being computed and not committed yet. None if
         there are none that `fits` allows, or if the choice depends on the results of `batch`. Records the
         tokens that `batch` reads of prompts that continue."""
-        following, sampling = Batch(), [chunk.sequence for chunk in batch.chunks if chunk.samples]
-        none = not self.waiting and len(sampling) == len(self.running)
-        if none or not self._prefills_left or self.over:
+        if not self._prefills_left or not (self.waiting or len(batch.sampling) < len(self.running)):
             return None
         if any(one.adapters != batch.adapters or one.suspect for one in self.running):
             return None
+        following, batch.recorded = Batch(), True
         for chunk in batch.chunks:
-            if not chunk.samples and chunk not in self._recorded:
-                self._recorded.add(chunk)
+            if not chunk.samples:
                 chunk.sequence.computed += chunk.count
                 self._cache.cache_unfinished(chunk.sequence)
         self._admit(preempt=False)
         self._begin()
-        self._prompts.add(following, batch.adapters, self.prefill_budget, self.reproducible, sampling)
+        self._prompts.add(following, batch.adapters, self.prefill_budget, self.reproducible, batch.sampling)
         if not following.chunks or not fits(following):
             return None
         self._last, self._prefills_left = None, self._prefills_left - 1
         return following
 
     def commit(
-        self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int], *, again: bool = False
+        self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int], ahead: Batch | None = None
     ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
-        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed. If
-        the same step is being computed `again`, they are removed after it. Those that went astray read their
-        tokens again after it.
+        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed, and
+        those that went astray start again; the batch `ahead`, which is already being computed, drops them.
         """
         now = perf_counter()
         self.waiting.steps += 1
         outputs: list[Output] = []
         finished: list[Output] = []
         recomputed: list[Sequence] = []
-        ending: dict[Sequence, int] = {}
-        astray = {one.sequence for one, new in zip(batch.chunks, results, strict=True) if new.astray}
-        over: list[Output] = []
-        alone, usable = True, True
+        alone, usable = not batch.dropped, True
         for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
-            if chunk not in self._recorded:
+            if sequence in batch.dropped:
+                continue
+            if chunk.samples or not batch.recorded:
                 sequence.computed = computed
-            if sequence in self._ending:
-                sequence.tokens.append(self._ending[sequence])  # its slot holds this token, too
-                over.append(Output(sequence, [], result.error))
-                continue
-            if sequence in self._astray:
-                recomputed.append(sequence)
-                continue
             if result.error is not None:
                 if sequence.suspect or not result.recompute:
                     finished.append(Output(sequence, [], result.error))
+                    if ahead is not None:
+                        ahead.drop(sequence)
+                    self.remove(sequence, failed=True)
                     continue
                 sequence.suspect, usable = True, False
             elif not chunk.samples:
-                if chunk not in self._recorded:
+                if not batch.recorded:
                     self._cache.cache_unfinished(sequence)
                 if (progress := sequence.progress) is not None:
                     progress.cached, progress.processed = sequence.reused or 0, sequence.computed
@@ -300,17 +299,15 @@ class Scheduler:
             new, done = sequence.extend(new, self._ends)
             alone = alone and len(new) == 1  # no forced tokens
             (finished if done else outputs).append(Output(sequence, new, done))
-            if done and again:
-                ending[sequence] = result.tokens[0]
-        self._recorded.clear()
-        over += [output for output in finished if output.sequence not in ending]
-        steady = alone and not (over or ending or astray) and batch.is_decode
+            late = bool(done or result.astray) and ahead is not None and ahead.drop(sequence)
+            self.wrong_guesses += (astray := late and result.astray)
+            if done:
+                sequence.computed += late
+                self.remove(sequence, failed=astray, beyond=result.tokens[len(new) :])
+            elif astray:
+                recomputed.append(sequence)
+        steady = alone and not (finished or recomputed) and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
-        self.wrong_guesses += len(astray)
-        useless, self._astray, self._ending = self._astray, frozenset(astray), ending
-        for output in over:
-            failed = isinstance(output.done, Exception) or output.sequence in useless
-            self.remove(output.sequence, failed=failed)
         for sequence in recomputed:
             if sequence in self.running:
                 self._preempt(sequence)
@@ -422,12 +419,16 @@ class Scheduler:
             if not ready or self._make_room(sum(counts)):
                 break
             self.preempt_youngest()
-        shares = [*zip(ready, counts, strict=True)]
-        if self.reproducible is not None:
-            # llama.cpp computes neighbouring ids in one pass; ids in descending order get a pass each
-            shares.sort(key=lambda share: share[0].slot or 0, reverse=self.reproducible.alone)
-        for sequence, count in shares:
-            batch.add(sequence, count)
+        shares = dict(zip(ready, counts, strict=True))
+        for sequence in self._in_order(ready):
+            batch.add(sequence, shares[sequence])
+
+    def _in_order(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Sequences that decode together, in the batch's order."""
+        if self.reproducible is None:
+            return sequences
+        # llama.cpp computes neighbouring ids in one pass; ids in descending order get a pass each
+        return sorted(sequences, key=lambda one: one.slot or 0, reverse=self.reproducible.alone)
 
     def _shares(self, ready: list[Sequence]) -> list[int]:
         """How many pending tokens each sequence decodes so that all fit into a batch; at least one."""

@@ -171,9 +171,8 @@ class SchedulerSettings(Section, title="scheduler"):
     at once"""
     async_scheduling: bool = True
     """on a GPU, launch the next step before the last one's tokens are read. This works for prompts, and for
-    the same sequences if all are greedy, or several of which each is greedy or draws by top-k of about 60 or
-    less, temperature, top-p and min-p alone. Needs the patch next-tokens; with deterministic all must be
-    greedy"""
+    decodes if all are greedy, or several of which each is greedy or draws by top-k of about 60 or less,
+    temperature, top-p and min-p alone. Needs the patch next-tokens; with deterministic all must be greedy"""
     deterministic: bool = False
     """give the same answer to the same request whatever other requests run, at a lower speed
     (docs/deterministic.md). Every sequence has its own KV cells (ctx_size / parallel, and as many for each

@@ -37,11 +37,12 @@ class Steps:
     """Runs one step after the other: schedules, drafts, launches, samples, verifies and commits.
 
     While a step is computed, the host sends the tokens of the step before. The next step may be launched
-    meanwhile: the same sequences again, whose tokens it then reads on the device, or prompts. So the device
-    does not wait for the host between the two. If a sequence turns out to have ended in the first step, the
-    second one still computes it. The sequence keeps its slot until that step is done, and its last state
-    includes the token that ended it. If the device guessed another token than the host draws
-    (`Runner.compare`), the sequence's part of the second step is dropped, and it reads its tokens again.
+    meanwhile: prompts, or decodes, which read on the device the tokens that the host does not know yet. So
+    the device does not wait for the host between the two. If a sequence turns out to have ended in the first
+    step, the second one still computes it, and drops the result. The sequence's slot is free for a third
+    step, which the device computes after the second. Its last state includes the token that ended it. If the
+    device guessed another token than the host draws (`Runner.compare`), the second step drops the result,
+    too, and the sequence reads its tokens again.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Steps:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
         self._profile.overlaps &= rows is None or self._ahead is not None
-        sampled = sample(batch, rows, self._ends, self._scheduler.over)
+        sampled = sample(batch, rows, self._ends)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
@@ -93,11 +94,12 @@ class Steps:
         if self._ahead is not None and any(new.recompute for new in sampled):
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead, self._profile.overlaps = None, False
-        if again := self._ahead is not None and self._ahead.batch is batch:
-            self._runner.compare(batch, rows, sampled)
+        ahead = None if self._ahead is None else self._ahead.batch
+        if ahead is not None and ahead.is_decode:
+            self._runner.compare(step, rows, sampled)
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
-        outputs = self._scheduler.commit(batch, sampled, held, again=again)
+        outputs = self._scheduler.commit(batch, sampled, held, ahead)
         lap("commit")
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
         return batch, outputs
@@ -132,24 +134,23 @@ class Steps:
         return step
 
     def _launch_next(self, step: Launched) -> Launched | None:
-        """Launch the next step while `step` is being computed: the same sequences again, or prompts. None if
-        that is not possible."""
+        """Launch the next step while `step` is being computed: decodes, or prompts. None if that is not
+        possible."""
         batch, runner, speculator = step.batch, self._runner, self._speculator
-        if again := runner.can_follow(step) and speculator.is_quiet and self._scheduler.follows(batch):
-            following = batch
-            speculator.propose(batch)
-        else:
-            if step.outputs is None or not (batch.may_be_read_late and speculator.can_be_overtaken):
-                return None
-            prompts = self._scheduler.prompts_behind(batch, partial(runner.can_precede, step))
-            if prompts is None:
-                return None
-            following = prompts
-            speculator.propose_early(prompts)
+        if step.outputs is None or not speculator.can_be_overtaken:
+            return None
+        following = None
+        if step.chosen:
+            following = self._scheduler.decodes_behind(batch, self._can_follow)
+        if following is None and batch.may_be_read_late:
+            following = self._scheduler.prompts_behind(batch, partial(runner.can_precede, step))
+        if following is None:
+            return None
+        speculator.propose_early(following)
         self._profile.lap("propose")
         at = self._components.clock()
         try:
-            launched = runner.launch(following, reads_next=again)
+            launched = runner.launch(following, step)
         except NoMemorySlot:  # `_launch` will meet it, too, and handles it
             speculator.abandon()
             return None
@@ -157,3 +158,6 @@ class Steps:
         self._scheduler.reserve(following)
         self._profile.lap("reserve")
         return launched
+
+    def _can_follow(self, batch: Batch) -> bool:
+        return self._speculator.is_quiet(len(batch.chunks)) and self._runner.in_one_pass(batch)

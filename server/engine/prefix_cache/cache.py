@@ -185,7 +185,7 @@ class PrefixCache:
                     self._touch(above)
         if sequence.reused is None:  # its first start, not one after a preemption
             sequence.reused = sequence.computed
-            before = self._read(sequence, sequence.prompt_length)
+            before = self._read(sequence, sequence.tokens[: sequence.prompt_length])
             sequence.missed = self._missed(sequence, before)
             path = self._paths[sequence]
             path.again = path.end.depth - before < BLOCK
@@ -295,19 +295,21 @@ class PrefixCache:
                     self._hold(node, sequence.slot)
                 return
 
-    def cache_finished(self, sequence: Sequence) -> None:
-        """Keep the state of a running sequence that ends, for later prompts; its slot is still intact."""
+    def cache_finished(self, sequence: Sequence, beyond: ListLike[int] = ()) -> None:
+        """Keep the state of a running sequence that ends, for later prompts; its slot is still intact.
+        `beyond`: computed tokens behind its own."""
         slot, depth = sequence.slot, sequence.computed
         if not self.enabled:
             return
-        self._read(sequence, depth)
+        tokens = [*sequence.tokens, *beyond][:depth]
+        self._read(sequence, tokens)
         if self.chunk > 1:  # as part of a prompt the generated tokens would be read in other passes
             return
         if slot is None or depth < MIN_GAIN or self._cells.length(slot) != depth:
             return  # last condition: the state includes drafts after the end, which cannot be rolled back
         end = self._paths[sequence].end
         start = end if depth >= end.depth else self._paths[sequence].root
-        node = self._tree.insert(np.asarray(sequence.tokens[start.depth : depth], np.int32), start)
+        node = self._tree.insert(np.asarray(tokens[start.depth :], np.int32), start)
         best = self._deepest_held(node)
         if best is node:
             self._touch(node)
@@ -487,12 +489,12 @@ class PrefixCache:
         other requests in flight want."""
         return node.refcount > 1 or bool(self._free) or any(not held.refcount for held in self._held)
 
-    def _read(self, sequence: Sequence, length: int) -> int:
-        """Remember the first `length` tokens; return how many were read before. On a full hit this does
-        nothing and returns 0."""
+    def _read(self, sequence: Sequence, tokens: ListLike[int]) -> int:
+        """Remember the sequence's `tokens`; return how many were read before. On a full hit this does nothing
+        and returns 0."""
         if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
-        return self._shadow.read(sequence.tokens[:length], sequence.salt)
+        return self._shadow.read(tokens, sequence.salt)
 
     def _suspended(self, sequence: Sequence) -> Node | None:
         """The node that keeps the state of a suspended sequence; None if there is none."""

@@ -79,7 +79,6 @@ class Sampler:
             self._chain = SamplerChain(samplers_of(params, seed, vocab.size))
         self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
         """The chain considers only this many best tokens; 0: perhaps all."""
-        self.closed = False
         self._forced: deque[int] = deque()
         """Tokens that come next regardless of the model."""
         self.need = device_sampler_for(
@@ -173,7 +172,6 @@ class Sampler:
 
     def close(self) -> None:
         """Free llama.cpp's part, when the answer has ended. Idempotent."""
-        self.closed = True
         for each in self._processors:
             if isinstance(each, Dry):
                 each.close()

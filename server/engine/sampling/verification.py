@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Container
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.llamacpp import Rows
     from qwen_serve.server.engine.batch import Batch, Chunk, Placement
-    from qwen_serve.server.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -36,22 +34,20 @@ class SampleResult:
         return max(0, len(self.tokens) - 1)
 
 
-def sample(
-    batch: Batch, rows: Rows | None, ends: frozenset[int], over: Container[Sequence] = ()
-) -> list[SampleResult]:
+def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[SampleResult]:
     """For each chunk, the accepted tokens of its draft and the token after them.
 
     A draft token is accepted if the request's own sampler chooses it from the row before it. A draft is a
     proposal with all probability on one token, so this is speculative sampling (Leviathan et al. 2023,
     section 2.3) and changes no sampler's output distribution. Nothing is accepted after one of `ends`, the
-    tokens that end a generation. Sequences that are `over` get nothing, and nothing is drawn for them.
+    tokens that end a generation. Sequences that the batch dropped get nothing, and nothing is drawn for them.
     """
     if rows is None:
         return [SampleResult() for _ in batch.chunks]
-    best = rows.all_best() if batch.greedy else None
+    best = rows.all_best() if batch.greedy and not batch.dropped else None
     if best is None or not ends.isdisjoint(best):  # a request may ignore ends
         return [
-            SampleResult() if chunk.sequence in over else _sample(chunk, placement, rows, ends)
+            SampleResult() if chunk.sequence in batch.dropped else _sample(chunk, placement, rows, ends)
             for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
         ]
     if batch.n_tokens == batch.n_rows == len(batch.chunks):  # otherwise the shortest come first
@@ -74,7 +70,7 @@ def _accepted(draft: ListLike[int], best: list[int]) -> list[int]:
 
 def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> SampleResult:
     sampler = chunk.sequence.sampler
-    if not tokens or not sampler.forces or sampler.closed:  # closed: these tokens follow the answer's end
+    if not tokens or not sampler.forces:
         return SampleResult(tokens, recompute=recompute)
     try:
         return SampleResult(tokens, sampler.forced(tokens), recompute=recompute)

@@ -100,11 +100,13 @@ class Speculator:
 
     # --- before a step -------------------------------------------------------------------------------------
 
-    @property
-    def is_quiet(self) -> bool:
-        """Whether nothing is drafted or read by drafters in this step, nor in the next one if it has the same
-        sequences."""
-        return not self._drafters or (self._is_quiet and self._quiet > 0 and not self._hidden.collects)
+    def is_quiet(self, n: int) -> bool:
+        """Whether nothing is drafted in this step, which `can_be_overtaken`, nor in the next one if that
+        decodes `n` sequences."""
+        if self._proposal is not None:
+            return False
+        same = n == self._n and self._is_quiet and self._quiet > 0
+        return same or all(n > health.drafter.most for health in self._drafters)
 
     @property
     def can_be_overtaken(self) -> bool:
@@ -112,7 +114,7 @@ class Speculator:
         return not self._drafters or not (self._hidden.collects or self._states.deferred)
 
     def propose_early(self, batch: Batch) -> None:
-        """`propose` for prompts that are launched before the last step is verified. Nothing is learned from
+        """`propose` for a batch that is launched before the last step is verified. Nothing is learned from
         that step then."""
         self._overtaken = bool(self._drafters)
         self.propose(batch)

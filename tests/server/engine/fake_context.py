@@ -105,9 +105,9 @@ class FakeContext:
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         self.samplers.kinds[sequence] = kind
 
-    def decode(self, n_tokens: int, *, of_pictures: bool = False, reads_next: bool = False) -> None:
+    def decode(self, n_tokens: int, *, of_pictures: bool = False, next_rows: None = None) -> None:
         assert not of_pictures
-        assert not reads_next
+        assert next_rows is None
         for slot, position, token in zip(
             self.sequences, self.positions, self.tokens[:n_tokens], strict=False
         ):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +12,9 @@ import pytest
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.errors import NoMemorySlot
-from qwen_serve.llamacpp.guessed_draws import DrawTable
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
 from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import (
-    EXACT,
-    Answer,
     Request,
     ask,
     ask_all,
@@ -30,9 +25,10 @@ from tests.server.engine.helpers import (
     submit,
     told,
 )
+from tests.server.engine.launching import ENDS, PLAIN, ahead, assert_right, spoil_guesses
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator
+    from collections.abc import Awaitable
     from pathlib import Path
 
     from qwen_serve.server.engine import Engine
@@ -41,29 +37,8 @@ pytestmark = pytest.mark.skipif(not HAS_NEXT_TOKENS, reason="this llama.cpp has 
 
 INVARIANT = pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
 
-PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off"}
-"""Sampling on the device, though that is the host here, as on a GPU."""
 BRIDGE = (300, 301, 3609, 302)
 """Closes a think block; 3609 is </think>."""
-ENDS = SamplingParams()
-"""Greedy, with the tokens that end an answer."""
-
-
-@contextmanager
-def ahead(model: Path, **changes: Any) -> Iterator[tuple[Engine, Counter[str]]]:
-    """An engine that behaves as on a GPU, and the steps that it launched ahead."""
-    with running(model, **{**PLAIN, **changes}) as engine:
-        steps, launched = engine._taking, Counter[str]()  # noqa: SLF001 - nothing tells when a step is launched
-        launch_next = steps._launch_next  # noqa: SLF001 - the same
-
-        def watched(step: Any) -> Any:
-            if (following := launch_next(step)) is not None:
-                launched["again" if following.batch is step.batch else "prompts"] += 1
-            return following
-
-        steps._launch_next = watched  # type: ignore[method-assign]  # noqa: SLF001 - the same
-        engine.components.device_runs_alone = True
-        yield engine, launched
 
 
 def requests(rng: random.Random, n: int, *, sampled: bool) -> list[Request]:
@@ -91,17 +66,6 @@ async def test_answers_are_those_of_steps_that_wait(nano_f32: Path) -> None:
         assert [await ask(engine, request) for request in asked] == expected
         await idle(engine)
         assert engine.stats().running == 0
-
-
-def assert_right(asked: list[Request], found: list[Answer], expected: list[Answer]) -> None:
-    """Each answer is as expected; one that was cancelled, as far as it goes."""
-    for request, answer, right in zip(asked, found, expected, strict=True):
-        if request.cancel_after is None:
-            assert answer == right
-        else:
-            n = min(len(answer.tokens), len(right.tokens))
-            assert n >= min(request.cancel_after, len(right.tokens))
-            assert answer.tokens[:n] == right.tokens[:n]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -210,11 +174,11 @@ async def test_no_cells_for_the_next_step(nano_f32: Path, monkeypatch: pytest.Mo
         context = engine.components.context
         decode, refused = context.decode, list[int]()
 
-        def full(n_tokens: int, *, reads_next: bool = False, **how: Any) -> None:
-            if reads_next and len(refused) < 2:
+        def full(n_tokens: int, *, next_rows: Any = None, **how: Any) -> None:
+            if next_rows is not None and len(refused) < 2:
                 refused.append(n_tokens)
                 raise NoMemorySlot("no cells")
-            decode(n_tokens, reads_next=reads_next, **how)
+            decode(n_tokens, next_rows=next_rows, **how)
 
         monkeypatch.setattr(context, "decode", full)
         assert await ask(engine, request) == expected
@@ -307,16 +271,6 @@ def mixed_requests(rng: random.Random, n: int) -> list[Request]:
         elif kind == 11:
             made[i] = replace(request, params=drawing(i, presence_penalty=1.5))
     return made
-
-
-def spoil_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other random numbers on the device than on the host."""
-    write = DrawTable.write
-
-    def spoil(table: DrawTable, guessed: Any) -> None:
-        write(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in guessed.items()})
-
-    monkeypatch.setattr(DrawTable, "write", spoil)
 
 
 @pytest.mark.parametrize("model", ["nano_f32", "nano_q4_k_m"])

@@ -1,0 +1,72 @@
+"""An engine whose steps are launched ahead, as on a GPU, for the tests of that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from qwen_serve.llamacpp.guessed_draws import DrawTable
+from qwen_serve.server.engine import SamplingParams
+from tests.server.engine.helpers import EXACT, Answer, Request, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pytest
+
+    from qwen_serve.server.engine import Engine
+    from qwen_serve.server.engine.batch import Batch
+
+PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off"}
+"""Sampling on the device, though that is the host here, as on a GPU."""
+ENDS = SamplingParams()
+"""Greedy, with the tokens that end an answer."""
+
+
+@contextmanager
+def ahead(model: Path, **changes: Any) -> Iterator[tuple[Engine, Counter[str]]]:
+    """An engine that behaves as on a GPU, and the steps that it launched ahead."""
+    with running(model, **{**PLAIN, **changes}) as engine:
+        steps, launched = engine._taking, Counter[str]()  # noqa: SLF001 - nothing tells when a step is launched
+        launch_next = steps._launch_next  # noqa: SLF001 - the same
+
+        def watched(step: Any) -> Any:
+            if (following := launch_next(step)) is not None:
+                launched[_kind(step.batch, following.batch)] += 1
+                launched["behind an end"] += bool(step.batch.dropped)
+            return following
+
+        steps._launch_next = watched  # type: ignore[method-assign]  # noqa: SLF001 - the same
+        engine.components.device_runs_alone = True
+        yield engine, launched
+
+
+def _kind(batch: Batch, following: Batch) -> str:
+    """How a batch follows another: the same sequences "again", "fewer" of them, a "first" decode of sequences
+    whose prompts were read, or "prompts"."""
+    if following is batch:
+        return "again"
+    return "prompts" if following.prompt_tokens else "fewer" if batch.is_decode else "first"
+
+
+def assert_right(asked: list[Request], found: list[Answer], expected: list[Answer]) -> None:
+    """Each answer is as expected; one that was cancelled, as far as it goes."""
+    for request, answer, right in zip(asked, found, expected, strict=True):
+        if request.cancel_after is None:
+            assert answer == right
+        else:
+            n = min(len(answer.tokens), len(right.tokens))
+            assert n >= min(request.cancel_after, len(right.tokens))
+            assert answer.tokens[:n] == right.tokens[:n]
+
+
+def spoil_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other random numbers on the device than on the host."""
+    write = DrawTable.write
+
+    def spoil(table: DrawTable, guessed: Any) -> None:
+        write(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in guessed.items()})
+
+    monkeypatch.setattr(DrawTable, "write", spoil)
