@@ -80,6 +80,7 @@ declare -A off=(
     [repacked-weights]=LLAMA_REPACK_OFF=1
     [moe-router]=GGML_CUDA_ROUTER_APART=1
     [mmvq-experts]=GGML_CUDA_MMVQ_EXPERTS_MAX=0
+    [mmq-stream]=GGML_CUDA_MMQ_STREAM_MAX=0
     [ragged-passes]=LLAMA_RUNS_MAX=1
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots many-snapshots) # of which only drafts tell

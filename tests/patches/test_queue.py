@@ -184,7 +184,7 @@ def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp
     assert "masks are equal" in done.stdout
 
 
-RINGS = ("mmf-tma", "gated_delta_net_chunked", "mmvq-rows", "mmvq-experts", "mmq-repacked")
+RINGS = ("mmf-tma", "gated_delta_net_chunked", "mmvq-rows", "mmvq-experts", "mmq-grouped", "mmq-repacked")
 """CUDA sources with a ring in shared memory that Hopper's copy engine fills."""
 
 
