@@ -2,9 +2,8 @@
 
 The host does not need a step's tokens to launch the next step: the device samplers BEST and TOP_K write them
 to a tensor, and each token of the next step may come from a row of it. TOP_K guesses them
-(`guessed_draws.py`). llama.cpp
-keeps the rows of two batches, so the rows of the first can be read while the second is computed. Launching
-the second returns when the first is done.
+(`guessed_draws.py`). llama.cpp keeps the rows of two batches, so the rows of the first can be read while the
+second is computed. Launching the second returns when the first is done.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from . import ggml
 from .patches import NEXT_TOKENS, brings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from .device_sampler import DeviceSampler
-    from .guessed_draws import DrawTable
+    from .guessed_draws import Drawn, DrawTable
 
-HAS_NEXT_TOKENS = brings(NEXT_TOKENS, "llama_set_next_token_rows")
+HAS_NEXT_TOKENS = brings(NEXT_TOKENS, "llama_tensor_set_queued")
 """Whether this build can launch a step before the last step's tokens are read."""
 
 MOST_ROWS = 64
@@ -42,6 +41,7 @@ class _SampledRows(ctypes.Structure):
 if HAS_NEXT_TOKENS:
     _P = ctypes.c_void_p
     _set_rows = ggml.quick("llama_set_next_token_rows", ctypes.c_bool, _P, _P, _P, ctypes.c_int32)
+    _set_queued = ggml.quick("llama_tensor_set_queued", None, _P, _P, _P, ctypes.c_size_t)
     _sampled_rows = ggml.quick("llama_get_sampled_rows", ctypes.c_bool, _P, ctypes.POINTER(_SampledRows))
 
 
@@ -76,28 +76,31 @@ class NextTokens:
         self.tokens, self.bans, self.draws = tokens, bans, draws
         self._width, self._n_ends = width, n_ends
         self._ignoring: tuple[bool, ...] = ()
+        self._context = 0
+        """Set by `serve`."""
 
-    def read(self, context: int, rows: npt.NDArray[np.int32]) -> bool:
-        """Make the next decode read each of its tokens from a row of `tokens`, or, for -1, from the batch.
-        Returns False if the token embedding is on another device."""
-        return bool(_set_rows(context, self.tokens, rows.ctypes.data, rows.size))
-
-    def readable(self, context: int) -> bool:
-        """Whether `read` would succeed."""
-        able = self.read(context, np.zeros(1, np.int32))
+    def serve(self, context: int) -> bool:
+        """Serve the steps of this context from now on. Returns whether it can read these tokens."""
+        self._context = context
+        able = self.read(np.zeros(1, np.int32))
         _set_rows(context, None, None, 0)
         return able
 
-    def ignores(self, rows: Sequence[bool]) -> bool:
-        """Whether `ignore_ends` would change nothing."""
-        return tuple(rows) == self._ignoring[: len(rows)]
+    def read(self, rows: npt.NDArray[np.int32]) -> bool:
+        """Make the next decode read each of its tokens from a row of `tokens`, or, for -1, from the batch.
+        Returns False if the token embedding is on another device."""
+        return bool(_set_rows(self._context, self.tokens, rows.ctypes.data, rows.size))
 
-    def ignore_ends(self, rows: Sequence[bool]) -> None:
-        """Set for each row of the next steps whether BEST excludes the tokens that end a generation. No step
-        that chooses may be in progress."""
-        if self.ignores(rows):
-            return
-        bans = np.zeros((MOST_ROWS, self._width), np.float32)
-        bans[: len(rows), : self._n_ends] = np.where(rows, -np.inf, 0)[:, None]
-        ggml.tensor_set(self.bans, bans.ctypes.data, 0, bans.nbytes)
-        self._ignoring = tuple(rows)
+    def write(self, ignoring: Sequence[bool], drawn: Mapping[int, Drawn]) -> None:
+        """Set how the rows of the steps that are launched from now on are chosen: whether BEST excludes the
+        tokens that end a generation, and how TOP_K guesses (`DrawTable.arrays`). Steps that are being
+        computed are not affected."""
+        assert self._context
+        changed = self.draws.arrays(drawn)
+        if tuple(ignoring) != self._ignoring[: len(ignoring)]:
+            bans = np.zeros((MOST_ROWS, self._width), np.float32)
+            bans[: len(ignoring), : self._n_ends] = np.where(ignoring, -np.inf, 0)[:, None]
+            changed.append((self.bans, bans))
+            self._ignoring = tuple(ignoring)
+        for tensor, array in changed:
+            _set_queued(self._context, tensor, array.ctypes.data, array.nbytes)

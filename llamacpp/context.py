@@ -193,7 +193,7 @@ class Context:
         self._copied_from.clear()
         batch = self._embedded(n_tokens) if of_pictures else self._batch
         chosen = self.samplers.next_tokens
-        if next_rows is not None and not (chosen and chosen.read(self._handle, next_rows)):
+        if next_rows is not None and not (self.runs_ahead and chosen and chosen.read(next_rows)):
             raise LlamaError("the token embedding is not where tokens are chosen")
         status = C.llama_decode(self._handle, batch)
         if self.samplers.error is not None:
@@ -229,7 +229,7 @@ class Context:
     def runs_ahead(self) -> bool:
         """Whether `decode` may read its tokens on the device, and rows may be read after another decode."""
         tokens = self.samplers.next_tokens if self.samplers.active else None
-        return tokens is not None and tokens.readable(self._handle)
+        return tokens is not None and tokens.serve(self._handle)
 
     def in_one_pass(self, sequences: Sequence[int]) -> bool:
         """Whether one pass may have these sequences; with cells of their own only consecutive ids."""

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 STEPS = 32
-"""Steps whose random numbers are on the device. Each step takes the next ones by itself, since a write to the
-device would not wait for the step that is being computed."""
+"""Steps whose random numbers are on the device. Each step takes the next ones by itself."""
 
 SCALE, TOP_P, MIN_P, GUESSED, NO_ENDS, STEP = range(STEPS, STEPS + 6)
 """Lines of the table after the random numbers. SCALE: 1 / temperature. GUESSED: 1 if the row has TOP_K, 0 if
@@ -48,6 +47,10 @@ class Draw:
     """Whether the tokens that end a generation are excluded."""
 
 
+Drawn = tuple[Draw, "npt.NDArray[np.float64]"]
+"""How a row's tokens are drawn, and the random numbers of the next STEPS draws."""
+
+
 class DrawTable:
     """Tensors on the device: `table`, F32 [rows, LINES], and `cut`, F32 [k, rows], which is 0 for the top-k
     of a row's sorted candidates and -inf for the others."""
@@ -58,21 +61,19 @@ class DrawTable:
         self._any = False
         """Whether a row is guessed."""
 
-    def write(self, draws: Mapping[int, tuple[Draw, npt.NDArray[np.float64]]]) -> None:
-        """Set how each row of the next STEPS steps is guessed, with its random numbers [STEPS]; rows not in
-        `draws` have BEST. No step that draws may be in progress."""
-        if not (draws or self._any):
-            return
+    def arrays(self, drawn: Mapping[int, Drawn]) -> list[tuple[int, npt.NDArray[np.float32]]]:
+        """What to write to which tensor before the next STEPS steps. Rows not in `drawn` have BEST."""
+        if not (drawn or self._any):
+            return []
         table, cut = np.zeros((LINES, self._rows), np.float32), np.zeros((self._rows, self._k), np.float32)
-        for row, (draw, numbers) in draws.items():
+        for row, (draw, numbers) in drawn.items():
             table[:STEPS, row] = numbers
             # a top-p of 1 keeps all, though the device's sum may exceed 1
             top_p, min_p = draw.top_p if draw.top_p < 1 else 2, draw.min_p * (1 - 1e-6)
             table[SCALE:STEP, row] = 1 / draw.temperature, top_p, min_p, 1, draw.no_ends
             cut[row, draw.top_k :] = -np.inf
-        for tensor, array in ((self.table, table), (self.cut, cut)):
-            ggml.tensor_set(tensor, array.ctypes.data, 0, array.nbytes)
-        self._any = bool(draws)
+        self._any = bool(drawn)
+        return [(self.table, table), (self.cut, cut)]
 
 
 def guess(

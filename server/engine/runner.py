@@ -103,7 +103,7 @@ class Runner:
         if behind is not None and batch.is_decode:
             rows = self._follow(behind, batch)
         else:
-            self._fill(batch, behind=behind is not None)
+            self._fill(batch, behind)
         self._profile.lap("fill")
         try:
             self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows)
@@ -200,7 +200,7 @@ class Runner:
         row of each token there, or -1 if the host knows it."""
         if batch is step.batch:
             self._context.positions[: batch.n_tokens] += 1
-            self._chosen = self._known_steps > 0
+            self._chosen = self._known_steps > 0 or self._choose_on_device(batch, step)
             return self._offsets[: batch.n_tokens]
         chosen = {
             chunk.sequence: (placement.rows[0], chunk.count)
@@ -211,11 +211,11 @@ class Runner:
         self._slots, self._indices = [], []
         batch.placements = self._fill_decodes(batch.chunks, unread)
         batch.greedy = _is_greedy(batch)
-        self._fits = self._chosen = self._suits(batch, rows)
+        self._fits = self._chosen = self._choose_on_device(batch, step)
         self._filled = batch
         return np.array(rows, np.int32)
 
-    def _fill(self, batch: Batch, *, behind: bool) -> None:
+    def _fill(self, batch: Batch, behind: Launched | None) -> None:
         """Write llama.cpp's batch; if it is the same batch as before, only what has changed."""
         if batch is self._filled and batch.is_decode:
             n, context = batch.n_tokens, self._context
@@ -232,55 +232,40 @@ class Runner:
             batch.placements = self._fill_decodes(batch.chunks)
         else:
             batch.placements = self._fill_ubatches(batch)
-        self._chosen = self._choose_on_device(batch, behind=behind)
+        self._chosen = self._choose_on_device(batch, behind)
         self._filled = batch if batch.is_decode else None
 
-    def _choose_on_device(self, batch: Batch, *, behind: bool = False) -> bool:
-        """Have the device choose or guess the tokens of the batch's next steps, if it can; behind prompts it
-        only chooses the best. All earlier draws must be done. `behind`: another batch is being computed, so
-        nothing may be written to the device."""
-        sampling = [chunk for chunk in batch.chunks if chunk.samples]
-        if not 0 < batch.n_rows == len(sampling) <= self._most_ahead:
+    def _choose_on_device(self, batch: Batch, behind: Launched | None = None) -> bool:
+        """Have the device choose or guess the tokens of the batch's next steps, if it can. `behind`: the step
+        that is being computed, whose draws are not done yet."""
+        sampling = [
+            (placement.rows[0], chunk)
+            for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
+            if chunk.samples
+        ]
+        if not 0 < batch.n_rows == len(sampling) <= self._most_ahead or not self.in_one_pass(batch):
             return False
-        if not self.in_one_pass(batch):
+        if not batch.is_decode and len(list(self._ubatches(batch))) > 1:
             return False
-        if not batch.is_decode:
-            if len(list(self._ubatches(batch))) > 1 or not all(map(self._is_best, sampling)):
-                return False
-            places = [placement for placement in batch.placements if placement.rows]
-            order = sorted(range(len(sampling)), key=lambda i: places[i].rows[0])
-            sampling = [sampling[i] for i in order]
         next_tokens, kinds = self._context.samplers.next_tokens, self._context.samplers.kinds
         assert next_tokens is not None
-        guessed = {}
-        for row, chunk in enumerate(sampling):
+        undone = set(behind.batch.sampling) if behind is not None else ()
+        ignoring, drawn = [False] * len(sampling), {}
+        for row, chunk in sampling:
             sampler = chunk.sequence.sampler
+            ignoring[row] = sampler.ignores_ends
             if kinds[chunk.slot] is DeviceSampler.TOP_K and sampler.draw is not None:
                 if chunk.sequence.stops:
                     return False
-                guessed[row] = sampler.draw, sampler.numbers(STEPS)
+                skipped = int(chunk.sequence in undone)
+                drawn[row] = sampler.draw, sampler.numbers(skipped + STEPS)[skipped:]
             elif not self._is_best(chunk):
                 return False
-        if guessed and (self._exact or len(sampling) == 1):
+        if drawn and (self._exact or len(sampling) == 1):
             return False  # the device guesses none of these (`DeviceSamplers`)
-        ignoring = [chunk.sequence.sampler.ignores_ends for chunk in sampling]
-        if behind:
-            return self._known_steps == math.inf and next_tokens.ignores(ignoring)
-        next_tokens.ignore_ends(ignoring)
-        next_tokens.draws.write(guessed)
-        self._known_steps = STEPS if guessed else math.inf
+        next_tokens.write(ignoring, drawn)
+        self._known_steps = STEPS if drawn else math.inf
         return True
-
-    def _suits(self, batch: Batch, rows: ListLike[int]) -> bool:
-        """Whether what was written to the device for the rows of the last batch makes it choose this batch's
-        tokens, too. `rows`: where its sequences were."""
-        next_tokens, n = self._context.samplers.next_tokens, batch.n_tokens
-        assert next_tokens is not None
-        if not next_tokens.ignores([chunk.sequence.sampler.ignores_ends for chunk in batch.chunks]):
-            return False
-        if self._known_steps == math.inf:  # nothing is drawn
-            return n <= self._most_ahead and all(map(self._is_best, batch.chunks))
-        return self._known_steps > 0 and n > 1 and [*rows] == [*range(n)]
 
     def _is_best(self, chunk: Chunk) -> bool:
         """Whether the best token is the one that the chunk's request takes, and only that is computed."""

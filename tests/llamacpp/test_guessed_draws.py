@@ -54,12 +54,13 @@ def test_guesses_are_the_draws(model: Model) -> None:
         )
         for row in range(ROWS)
     ]
+    assert context.runs_ahead
     assert context.samplers.next_tokens is not None
     guessed = {}
     for row, sampler in enumerate(samplers):
         assert sampler.draw is not None
         guessed[row] = sampler.draw, sampler.numbers(STEPS).copy()
-    context.samplers.next_tokens.draws.write(guessed)
+    context.samplers.next_tokens.write([False] * ROWS, guessed)
     context.tokens[:ROWS] = rng.integers(256, 2000, ROWS)
     context.positions[:ROWS] = np.arange(ROWS)
     context.sequences[:ROWS] = 0

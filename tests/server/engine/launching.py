@@ -64,9 +64,9 @@ def assert_right(asked: list[Request], found: list[Answer], expected: list[Answe
 
 def spoil_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other random numbers on the device than on the host."""
-    write = DrawTable.write
+    arrays = DrawTable.arrays
 
-    def spoil(table: DrawTable, guessed: Any) -> None:
-        write(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in guessed.items()})
+    def spoil(table: DrawTable, drawn: Any) -> Any:
+        return arrays(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in drawn.items()})
 
-    monkeypatch.setattr(DrawTable, "write", spoil)
+    monkeypatch.setattr(DrawTable, "arrays", spoil)

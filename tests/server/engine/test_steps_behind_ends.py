@@ -33,11 +33,24 @@ def ends_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "eog_ids", property(lambda model: ends(model) | {13, 262}))
 
 
-@pytest.mark.parametrize("params", [SamplingParams(ignore_eos=True), ENDS], ids=["lengths", "ends"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(ignore_eos=True),
+        ENDS,
+        SamplingParams(ignore_eos=True, temperature=1.0, top_k=20, seed=3),
+    ],
+    ids=["lengths", "ends", "drawn"],
+)
 async def test_each_step_behind_an_end_is_launched_ahead(nano_f32: Path, params: SamplingParams) -> None:
     """All but the first step, which reads the prompts. An end by length is known before the step of the last
-    token, any other one after the next step was launched."""
-    asked = [Request(random_prompt(random.Random(i), 20), 12 + 6 * i, params=params) for i in range(8)]
+    token, any other one after the next step was launched. Two requests end last, since draws of one are not
+    guessed; there are more steps than random numbers on the device."""
+    lengths = [12, 18, 24, 30, 36, 42, 90, 90]
+    asked = [
+        Request(random_prompt(random.Random(i), 20), length, params=params)
+        for i, length in enumerate(lengths)
+    ]
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
     with ahead(nano_f32, parallel=8, prefix_cache=False) as (engine, launched):
@@ -50,6 +63,7 @@ async def test_each_step_behind_an_end_is_launched_ahead(nano_f32: Path, params:
         assert launched.total() == engine.stats().steps - 1
         assert launched["first"] == 1
         assert launched["fewer"] > 3
+        assert not engine.stats().wrong_guesses
 
 
 @pytest.mark.parametrize("draws", [0.0, 0.2])
