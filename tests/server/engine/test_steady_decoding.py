@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.batch import Batch
+    from qwen_serve.server.engine.runner import Launched
 
 
 def test_the_same_sequences_are_not_scheduled_anew() -> None:
@@ -111,10 +112,10 @@ async def test_what_is_taken_over_is_what_would_be_written_anew(
     seen = {"taken over": 0, "anew": 0}
     fill = Runner._fill  # noqa: SLF001 - looked at between its two ways
 
-    def checked(self: Runner, batch: Batch, *, behind: bool) -> None:
+    def checked(self: Runner, batch: Batch, behind: Launched | None) -> None:
         again = batch is self._filled
         seen["taken over" if again else "anew"] += 1
-        fill(self, batch, behind=behind)
+        fill(self, batch, behind)
         if again:
             _compare(self._context, batch)
 
