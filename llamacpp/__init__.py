@@ -33,7 +33,6 @@ from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .rows import Rows
 from .samplers import DrySampler, SamplerChain
-from .snapshots import MANY as HAS_MANY_SNAPSHOTS
 from .snapshots import SHARED as SHARES_SNAPSHOTS
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "CACHE_TYPES",
     "HAS_BATCH_INVARIANCE",
     "HAS_F16_COPIES",
-    "HAS_MANY_SNAPSHOTS",
     "HAS_RING",
     "N_CANDIDATES",
     "READS_OWN_CELLS",

@@ -19,7 +19,7 @@ from .log import reason, tapped_log
 from .patches import BATCH_INVARIANT, brings
 from .ragged import most_lengths
 from .rows import Rows, matrix
-from .snapshots import MANY, Snapshots, n_rs_seq, snapshot_rows
+from .snapshots import Snapshots, n_rs_seq
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,7 @@ class Context:
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
         params.n_outputs_max_per_seq = options.n_outputs_per_seq
-        params.n_rs_seq = n_rs_seq(options.n_snapshots, options.snapshot_rows)
+        params.n_rs_seq = n_rs_seq(options.n_snapshots)
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
@@ -116,8 +116,6 @@ class Context:
         self.most_lengths = most_lengths(self._handle)
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 if the model keeps none."""
-        self.snapshot_rows = snapshot_rows(self._handle)
-        """Of all sequences that are decoded together; 0 if only one that is decoded alone has any."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
         self.ring: layers.Ring | None = None
         """The ring for the rows of `keep_layers`; None if they are copied to the host."""
@@ -180,7 +178,7 @@ class Context:
         if (rows := int(np.count_nonzero(self.outputs[:n_tokens]))) > self._n_outputs:
             raise LlamaError(f"a batch with {rows} outputs; this context was made for {self._n_outputs}")
         sequences = self.sequences[:n_tokens]
-        for sequence in () if MANY else self._snapshots.disturbed(sequences):
+        for sequence in self._snapshots.disturbed(sequences):
             self._materialize(sequence)
         if self.ring is not None and self._fills_ring:
             if of_pictures:  # drafters do not read their rows
@@ -204,7 +202,7 @@ class Context:
             raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
         self._n_decoded += 1
         self._n_reserved = max(rows, self._n_seq)
-        if self.n_snapshots and not MANY:
+        if self.n_snapshots:
             self._snapshots.decoded(sequences)
 
     def set_adapters(self, adapters: Sequence[tuple[LoraAdapter, float]]) -> None:
@@ -362,23 +360,21 @@ class Context:
         C.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def remove(self, sequence: int, start: int = -1, end: int = -1) -> bool:
-        """Remove a sequence, or positions [start, end) of it. Cells that no other one shares become free.
+        """Remove a sequence, or positions [start, end) of it; cells that no other sequence shares become
+        free.
 
-        Returns False, with nothing changed, if a recurrent state would have to be rolled back. Snapshots
-        allow that by `n_snapshots` tokens, not past the start of the last call, to a sequence that was alone
-        in that call, in one pass; to several with as many tokens each if `snapshot_rows` has room for all.
-        Raises LlamaError if the state does not exist.
+        Returns False, and changes nothing, if a recurrent state would have to be rolled back. Snapshots allow
+        that for a sequence that was alone in the last call, which took one pass: by at most `n_snapshots`
+        tokens, and not past the start of that call. Raises LlamaError if llama.cpp would use a state that
+        does not exist.
         """
-        surplus = 0
         if start > 0 and self.n_snapshots:
             surplus = int(C.llama_memory_seq_pos_max(self._memory, sequence)) + 1 - start
-            if surplus > 0 and not MANY:
+            if surplus > 0:
                 self._snapshots.went_back(sequence, surplus)
         else:
             self._snapshots.gone(sequence)
-        if not (removed := bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))) and surplus > 0:
-            raise LlamaError(f"sequence {sequence} cannot go back by {surplus} tokens")
-        return removed
+        return bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))
 
     def stash(self, sequence: int) -> None:
         """Copy a sequence's recurrent state to a device buffer, of which llama.cpp keeps one for each id.

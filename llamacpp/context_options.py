@@ -33,9 +33,6 @@ class ContextOptions:
     n_snapshots: int = 0
     """Tokens that `remove` can take back from a sequence of a recurrent model. Each costs one more recurrent
     state, or without the patch shared-snapshots one for every sequence id."""
-    snapshot_rows: int = 0
-    """Number of snapshots of all sequences that are decoded together, if that is more than `n_snapshots`.
-    Needs the patch many-snapshots."""
     eval_callback: Any = None
     """A `ggml_backend_sched_eval_callback`, called for every graph as it is computed."""
     op_offload: bool = True

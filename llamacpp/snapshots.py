@@ -9,19 +9,15 @@ llama-memory-recurrent.cpp leaves three things unchecked:
 - Until the next call, a copy of a sequence that was rolled back gets its newest state, not the snapshot.
 
 Therefore only a sequence that was alone in the last call is rolled back. Stock llama.cpp has room for n
-snapshots of every sequence; with the patch shared-snapshots there is room for one sequence's. With the patch
-many-snapshots all sequences of the last pass have snapshots, and llama.cpp checks these three things.
+snapshots of every sequence; with the patch shared-snapshots there is room for one sequence's.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import TYPE_CHECKING, Any, Final
-
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+from typing import TYPE_CHECKING, Final
 
 from .errors import LlamaError
-from .patches import MANY_SNAPSHOTS, SHARED_SNAPSHOTS, brings
+from .patches import SHARED_SNAPSHOTS, brings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,31 +27,13 @@ if TYPE_CHECKING:
 SHARED: Final = brings(SHARED_SNAPSHOTS, "llama_rs_seq_shared")
 """Whether this llama.cpp can keep the snapshots of one sequence only."""
 
-MANY: Final = SHARED and brings(MANY_SNAPSHOTS, "llama_rs_seq_rows")
-"""Whether this llama.cpp can keep the snapshots of several sequences that are decoded together."""
-
 SHARED_FLAG: Final = 0x80000000
 """LLAMA_RS_SEQ_SHARED of its src/llama-ext.h, a bit of `n_rs_seq`."""
 
-ROWS_SHIFT: Final = 12
-"""First bit of the number of all snapshots in `n_rs_seq` (`llama_rs_seq_all` of the same file)."""
 
-
-def n_rs_seq(n_snapshots: int, rows: int = 0) -> int:
-    """The context parameter for this many snapshots of a sequence, and `rows` of all sequences together."""
-    if not (SHARED and n_snapshots):
-        return n_snapshots
-    return n_snapshots | SHARED_FLAG | (rows << ROWS_SHIFT if MANY else 0)
-
-
-def snapshot_rows(handle: Any) -> int:
-    """Number of snapshots that all sequences share that are decoded together; 0 if only a sequence that is
-    decoded alone has snapshots."""
-    if not MANY:
-        return 0
-    function = C._lib.llama_rs_seq_rows
-    function.restype, function.argtypes = ctypes.c_uint32, [ctypes.c_void_p]
-    return int(function(handle))
+def n_rs_seq(n_snapshots: int) -> int:
+    """The context parameter for this many snapshots."""
+    return n_snapshots | SHARED_FLAG if SHARED and n_snapshots else n_snapshots
 
 
 class Snapshots:
@@ -82,7 +60,8 @@ class Snapshots:
     def went_back(self, sequence: int, n_tokens: int) -> None:
         """Records that a sequence's last `n_tokens` are taken back. Raises LlamaError if that is not safe."""
         if sequence != self._last or n_tokens > self._reach:
-            raise LlamaError(f"sequence {sequence} cannot go back by {n_tokens} tokens")
+            reach = self._reach if sequence == self._last else 0
+            raise LlamaError(f"sequence {sequence} can go back by {reach} tokens, not by {n_tokens}")
         self._reach = 0
         self.pending.add(sequence)
 

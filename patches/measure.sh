@@ -63,9 +63,8 @@ declare -A off=(
     [mmq-experts]=GGML_CUDA_MMQ_BY_EXPERT=0
     [mmq-grouped]=GGML_CUDA_MMQ_GROUPED_MAX=0
     [few-rows]=GGML_CUDA_FEW_ROWS_MMF=1
-    [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots,many-snapshots
-    [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots,many-snapshots
-    [many-snapshots]=LLAMA_PATCHES_HIDE=many-snapshots
+    [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots
+    [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots
     [f16-copies]=LLAMA_F16_COPIES_OFF=1
     [f16-products]=GGML_CUDA_MMF_TMA_MAX=0
     [columns-only]=GGML_CUDA_COLUMNS_BESIDE=1
@@ -83,7 +82,7 @@ declare -A off=(
     [mmq-stream]=GGML_CUDA_MMQ_STREAM_MAX=0
     [ragged-passes]=LLAMA_RUNS_MAX=1
 )
-drafting=(seq-own-cells layer-inputs-ring shared-snapshots many-snapshots) # of which only drafts tell
+drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
     for patch in "$here"/llama.cpp/*.patch; do
         name=${patch##*/????-} name=${name%.patch}

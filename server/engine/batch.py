@@ -30,8 +30,6 @@ class Chunk:
     draft: Final[tuple[int, ...]] = ()
     scored: Final[range] = range(0)
     """Positions in the prompt whose next token needs a log-probability."""
-    padding: Final[int] = 0
-    """Tokens after the draft that are computed and taken back, so that all sequences have as many."""
 
     @property
     def start(self) -> int:
@@ -40,13 +38,13 @@ class Chunk:
 
     @property
     def n_tokens(self) -> int:
-        return self.count + len(self.draft) + self.padding
+        return self.count + len(self.draft)
 
     @property
     def n_rows(self) -> int:
-        """Rows of logits it has: one after the last pending token, one after each token of draft and padding,
-        and one for each of its `scored` positions."""
-        return len(self.scored) + (1 + len(self.draft) + self.padding if self.samples else 0)
+        """Rows of logits it needs: one after the last pending token, one after each draft token, and one for
+        each of its `scored` positions."""
+        return len(self.scored) + (1 + len(self.draft) if self.samples else 0)
 
     @property
     def slot(self) -> int:
@@ -108,19 +106,17 @@ class Batch:
         self.n_rows += chunk.n_rows
         self.prompt_tokens += count if chunk.is_prompt else 0
 
-    def add_draft(self, chunk: Chunk, tokens: ListLike[int], padding: int = 0) -> None:
-        """Add `tokens` as the chunk's draft, to be verified, and `padding` more that are only computed. The
-        chunk must sample and have no draft yet."""
-        self.chunks[self.chunks.index(chunk)] = replace(chunk, draft=tuple(tokens), padding=padding)
-        n = len(tokens) + padding
-        self.n_tokens += n
-        self.n_rows += n
-        self.draft_room -= n
+    def add_draft(self, chunk: Chunk, tokens: ListLike[int]) -> None:
+        """Add `tokens` as the chunk's draft, to be verified. The chunk must sample and have no draft yet."""
+        self.chunks[self.chunks.index(chunk)] = replace(chunk, draft=tuple(tokens))
+        self.n_tokens += len(tokens)
+        self.n_rows += len(tokens)
+        self.draft_room -= len(tokens)
 
     def drop_drafts(self) -> None:
         """Remove all drafts."""
-        n = sum(len(chunk.draft) + chunk.padding for chunk in self.chunks)
-        self.chunks[:] = [replace(chunk, draft=(), padding=0) for chunk in self.chunks]
+        n = sum(len(chunk.draft) for chunk in self.chunks)
+        self.chunks[:] = [replace(chunk, draft=()) if chunk.draft else chunk for chunk in self.chunks]
         self.n_tokens -= n
         self.n_rows -= n
         self.draft_room += n

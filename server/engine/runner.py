@@ -331,9 +331,7 @@ class Runner:
         context.tokens[start : start + len(tokens)] = tokens
         if len(tokens) < length:
             drafted = first + len(tokens) - chunk.count
-            draft = chunk.draft[drafted : drafted + length - len(tokens)]
-            context.tokens[start + len(tokens) : end] = 0
-            context.tokens[start + len(tokens) : start + len(tokens) + len(draft)] = draft
+            context.tokens[start + len(tokens) : end] = chunk.draft[drafted : drafted + length - len(tokens)]
         context.positions[start:end] = self._offsets[:length]
         context.positions[start:end] += sequence.pictures.position(chunk.start) + first
 

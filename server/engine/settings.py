@@ -253,16 +253,11 @@ class SpeculationSettings(Section, title="speculation"):
     """maximum tokens of a draft from the text"""
     mtp_depth: int = Field(16, ge=1)
     """maximum tokens of a draft from the MTP head"""
-    mtp_sequences: int = Field(1, ge=-1, le=MAX_SEQUENCES)
-    """maximum number of sequences that the MTP head drafts for at once. Above 1, each takes the memory of a
-    recurrent state, for rolling back rejected tokens, and llama.cpp needs the patch many-snapshots. -1: all,
-    or what fits, on a GPU; else 1"""
     snapshots: int = Field(-1, ge=-1)
     """number of earlier recurrent states that are kept of a sequence that runs alone. That many rejected
-    tokens are rolled back without a copy. Several sequences share them, or mtp_sequences if that is more. -1:
-    8 with the MTP head, the length of a block with a draft model, or what fits; else 0. The maximum with
-    deterministic is 15. With stock llama.cpp they take memory for every sequence and every state of the
-    prefix cache, and -1 means 2 with at most 8 sequences"""
+    tokens are rolled back without a copy. -1: 8 with the MTP head, the length of a block with a draft model,
+    or what fits; else 0. The maximum with deterministic is 15. With stock llama.cpp they take memory for
+    every sequence and every state of the prefix cache, and -1 means 2 with at most 8 sequences"""
 
 
 class CpuSettings(Section, title="CPU"):

@@ -27,9 +27,6 @@ N_SEQ = 12
 SHARED = 0x80000000
 """LLAMA_RS_SEQ_SHARED of src/llama-ext.h."""
 
-ROWS_SHIFT = 12
-"""Where `llama_rs_seq_all` of the same file finds the snapshots of all sequences together."""
-
 
 RUNS = (
     ("--f32 --actions 300", 1e-5),
@@ -55,8 +52,6 @@ class Engine:
         f32: bool,
         snapshots: int,
         shared: bool,
-        together: int,
-        replay: bool,
     ) -> None:
         C.llama_backend_init()
         options = C.llama_model_default_params()
@@ -65,8 +60,7 @@ class Engine:
         params = C.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, 512, 128
         params.n_seq_max = 2 * N_SEQ
-        if not replay:
-            params.n_rs_seq = snapshots | (SHARED | together << ROWS_SHIFT if shared else 0)
+        params.n_rs_seq = snapshots | (SHARED if shared else 0)
         params.kv_unified = unified
         params.flash_attn_type = int(flash)
         params.n_threads = params.n_threads_batch = 2
@@ -78,11 +72,9 @@ class Engine:
         self.memory = C.llama_get_memory(self.context)
         self.n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(self.model))
         self.held = [0] * (2 * N_SEQ)
-        self.texts: list[list[int]] = [[] for _ in self.held]
-        self.replay = replay
         self.rows: list[NDArray[np.float32]] = []
 
-    def decode(self, tokens: dict[int, NDArray[np.int64]], *, keep: bool = True) -> None:
+    def decode(self, tokens: dict[int, NDArray[np.int64]]) -> None:
         """One call: the tokens of each sequence, in the mapping's order; keeps the last row of each."""
         n = sum(map(len, tokens.values()))
         batch: Any = C.llama_batch_init(n, 0, 1)
@@ -96,13 +88,12 @@ class Engine:
                 batch.logits[at] = index == len(ids) - 1
                 at += 1
             self.held[sequence] += len(ids)
-            self.texts[sequence] += ids.tolist()
         batch.n_tokens = n
         status = C.llama_decode(self.context, batch)
         if status:
             raise SystemExit(f"llama_decode: {status}")
         at = -1
-        for ids in tokens.values() if keep else ():
+        for ids in tokens.values():
             at += len(ids)
             row = ctypes.cast(C.llama_get_logits_ith(self.context, at), ctypes.POINTER(ctypes.c_float))
             self.rows.append(np.ctypeslib.as_array(row, (self.n_vocab,)).copy())
@@ -112,34 +103,24 @@ class Engine:
         """The target becomes the source."""
         self.remove(target)
         C.llama_memory_seq_cp(self.memory, source, target, -1, -1)
-        self.held[target], self.texts[target] = self.held[source], [*self.texts[source]]
+        self.held[target] = self.held[source]
 
     def rewind(self, sequence: int, n_tokens: int) -> None:
-        """Take the last tokens back, of a sequence that was alone in the last call, or whose neighbours had
-        as many: to a snapshot. To replay is to compute the text again instead."""
+        """Take the last tokens back, of a sequence that was alone in the last call: to a snapshot."""
         self.held[sequence] -= n_tokens
-        del self.texts[sequence][self.held[sequence] :]
-        if self.replay:
-            text = np.array(self.texts[sequence])
-            self.remove(sequence)
-            self.decode({sequence: text}, keep=False)
-        elif not C.llama_memory_seq_rm(self.memory, sequence, self.held[sequence], -1):
+        if not C.llama_memory_seq_rm(self.memory, sequence, self.held[sequence], -1):
             raise SystemExit(f"no way back by {n_tokens}")
 
     def remove(self, sequence: int) -> None:
         C.llama_memory_seq_rm(self.memory, sequence, -1, -1)
-        self.held[sequence], self.texts[sequence] = 0, []
+        self.held[sequence] = 0
 
 
-def play(
-    engine: Engine, seed: int, n_actions: int, n_ctx: int, snapshots: int, together: int, *, steady: bool
-) -> None:
+def play(engine: Engine, seed: int, n_actions: int, n_ctx: int, snapshots: int) -> None:
     """The script."""
     actions = ["prompt", "long", "step", "steps", "leave", "mixed", "verify", "save", "restore", "drop"]
     if snapshots:
         actions.append("rewind")
-    if together:
-        actions += ["verifications"] * 4
     draw = np.random.default_rng(seed)
     longest = n_ctx // (2 * N_SEQ) - 1
 
@@ -157,8 +138,7 @@ def play(
         draw.shuffle(resting)
         some = running[: int(draw.integers(1, N_SEQ + 1))]
         if action == "prompt" and resting:
-            few = 1 if steady else int(draw.integers(1, 4))
-            engine.decode({s: ids(int(draw.integers(1, 30))) for s in resting[:few]})
+            engine.decode({s: ids(int(draw.integers(1, 30))) for s in resting[: int(draw.integers(1, 4))]})
         elif action == "long" and resting:  # a pass of more than 64 tokens, which steps surround
             engine.decode({resting[0]: ids(int(draw.integers(65, 120)))})
         elif action == "step" and some:
@@ -184,22 +164,6 @@ def play(
                 if back := min(n_tokens - 1, int(draw.integers(0, snapshots + 1))):
                     engine.rewind(sequence, back)
                     engine.decode({sequence: ids(1)})
-        elif action == "verifications" and some:  # who went back may wait while others are computed
-            for _ in range(int(draw.integers(1, 5))):
-                n_tokens = int(draw.integers(2, 1 + min(snapshots + 1, together // len(some) + 1) + 1))
-                engine.decode({s: ids(n_tokens) for s in some})
-                if (n_tokens - 1) * len(some) <= together and n_tokens - 1 <= snapshots:
-                    for sequence in some:
-                        if back := int(draw.integers(0, n_tokens)):
-                            engine.rewind(sequence, back)
-                if steady:
-                    engine.decode({s: ids(1) for s in some})
-                elif draw.random() < 0.3 and len(some) > 2:
-                    some = some[1:]
-                elif draw.random() < 0.3:
-                    draw.shuffle(some)
-                if any(engine.held[s] > longest - 20 for s in some):
-                    break
         elif action == "save" and running:
             for sequence in running[:3]:
                 engine.copy(sequence, N_SEQ + int(draw.integers(0, N_SEQ)))
@@ -225,9 +189,6 @@ def main() -> None:
     parser.add_argument("--f32", action="store_true", help="the KV cache in F32")
     parser.add_argument("--snapshots", type=int, default=0, help="of each recurrent state, to go back to")
     parser.add_argument("--shared", action="store_true", help="snapshots of one sequence, not of each")
-    parser.add_argument("--together", type=int, default=0, help="with --shared: snapshots of all in a pass")
-    parser.add_argument("--steady", action="store_true", help="who went back is in the next call, in order")
-    parser.add_argument("--replay", action="store_true", help="compute texts again instead of going back")
     options = parser.parse_args()
     n_ctx = 2 * N_SEQ * 256
     engine = Engine(
@@ -239,11 +200,8 @@ def main() -> None:
         f32=options.f32,
         snapshots=options.snapshots,
         shared=options.shared,
-        together=options.together,
-        replay=options.replay,
     )
-    sizes = n_ctx, options.snapshots, options.together
-    play(engine, options.seed, options.actions, *sizes, steady=options.steady)
+    play(engine, options.seed, options.actions, n_ctx, options.snapshots)
     rows = np.stack(engine.rows)
     with options.out.open("wb") as file:
         np.savez(file, rows=rows, reused=C.llama_perf_context(engine.context).n_reused)

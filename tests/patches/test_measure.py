@@ -94,9 +94,8 @@ def test_each_step_takes_away_what_is_later(tmp_path: Path) -> None:
     for step, have in found.items():
         assert have == taken(SWITCHED[SWITCHED.index(step) + 1 :])
     assert found[SWITCHED[-1]] == set()
-    hidden = "shared-snapshots,many-snapshots"
-    assert f"LLAMA_PATCHES_HIDE=layer-inputs-ring,{hidden}" in found["moe-grouped"]
-    assert f"LLAMA_PATCHES_HIDE={hidden}" in found["layer-inputs-ring"]
+    assert "LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots" in found["moe-grouped"]
+    assert "LLAMA_PATCHES_HIDE=shared-snapshots" in found["layer-inputs-ring"]
     rows = [line for line in done.stdout.splitlines() if line.startswith("| 512 | 1 |")]
     assert [row.split(" | ")[2] for row in rows] == ["none", *SWITCHED], "one table, in their order"
 
@@ -105,13 +104,13 @@ def test_one_is_left_out_at_a_time(tmp_path: Path) -> None:
     measure(tmp_path, "waterfall", {"STEPS": "each"})
     found = settings(tmp_path)
     assert found.pop("full") == set()
-    drafts_only = {"seq-own-cells", "layer-inputs-ring", "shared-snapshots", "many-snapshots"}
+    drafts_only = {"seq-own-cells", "layer-inputs-ring", "shared-snapshots"}
     assert found == {f"-{name}": {OFF[name]} for name in SWITCHED if name not in drafts_only}
 
 
 def test_a_part_has_the_steps_that_it_can_tell_apart(tmp_path: Path) -> None:
     measure(tmp_path, "waterfall", {})
-    drafts_only = {"seq-own-cells", "layer-inputs-ring", "shared-snapshots", "many-snapshots"}
+    drafts_only = {"seq-own-cells", "layer-inputs-ring", "shared-snapshots"}
     assert set(settings(tmp_path)) == {"none", *OFF} - drafts_only
 
 
@@ -148,9 +147,7 @@ def test_drafts_by_step(tmp_path: Path) -> None:
         command, environment = json.loads(path.read_text())
         assert command[1:6] == ["-m", "qwen_serve.bench", "engine", "drafts", str(tmp_path / "model.gguf")]
         assert ("LLAMA_SEQ_ALL_CELLS" in environment) == (step == "-seq-own-cells")
-        assert ("LLAMA_PATCHES_HIDE" in environment) == (
-            step in {"moe-grouped", "layer-inputs-ring", "shared-snapshots"}
-        )
+        assert ("LLAMA_PATCHES_HIDE" in environment) == (step in {"moe-grouped", "layer-inputs-ring"})
         assert environment["LLAMA_CPP_LIB_PATH"] == str(tmp_path / "bin")
         caches.add(environment["QWEN_SERVE_CACHE"])
     assert len(caches) == 5, "what a start keeps of its measurements is of one step"

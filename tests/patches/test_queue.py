@@ -159,21 +159,6 @@ def test_padded_steps_have_the_bits_of_others(
 
 
 @pytest.mark.reference
-@pytest.mark.parametrize("seed", [11, 12])
-def test_several_that_go_back_are_as_their_texts(
-    libraries: dict[str, Path], tmp_path: Path, seed: int
-) -> None:
-    """Logits of texts that were rolled back to snapshots equal those of the same texts computed again."""
-    script = f"--f32 --seed {seed} --actions 60 --snapshots 5 --shared --together 16".split()
-    back, again = (
-        rows(libraries["patched"], nano_gguf("F32"), tmp_path / f"{len(more)}.npz", *script, *more)
-        for more in ([], ["--replay"])
-    )
-    assert len(back) == len(again) > 200
-    assert np.abs(back - again).max() < 1e-4 * again.std()
-
-
-@pytest.mark.reference
 def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp_path: Path) -> None:
     """A patch adds this test to llama.cpp: with random cells, every mask equals the original function's."""
     library, program = libraries["patched"], tmp_path / "test-kv-mask"

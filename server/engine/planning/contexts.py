@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp import (
     BATCH_INVARIANT_TOKENS,
-    HAS_MANY_SNAPSHOTS,
     HAS_RING,
     Context,
     ContextOptions,
@@ -149,27 +148,6 @@ def verified_rows(settings: EngineSettings) -> int:
     return min(settings.ubatch_size, settings.batch_size, rows, most)
 
 
-def with_mtp_sequences(settings: EngineSettings, spec: ModelSpec, *, on_gpu: bool) -> EngineSettings:
-    """Choose for how many sequences the MTP head drafts at once, if left open. Raises ModelLoadError if it
-    cannot draft for as many as set."""
-    wanted, able = settings.mtp_sequences, HAS_MANY_SNAPSHOTS and not settings.deterministic
-    if able and settings.snapshots and uses_mtp(settings, spec):
-        usual = settings.parallel if on_gpu else 1
-        return settings.replace(mtp_sequences=min(wanted, settings.parallel) if wanted > 0 else usual)
-    if wanted > 1:
-        raise ModelLoadError(
-            f"mtp_sequences is {wanted}; above 1 it needs the MTP head, snapshots, and a llama.cpp with the "
-            "patch many-snapshots, and does not go with deterministic; leave it out"
-        )
-    return settings.replace(mtp_sequences=1)
-
-
-def snapshot_rows(settings: EngineSettings) -> int:
-    """Recurrent states that a pass may keep as snapshots: those of one sequence, or a few of each that the
-    MTP head drafts for."""
-    return max(settings.snapshots, settings.mtp_sequences) if settings.snapshots else 0
-
-
 def scored_rows(settings: EngineSettings) -> int:
     """Maximum rows of a step for log-probabilities of prompts."""
     return min(SCORED_ROWS, settings.ubatch_size, settings.batch_size)
@@ -193,7 +171,6 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         type_v=settings.cache_type_v,
         n_samplers=0 if settings.sampling == "host" else settings.parallel,
         n_snapshots=settings.snapshots,
-        snapshot_rows=snapshot_rows(settings),
         unified=not settings.deterministic,
         batch_invariant=settings.deterministic,
         ahead=settings.async_scheduling,
@@ -214,7 +191,6 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         n_outputs=max(options.n_seq, WIDEST),
         n_outputs_per_seq=WIDEST,
         n_snapshots=0,
-        snapshot_rows=0,
         sampler=DeviceSampler.GUESS,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts
@@ -241,7 +217,6 @@ def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
         n_outputs_per_seq=spec.block,
         n_samplers=min(options.n_samplers, most),
         n_snapshots=0,
-        snapshot_rows=0,
         sampler=DeviceSampler.GUESS,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts

@@ -23,7 +23,7 @@ from qwen_serve.server.engine.errors import DoesNotFit
 from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
 from .adapters import AdapterSpec
-from .contexts import CELL_PADDING, padded, uses_mtp, with_mtp_sequences
+from .contexts import CELL_PADDING, padded, uses_mtp
 from .devices import devices_for
 from .plan import MAX_CELLS, MemoryPlan, arrange, compute_buffers, make_plan, on_the_line, size_text
 from .sequence_ids import SequenceIds
@@ -116,7 +116,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     settings = wanted.replace(f16_copies=copies, repack=_order(wanted, places))
     settings = _with_prefix_cache(_with_what_can_draft(_with_shares(settings, places), spec), spec)
     settings = _with_passes(settings, wanted, UBATCH_GPU if on_gpu else UBATCH_CPU, on_gpu=on_gpu)
-    settings = with_mtp_sequences(_with_snapshots(settings, spec), spec, on_gpu=on_gpu)
+    settings = _with_snapshots(settings, spec)
     if wanted.ctx_size == 0:
         each = min(spec.n_ctx_train, TOKENS_PER_SEQUENCE)
         cells = min(settings.parallel * each, MAX_CELLS)
@@ -174,8 +174,6 @@ def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
     without_embedding = settings.replace(offload_embedding=False)
     if plan.rearranged(without_embedding).on_gpus < plan.on_gpus:
         return without_embedding
-    if wanted.mtp_sequences < 0 and settings.mtp_sequences > 1:
-        return settings.replace(mtp_sequences=settings.mtp_sequences // 2)
     if wanted.snapshots < 0 and settings.snapshots:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings

@@ -23,7 +23,7 @@ from qwen_serve.llamacpp import (
 from qwen_serve.server.engine.speculation import dflash
 from qwen_serve.server.engine.speculation.mtp import host_bytes
 
-from .contexts import draft_cells, draft_ring, mtp_cells, snapshot_rows, uses_mtp
+from .contexts import draft_cells, draft_ring, mtp_cells, uses_mtp
 from .measured import rehearse
 from .sequence_ids import SequenceIds
 from .vision import IN_FLIGHT, IN_FLIGHT_SHARE
@@ -155,8 +155,6 @@ class MemoryPlan:
             lines.append(f"pictures: {spec.vision.file.path}, {size_text(spec.vision.weights)}")
         if settings.snapshots:
             whose = "of one sequence" if SHARES_SNAPSHOTS else "more of every state"
-            if settings.mtp_sequences > 1:
-                whose += f", {snapshot_rows(settings)} of {settings.mtp_sequences} that draft together"
             lines.append(f"snapshots: {settings.snapshots} {whose}")
         if spec.mtp.weights and not uses_mtp(settings, spec):
             lines.append(f"not loaded: multi-token-prediction head, {size_text(spec.mtp.weights)}")
@@ -241,7 +239,7 @@ def arrange(
         return usages[_place_of(layer, settings, spec, len(places))]
 
     last = holder_of(spec.n_blocks)
-    n_states = len(ids) + (snapshot_rows(settings) if SHARES_SNAPSHOTS else settings.snapshots * len(ids))
+    n_states = len(ids) + settings.snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
     drafts = by_head or spec.draft is not None
     stashed = ids.drafting if settings.deterministic else ids.lone
     n_materializing = len(stashed) if settings.deterministic or settings.snapshots or drafts else 0

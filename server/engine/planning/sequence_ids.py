@@ -15,9 +15,8 @@ MAX_DRAFTING = 16
 busy without drafts."""
 
 LONE_SLOTS = 2
-"""Number of first slots in which the state of a sequence that decodes alone may be copied on the device and,
-without the patch many-snapshots, roll back to snapshots. They are few, because such a copy may take a buffer
-of one state, which llama.cpp keeps for each."""
+"""Number of first slots in which a sequence that decodes alone may roll back to snapshots. They are few,
+because copying such a sequence may take a buffer of one state, which llama.cpp keeps for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class SequenceIds:
     checkpoints: range
     """Ids of the prefix cache's states."""
     drafting: range
-    """The slots that draft and have rollback copies. Drafts that snapshots can take back are made in other
-    slots, too."""
+    """The slots that draft and have rollback copies."""
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Self:

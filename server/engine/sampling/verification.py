@@ -65,7 +65,7 @@ def _accepted(draft: ListLike[int], best: list[int]) -> list[int]:
     for n, (token, proposed) in enumerate(zip(best, draft, strict=False)):
         if token != proposed:
             return best[: n + 1]
-    return best[: len(draft) + 1]
+    return best
 
 
 def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> SampleResult:

@@ -54,7 +54,6 @@ def build_speculator(
                 settings.draft_window,
                 depth=settings.mtp_depth,
                 slots=settings.parallel,
-                most=settings.mtp_sequences,
                 span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - WIDEST),
                 # if the host reads the rows, it also computes them, and each unused row costs time
                 widest=WIDEST if head.samplers.active else 0,
@@ -63,5 +62,4 @@ def build_speculator(
     times = StepTimes()
     policy = Always(times) if settings.draft_always else Policy(times)
     rows = min(most_rows, context.n_batch)
-    slots = max(slots, settings.mtp_sequences if head is not None else 0)
     return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

@@ -79,15 +79,10 @@ class HiddenRows:
         run."""
         for health, reader in self._readers:
             if n_alive <= reader.most:  # a drafter for fewer sequences is idle
-                self._collect(health, reader, batch, sampled, n_alive)
+                self._collect(health, reader, batch, sampled)
 
     def _collect(
-        self,
-        health: DrafterHealth,
-        reader: HiddenDrafter,
-        batch: Batch,
-        sampled: ListLike[SampleResult],
-        n_alive: int,
+        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
     ) -> None:
         """Pass hidden rows of accepted tokens to one drafter. Rows of prompts are read later, so that they
         delay neither the rest of the prompt nor its first token. Other rows are read now, because the host
@@ -95,7 +90,7 @@ class HiddenRows:
         wanted: list[tuple[int, int, Rows | Callable[[], Rows]]] = []
         on_host: list[int] = []
         try:
-            reach = self._reach(health, reader, len(batch.chunks), n_alive)
+            reach = self._reach(health, reader, len(batch.chunks))
             for chunk, placement, new in zip(batch.chunks, batch.placements, sampled, strict=True):
                 slot, right = chunk.sequence.slot, chunk.count + new.accepted
                 if slot is None or slot >= self._slots:
@@ -123,14 +118,10 @@ class HiddenRows:
             else:
                 self._states.deferred.in_turn(read)
 
-    def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int, n_alive: int) -> int:
+    def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
         """Number of each sequence's newest tokens that a drafter reads, with `n` sequences in the batch. It
-        is small after drafting did not pay, since most retries fail. Rows that are copied to the host are
-        limited over all running sequences."""
-        few = min(COLLECT, reader.window)
-        if self._policy.lost(health.drafter, n):
-            return few
-        return reader.window if reader.layers else max(few, reader.window // n_alive)
+        is small after drafting did not pay, since most retries fail."""
+        return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
 
     def _rows(
         self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]

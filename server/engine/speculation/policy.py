@@ -87,8 +87,7 @@ class Plan:
 class Step:
     """A decode step that may verify drafts: pending tokens of each sequence, and limits.
 
-    `rewinds` and `keeps_graph` are as in `StateStore`, for several sequences 0 if one has more than a pending
-    token; `shape` is the sequences and rows of the last step.
+    `rewinds` and `keeps_graph` are as in `StateStore`; `shape` is the sequences and rows of the last step.
     """
 
     pending: list[int]
@@ -97,15 +96,6 @@ class Step:
     rewinds: int = 0
     keeps_graph: int = 0
     shape: tuple[int, int] = (0, 0)
-    longest: int | None = None
-    """Longest draft that can be rolled back; None if each can be."""
-
-    def rows(self, lengths: ListLike[int]) -> list[int]:
-        """Rows of each sequence with drafts of these lengths: as many for all if snapshots serve."""
-        longest = max(lengths)
-        if len(lengths) > 1 and longest <= self.rewinds:
-            return [own + longest for own in self.pending]
-        return [own + length for own, length in zip(self.pending, lengths, strict=True)]
 
 
 class Policy:
@@ -141,30 +131,24 @@ class Policy:
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
         """The best plan for a step; None if none beats plain decoding."""
         n = len(step.pending)
-        for drafter, kind in ((one.drafter, kind) for one in options for kind in {*one.kinds} - {""}):
-            record = self.record(drafter, kind, n)
+        for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
             if record.cooldown.lost and not record.in_a_row:
                 record.acceptance.retry()
-                record.retries = n == 1 or not drafter.instant
-            elif record.fresh and n > 1 and not drafter.instant:
-                record.retries = True  # one step of several sequences shows much
+                record.retries = n == 1
         plan = self._best(options, step) or self._best(options, step, retrying=True)
         if plan is not None or max(step.pending) == 1:  # a step that catches up shows nothing about drafts
             for option in options:
                 for kind in {*option.kinds} - {""}:
-                    self._judge(option, kind, step, plan)
+                    self._judge(option, kind, n, plan)
         return plan
 
-    def _judge(self, option: Option, kind: str, step: Step, plan: Plan | None) -> None:
-        n, judged = len(step.pending), min(JUDGED, option.drafter.depth)
-        if step.longest is not None:
-            judged = min(judged, step.longest)
+    def _judge(self, option: Option, kind: str, n: int, plan: Plan | None) -> None:
         record, instant = self.record(option.drafter, kind, n), option.drafter.instant
         if plan is None:
             longest = max(
                 limit for limit, own in zip(option.limits, option.kinds, strict=True) if own == kind
             )
-            if longest >= judged:
+            if longest >= min(JUDGED, option.drafter.depth):
                 untried = n > 1 and not (record.in_a_row or instant)
                 self._give_up(record, n, least=COOLDOWN_LAST if untried else 0)
         elif option.drafter is plan.drafter:
@@ -191,8 +175,8 @@ class Policy:
                     rows - own if one is not None and 0 < rows - own <= limit else 0
                     for own, one, limit in zip(pending, known, limits, strict=True)
                 ]
-                total = sum(step.rows(lengths))
-                if not any(lengths) or total > step.most_rows or total - sum(pending) > step.room:
+                total = sum(lengths)
+                if not total or total + sum(pending) > step.most_rows or total > step.room:
                     continue
                 right = [
                     one.expected(length) if one else 0.0 for one, length in zip(known, lengths, strict=True)
@@ -223,7 +207,7 @@ class Policy:
     ) -> float:
         """Expected seconds that a draft costs, in this step and in later ones."""
         pending, n, times = step.pending, len(step.pending), self.times
-        rows = step.rows(lengths)
+        rows = [own + length for own, length in zip(pending, lengths, strict=True)]
         seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))
         if max(lengths) > step.keeps_graph:  # the state moves to another cell
             seconds += times.leaving if drafter.instant or n > 1 else times.building.value
@@ -271,8 +255,6 @@ class Policy:
         most = 1e9
         if record.in_a_row:  # with the time to build the graph without drafts, which is needed next
             most = (record.loss + self.times.building.value) / (BUDGET * self.times.of(n, 1))
-            if n > 1 and record.in_a_row < PROVEN:  # a loss in a step of several sequences is hardly chance
-                least = max(least, min(COOLDOWN_LAST, round(most)))
         record.cooldown.begin(self.now, most, least)
         record.in_a_row, record.loss = 0, 0.0
 

@@ -69,7 +69,7 @@ class Speculator:
         most_rows: int,
         clock: Callable[[], float],
     ) -> None:
-        """At most `slots` sequences, in the first ones, draft, with at most `most_rows` rows in all."""
+        """Sequences in the first `slots` draft, with at most `most_rows` rows in all."""
         self._context, self._states, self._policy = context, states, policy
         self._drafters = [DrafterHealth(drafter) for drafter in drafters]
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
@@ -196,14 +196,9 @@ class Speculator:
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One request for each chunk; empty if no draft may have a token, as a sampled one always follows."""
         requests = []
-        longest = self._states.longest([chunk.slot for chunk in chunks])
-        if longest is not None and max(chunk.count for chunk in chunks) > 1:
-            longest = 0  # for snapshots, all must have as many tokens
         for chunk in chunks:
             sequence, slot = chunk.sequence, chunk.slot
             limit = sequence.limit - len(sequence.tokens) - 1 if slot < self._slots else 0
-            if longest is not None:
-                limit = min(limit, longest)
             if (horizon := sequence.sampler.horizon) is not None:
                 limit = min(limit, horizon - 1)
             requests.append(DraftRequest(sequence, slot, max(0, limit)))
@@ -214,19 +209,17 @@ class Speculator:
         options = [o for health in self._drafters if (o := self._option(health, requests, found))]
         if not options:
             return
-        pending, slots = [chunk.count for chunk in batch.chunks], [request.slot for request in requests]
-        even = len(pending) == 1 or max(pending) == 1
+        alone, slot = len(requests) == 1, requests[0].slot
         step = Step(
-            pending,
+            [chunk.count for chunk in batch.chunks],
             batch.draft_room,
             self._most_rows,
-            rewinds=self._states.rewinds(slots) if even else 0,
-            keeps_graph=self._states.keeps_graph(slots) if even else 0,
+            rewinds=self._states.rewinds(slot) if alone else 0,
+            keeps_graph=self._states.keeps_graph(slot) if alone else 0,
             shape=self._timer.shape,
-            longest=self._states.longest(slots),
         )
         if (plan := self._policy.choose(options, step)) is not None:
-            self._carry_out(batch, plan, requests, found, step)
+            self._carry_out(batch, plan, requests, found, exceeds_snapshots=max(plan.lengths) > step.rewinds)
 
     def _option(
         self, health: DrafterHealth, requests: list[DraftRequest], found: dict[str, list[Draft]]
@@ -260,7 +253,8 @@ class Speculator:
         plan: Plan,
         requests: list[DraftRequest],
         found: dict[str, list[Draft]],
-        step: Step,
+        *,
+        exceeds_snapshots: bool,
     ) -> None:
         health = next(one for one in self._drafters if one.drafter is plan.drafter)
         if (drafts := found.get(plan.drafter.name)) is None:
@@ -271,17 +265,11 @@ class Speculator:
             ]
             answers = iter(self._ask(health, asked))
             drafts = [next(answers) if length else Draft() for length in plan.lengths]
-        tokens = [
-            chunk.sequence.sampler.validate(draft.tokens[:length])
-            for chunk, draft, length in zip(batch.chunks, drafts, plan.lengths, strict=True)
-        ]
-        if not any(tokens):
+        for chunk, draft, length in zip(batch.chunks, drafts, plan.lengths, strict=True):
+            if tokens := chunk.sequence.sampler.validate(draft.tokens[:length]):
+                batch.add_draft(chunk, tokens)
+        if not any(chunk.draft for chunk in batch.chunks):
             return
-        rows, exceeds = step.rows(plan.lengths), max(plan.lengths) > step.rewinds
-        for chunk, own, wanted in zip([*batch.chunks], tokens, rows, strict=True):
-            padding = 0 if exceeds or len(rows) == 1 else wanted - chunk.count - len(own)
-            if own or padding:
-                batch.add_draft(chunk, own, padding)
         started = self._clock()
         try:
             self._states.checkpoint(batch)
@@ -291,7 +279,7 @@ class Speculator:
             return
         health.fruitless = 0
         kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
-        self._proposal = Proposal(health, kinds, exceeds, self._clock() - started)
+        self._proposal = Proposal(health, kinds, exceeds_snapshots, self._clock() - started)
 
     def _ask(self, health: DrafterHealth, requests: list[DraftRequest]) -> list[Draft]:
         """Its drafts; empty ones if it fails."""
@@ -337,8 +325,8 @@ class Speculator:
 
     def _roll_back(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
         """Keep the accepted part of a draft if rollback allows; return the tokens that the slot holds."""
-        right = new.accepted
-        if chunk.count + right == chunk.n_tokens:
+        right, drafted = new.accepted, len(chunk.draft)
+        if not drafted or right == drafted:
             return chunk.start + chunk.n_tokens
         slot, started = chunk.slot, self._clock()
         try:
@@ -372,10 +360,10 @@ class Speculator:
                 policy.rollback.add(proposal.rollback)
             self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
             # a prompt is read only once, so that time does not predict the cost of the next draft
-            expected = drafter.cost(n, max(chunk.n_tokens - chunk.count for chunk in chunks))
+            expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
             spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
             spent += proposal.rollback
-            if not (drafter.instant or (n > 1 and proposal.exceeds_snapshots)):  # nor a graph that is kept
+            if n == 1 and not drafter.instant:  # nor does the time to build a graph that is kept
                 graph = policy.times.building if built else policy.times.capturing
                 spent = max(spent / 2, spent - graph.value * (built or captured))
         elif batch.is_decode:
@@ -406,8 +394,7 @@ class Speculator:
             longest = 1 + max((health.drafter.depth for health in self._drafters), default=0)
 
             def fits(n: int, rows: int) -> bool:
-                most = longest if n == 1 else self._states.longest(range(n))
-                few = n <= self._slots and (most is None or rows - 1 <= most)
+                few = n == 1 or n <= self._slots
                 return few and rows <= longest and n * rows <= self._most_rows
 
             self._timer.rehearse(rehearse, fits, seconds, self._clock, prompt)

@@ -34,7 +34,7 @@ Computing one takes 20 us, and a plan needs a hundred."""
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that the warm-up times, around the sizes at which kernels change."""
 
-MANY = (2, 4, 8, 16, 32, 64)
+MANY = (2, 4, 8, 16)
 """Numbers of sequences above 1 that are timed, with few rows each."""
 
 TURNS, STEADY = 3, 4

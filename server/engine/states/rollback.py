@@ -11,8 +11,6 @@ ways:
   graph, which takes longer to build than the copy.
 - Snapshot, if the draft is no longer than the context's snapshots (llama.cpp's `n_rs_seq`) reach: nothing is
   copied, and accepted tokens are not decoded again.
-  With the patch many-snapshots several sequences use snapshots together, if each has as many tokens in the
-  batch and there are enough snapshots for all.
 
 If every sequence id has cells of its own, sharing cells would copy them all. Then each sequence that drafts
 uses a device copy, unless a snapshot reaches far enough.
@@ -25,8 +23,6 @@ from typing import TYPE_CHECKING
 from qwen_serve.server.engine.planning.sequence_ids import LONE_SLOTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
-
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.batch import Batch, Chunk
 
@@ -46,36 +42,22 @@ class Rollback:
         """How this step rolls back; by rollback copies if neither is set."""
         self._always_by_device = not context.unified
 
-    def rewinds(self, slots: ListLike[int]) -> int:
-        """Longest draft, in a step of these slots with as many tokens each, whose accepted tokens need not be
-        decoded again."""
-        context = self._context
-        if len(slots) > 1:
-            rows = 0 if self._always_by_device else context.snapshot_rows
-            return min(context.n_snapshots, rows // len(slots))
-        return context.n_snapshots if slots[0] < LONE_SLOTS or context.snapshot_rows else 0
+    def rewinds(self, slot: int) -> int:
+        """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
+        return self._context.n_snapshots if slot < LONE_SLOTS else 0
 
-    def keeps_graph(self, slots: ListLike[int]) -> int:
-        """Longest draft, in such a step, after which llama.cpp can reuse its graph."""
-        rewinds = self.rewinds(slots)
-        return max(self._device_copies, rewinds) if len(slots) == 1 and slots[0] < LONE_SLOTS else rewinds
-
-    def longest(self, slots: ListLike[int]) -> int | None:
-        """Longest draft that can be rolled back in such a step; None if each can be."""
-        every = self._always_by_device or max(slots) < len(self._ids)
-        return None if every else self.rewinds(slots)
+    def keeps_graph(self, slot: int) -> int:
+        """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph."""
+        return max(self._device_copies, self._context.n_snapshots) if slot < LONE_SLOTS else 0
 
     def checkpoint(self, batch: Batch) -> None:
         """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.
         Raises LlamaError."""
-        slots, lengths = [chunk.slot for chunk in batch.chunks], {chunk.n_tokens for chunk in batch.chunks}
-        slot, drafted = slots[0], max(chunk.n_tokens - chunk.count for chunk in batch.chunks)
-        if len(slots) > 1:  # then llama.cpp keeps a snapshot after each token or none
-            drafted = max(lengths) - 1
-        one_pass = len(lengths) == 1 and batch.n_tokens <= self._context.n_ubatch
-        self._by_snapshot = one_pass and drafted <= self.rewinds(slots)
-        one_pass &= len(slots) == 1
-        self._by_device = one_pass and not self._by_snapshot and drafted <= self.keeps_graph(slots)
+        first = batch.chunks[0]
+        slot, drafted = first.slot, len(first.draft)
+        one_pass = len(batch.chunks) == 1 and first.n_tokens <= self._context.n_ubatch
+        self._by_snapshot = one_pass and drafted <= self.rewinds(slot)
+        self._by_device = one_pass and not self._by_snapshot and drafted <= self.keeps_graph(slot)
         if self._always_by_device and not self._by_snapshot:
             self._by_device = True
             for chunk in batch.chunks:

@@ -12,8 +12,6 @@ from .deferred_reads import DeferredReads
 from .rollback import Rollback
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
-
     import numpy as np
     import numpy.typing as npt
 
@@ -113,19 +111,14 @@ class StateStore:
 
     # --- drafts --------------------------------------------------------------------------------------------
 
-    def rewinds(self, slots: ListLike[int]) -> int:
-        """Longest draft, in a step of these slots with as many tokens each, whose accepted tokens survive a
-        rollback."""
-        return self._rollback.rewinds(slots)
+    def rewinds(self, slot: int) -> int:
+        """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
+        return self._rollback.rewinds(slot)
 
-    def keeps_graph(self, slots: ListLike[int]) -> int:
-        """Longest draft, in such a step, after which llama.cpp can reuse its graph, whether the draft was
-        right or wrong."""
-        return self._rollback.keeps_graph(slots)
-
-    def longest(self, slots: ListLike[int]) -> int | None:
-        """Longest draft that can be rolled back in such a step; None if each can be."""
-        return self._rollback.longest(slots)
+    def keeps_graph(self, slot: int) -> int:
+        """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph, whether the
+        draft was right or wrong."""
+        return self._rollback.keeps_graph(slot)
 
     def checkpoint(self, batch: Batch) -> None:
         """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qwen_serve.llamacpp import HAS_MANY_SNAPSHOTS, Context, ContextOptions, Model
+from qwen_serve.llamacpp import Context, ContextOptions, Model
 from qwen_serve.server.engine import (
     Engine,
     EngineSettings,
@@ -278,9 +278,3 @@ def answers_alone(path: Path, prompts: list[list[int]], n: int) -> list[list[int
     answers = [reference.greedy(prompt, n) for prompt in prompts]
     reference.close()
     return answers
-
-
-def together(settings: dict[str, Any], n: int) -> dict[str, Any]:
-    """The MTP head, if it drafts, does so for `n` sequences at once where llama.cpp can take that back."""
-    drafts = HAS_MANY_SNAPSHOTS and settings["speculation"] in ("mtp", "both")
-    return {"mtp_sequences": n, "snapshots": 5} if drafts else {}

@@ -16,11 +16,11 @@ from tests.server.engine.helpers import (
     EXACT,
     Request,
     answers_alone,
+    ask,
     ask_all,
     ask_at_once,
     random_prompt,
     running,
-    together,
 )
 
 if TYPE_CHECKING:
@@ -62,14 +62,16 @@ async def test_together_drafted_and_cached_as_alone(
 ) -> None:
     requests = [Request(prompt, N) for prompt in prompts]
     longer = [Request([*prompt, *answer[:40]], N - 40) for prompt, answer in zip(prompts, alone, strict=True)]
-    with running(nano_moe_f32, **EXACT, **MIXES[mix], **together(MIXES[mix], 6)) as engine:
+    with running(nano_moe_f32, **EXACT, **MIXES[mix]) as engine:
         first = await ask_at_once(engine, requests)
         again = await ask_all(engine, requests)
         on = await ask_all(engine, longer)
+        last = await ask(engine, requests[0])  # by itself: the head drafts for nobody else
         stats = engine.stats()
     assert [answer.tokens for answer in first] == alone
     assert [answer.tokens for answer in again] == alone
     assert [answer.tokens for answer in on] == [answer[40:] for answer in alone]
+    assert last.tokens == alone[0]
     assert stats.prefix.hits >= len(requests)
     if MIXES[mix]["speculation"] != "off":
         assert stats.drafts

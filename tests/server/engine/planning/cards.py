@@ -11,7 +11,7 @@ import pytest
 
 from qwen_serve.llamacpp.gguf import Header, TensorInfo, Value
 from qwen_serve.server.engine import EngineSettings, MemoryPlan
-from qwen_serve.server.engine.planning import contexts, fit, plan
+from qwen_serve.server.engine.planning import fit, plan
 from qwen_serve.server.engine.planning.fit import plan_memory
 from tests.server.engine.helpers import settings
 
@@ -56,10 +56,9 @@ def header_of(sizes: Mapping[str, int]) -> Header:
     return Header(FILE, STATUS, FOUR_B, tensors)
 
 
-def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool, *, many: bool = False) -> None:
+def share_snapshots(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     for module in (plan, fit):
         monkeypatch.setattr(module, "SHARES_SNAPSHOTS", shared)
-    monkeypatch.setattr(contexts, "HAS_MANY_SNAPSHOTS", many)
 
 
 def pretend_copies(monkeypatch: pytest.MonkeyPatch, *, pay: bool, build: bool = True) -> None:

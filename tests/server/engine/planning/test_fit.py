@@ -212,32 +212,6 @@ def test_snapshots_are_for_drafts(
         four_b_plan(speculation="both", snapshots=8, ctx_size=131_072, prefix_checkpoints=16)
 
 
-def test_the_head_drafts_for_as_many_as_fit(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each needs a state for rollback, besides the eight of a sequence that runs alone."""
-    share_snapshots(monkeypatch, True, many=True)
-    sizes = {"parallel": 32, "prefix_checkpoints": 16, "ctx_size": 65_536}
-    plan = partial(four_b_plan, speculation="both", **sizes, mtp_sequences=-1)
-    card(60 * GIB)
-    assert plan().settings.mtp_sequences == 32
-    assert "snapshots: 8 of one sequence, 32 of 32 that draft together" in str(plan())
-    assert plan(mtp_sequences=40).settings.mtp_sequences == 32
-    states = plan().usages[0].states - plan(mtp_sequences=8).usages[0].states
-    assert states == 24 * plan().spec.state
-    assert plan(mtp_sequences=1).usages[0].states == plan(mtp_sequences=8).usages[0].states
-    card((plan().usages[0].total + plan(mtp_sequences=8).usages[0].total) // 2 + GIB // 2)
-    few = plan().settings
-    assert 1 <= few.mtp_sequences < 32
-    assert few.snapshots == 8, "these are given up later"
-    card(60 * GIB)
-    assert plan(deterministic=True).settings.mtp_sequences == 1
-    assert plan(speculation="ngram").settings.mtp_sequences == 1
-    for changes in ({"deterministic": True}, {"speculation": "ngram"}, {"snapshots": 0}):
-        with pytest.raises(ModelLoadError, match="mtp_sequences is 4; above 1 it needs"):
-            plan(mtp_sequences=4, **changes)
-    share_snapshots(monkeypatch, True)
-    assert plan().settings.mtp_sequences == 1
-
-
 @pytest.mark.parametrize(("wanted", "left"), [("both", "ngram"), ("mtp", "off")])
 def test_a_file_without_a_head_is_named_once(
     card: Any, caplog: pytest.LogCaptureFixture, wanted: Any, left: str

@@ -158,16 +158,3 @@ def test_every_row_is_found(
         read = [*chunk.sequence.tokens[: chunk.count], *chunk.draft]
         assert context.tokens[placement.batch_indices].tolist() == read
         assert context.held[chunk.slot] == tuple(read)
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_padding_after_a_draft_is_computed_and_not_accepted(together: bool) -> None:
-    batch = Batch(draft_room=9)
-    for slot, draft in enumerate(([1, 2], [1001], [])):
-        add(batch, slot, pending=1, count=1, draft=[])
-        batch.add_draft(batch.chunks[-1], draft, 2 - len(draft))
-    assert (batch.n_tokens, batch.n_rows, batch.draft_room) == (9, 9, 3)
-    assert tokens(batch, together=together) == [[1, 2, 3], [1001, 1002], [2001]]
-    assert [len(placement.rows) for placement in batch.placements] == [3, 3, 3]
-    batch.drop_drafts()
-    assert (batch.n_tokens, batch.n_rows, batch.draft_room) == (3, 3, 9)

@@ -121,32 +121,24 @@ class Card:
 class States:
     """Rollbacks: to snapshots, to a copy, or to another cell."""
 
-    def __init__(self, card: Card, snapshots: int, copied: int, rows: int = 0) -> None:
-        """`rows`: snapshots that several sequences share."""
-        self.card, self.snapshots, self.copied, self.shared = card, snapshots, copied, rows
+    def __init__(self, card: Card, snapshots: int, copied: int) -> None:
+        self.card, self.snapshots, self.copied = card, snapshots, copied
         self.deferred = DeferredReads(cast("Any", card))
         self.held: dict[int, int] = {}
         self.copies = 0
         self.freed: list[int] = []
         self._way = ""
 
-    def rewinds(self, slots: ListLike[int]) -> int:
-        return self.snapshots if len(slots) == 1 else min(self.snapshots, self.shared // len(slots))
+    def rewinds(self, slot: int) -> int:
+        return self.snapshots
 
-    def keeps_graph(self, slots: ListLike[int]) -> int:
-        copied = self.copied if self.card.build >= COPY else 0
-        return max(self.snapshots, copied) if len(slots) == 1 else self.rewinds(slots)
-
-    def longest(self, slots: ListLike[int]) -> int | None:
-        return None if max(slots) < SLOTS else self.rewinds(slots)
+    def keeps_graph(self, slot: int) -> int:
+        return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
 
     def checkpoint(self, batch: Batch) -> None:
-        slots, longest = (
-            [chunk.slot for chunk in batch.chunks],
-            max(len(chunk.draft) for chunk in batch.chunks),
-        )
-        self._way = "snapshot" if longest <= self.rewinds(slots) else "copy"
-        if self._way == "copy" and not (len(slots) == 1 and longest <= self.keeps_graph([0])):
+        alone, longest = len(batch.chunks) == 1, max(len(chunk.draft) for chunk in batch.chunks)
+        self._way = "snapshot" if alone and longest <= self.rewinds(0) else "copy"
+        if self._way == "copy" and not (alone and longest <= self.keeps_graph(0)):
             self._way = "cell"
             for chunk in batch.chunks:
                 if chunk.draft and self.held.get(slot := chunk.sequence.slot or 0) != chunk.start:
@@ -175,11 +167,11 @@ class States:
 class Head(HiddenDrafter):
     """A head whose drafts are right with probability `right`. It reads no rows."""
 
-    name = "mtp"
+    name, most = "mtp", 1
 
-    def __init__(self, card: Card, seconds: float, depth: int, most: int) -> None:
-        super().__init__(cast("Any", None), 512, max(SLOTS, most))
-        self.right, self.seconds, self.depth, self.most = 1.0, seconds, depth, most
+    def __init__(self, card: Card, seconds: float, depth: int) -> None:
+        super().__init__(cast("Any", None), 512, SLOTS)
+        self.right, self.seconds, self.depth = 1.0, seconds, depth
         self.kinds = {"mtp": 0.7}
         self.rounds = 0
         self.error: Exception | None = None
@@ -222,14 +214,12 @@ class World:
         ngram: bool = False,
         copies: bool = True,
         held_up: float = 1.0,
-        many: int = 1,
         seed: int = 0,
     ) -> None:
-        """The start is `held_up`: its passes take so many times as long as later ones. The head drafts for
-        `many` sequences, which share as many snapshots."""
+        """The start is `held_up`: its passes take so many times as long as later ones."""
         self.card = Card(table, build=build, capture=capture)
-        self.states = States(self.card, snapshots, deepest if copies else 0, many if many > 1 else 0)
-        self.head, self.rng = Head(self.card, draft, deepest, many), random.Random(seed)
+        self.states = States(self.card, snapshots, deepest if copies else 0)
+        self.head, self.rng = Head(self.card, draft, deepest), random.Random(seed)
         self.policy = Policy(StepTimes())
         self.ngram = NgramDrafter(63, SLOTS)
         self.speculator = Speculator(
@@ -237,7 +227,7 @@ class World:
             cast("Any", self.states),
             [*([self.ngram] if ngram else []), self.head],
             self.policy,
-            slots=max(SLOTS, many),
+            slots=SLOTS,
             most_rows=144,
             clock=self.card.clock,
         )

@@ -22,7 +22,6 @@ from tests.server.engine.helpers import (
     ask_at_once,
     random_prompt,
     running,
-    together,
 )
 from tests.server.engine.inside import draft_by, policy
 
@@ -131,7 +130,7 @@ async def test_drafts_change_no_answer(
         )
         for _ in range(0 if crowded else 2)
     ]
-    settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix], **together(MIXES[mix], 6)}
+    settings = {"parallel": 6, "ctx_size": 4096, **MIXES[mix]}
     if "drafter" in mix:
         drafter = "nano_draft_own_f32" if "reduced" in mix else "nano_draft_f32"
         settings["draft_model"] = request.getfixturevalue(drafter)
@@ -162,7 +161,7 @@ async def test_drafts_change_no_answer(
 
 @pytest.mark.parametrize("mix", slow_but(["both"], ["scripted", "both", "drafter"]))
 async def test_a_seeded_draw_is_the_same_with_drafts(
-    mix: str, nano_f32: Path, nano_draft_f32: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    mix: str, nano_f32: Path, nano_draft_f32: Path, prompts: list[list[int]]
 ) -> None:
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=5, ignore_eos=True
@@ -172,8 +171,7 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
         expected = [await ask(engine, request) for request in requests]
     beside = {"draft_model": nano_draft_f32} if mix == "drafter" else {}
     device = {"sampling": "device"}  # rows come as candidates
-    settings = MIXES[mix] | together(MIXES[mix], 5) | beside | device
-    with running(nano_f32, **EXACT, parallel=5, ctx_size=4096, **settings) as engine:
+    with running(nano_f32, **EXACT, parallel=5, ctx_size=4096, **MIXES[mix], **beside, **device) as engine:
         if mix == "scripted":
             texts = [prompt + answer.tokens for prompt, answer in zip(prompts, expected, strict=True)]
             draft_by(engine.components.speculator, Scripted(texts, mix))

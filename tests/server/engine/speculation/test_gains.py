@@ -10,11 +10,10 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from qwen_serve.server.engine.speculation.policy import COOLDOWN_FIRST
-from tests.server.engine.speculation.card import ANYONE, BUILD, KEEP, World, faster, h200, on_h200
+from tests.server.engine.speculation.card import ANYONE, BUILD, World, faster, h200, on_h200
 
 KEEPS = 0.93
 """Of the speed without drafts, whatever is tried."""
@@ -314,37 +313,3 @@ def test_a_text_that_no_kind_may_draft_from_is_not_even_looked_at() -> None:
             world.policy.add(world.ngram, kind, 1, 1, 1.0)
     world.propose()
     assert not world.ngram.propose.called
-
-
-def experts(n: int, length: int) -> float:
-    """About what the 35B-A3B at Q4_K_M took on one H100, by tokens of a pass."""
-    tokens = (1, 2, 4, 8, 16, 32, 64, 128)
-    return 1e-3 * float(np.interp(n * length, tokens, (2.9, 4.1, 5.3, 7.3, 9.7, 13, 18, 26)))
-
-
-@pytest.mark.parametrize(("n", "steps"), [(8, 600), (64, 150)])
-@pytest.mark.parametrize(("right", "least"), [(0.95, 1.2), (0.3, 0.985)])
-def test_drafts_for_many_pay_or_cost_next_to_nothing(n: int, steps: int, right: float, least: float) -> None:
-    """While requests come and go, for each of which the head may be tried again."""
-    world = on_h200(n, table=experts, many=64, draft=1.2e-3)
-    world.head.right = right
-    every = 256 // n
-    spent = tokens = 0.0
-    for step in range(steps):
-        if step % every == 0:
-            world.admit(step // every % n)
-        started, before = world.card.now, world.tokens
-        world.step()
-        spent += world.card.now - started + (KEEP if world.card.keeps_hidden else 0.0)
-        tokens += world.tokens - before
-    plain = steps * experts(n, 1) + -(-steps // every) * BUILD  # a graph is built behind each prompt
-    assert tokens / spent > least * n * steps / plain
-
-
-def test_several_try_once_what_pays_only_if_it_is_better_than_assumed() -> None:
-    """What one step of them tells decides."""
-    for right, least, most in ((1.0, 95, 100), (0.5, 1, 2)):
-        world = on_h200(64, table=experts, many=64, draft=7e-3)
-        world.head.right = right
-        world.gain(100)
-        assert least <= world.head.rounds <= most

@@ -128,12 +128,11 @@ def test_it_reads_the_prompt_when_it_first_drafts_and_guesses_on(head: Head) -> 
 
 
 def test_a_prompt_longer_than_a_batch_is_read_in_pieces(head: Head) -> None:
-    mtp, one, two = drafter(head), running(list(range(50))), running(list(range(7, 30)), slot=1)
+    mtp, one = drafter(head), running(list(range(50)))
     mtp.collect(0, 0, rows(0, 49))
-    mtp.collect(1, 0, rows(0, 22))
-    assert draft(mtp, (one, 1), (two, 2)) == [[50], [30, 31]]
+    assert draft(mtp, (one, 2)) == [[50, 51]]
+    assert head.widths == [16, 16, 16, 1, 1]
     head.check(0, one.tokens)
-    head.check(1, two.tokens)
 
 
 def test_only_the_window_is_read_of_a_long_text(head: Head) -> None:
@@ -290,28 +289,6 @@ def test_it_is_what_the_speculator_expects(head: Head) -> None:
     assert mtp.cost(1, 4) == 0
     mtp.measure()
     assert mtp.cost(1, 4) > mtp.cost(1, 2) > 0
-
-
-def test_calls_for_several_sequences_are_of_one_width(head: Head) -> None:
-    mtp = drafter(head, widest=5)
-    all_of_them = [running(list(range(100 * slot, 100 * slot + 9)), slot) for slot in range(SLOTS)]
-    for slot in range(SLOTS):
-        mtp.collect(slot, 0, rows(0, 8))
-    for accepted in ([0, 2, 1], [2, 2, 0], [1, 0, 2]):
-        found = draft(mtp, *[(one, 2) for one in all_of_them])
-        assert found == [[one.tokens[-1] + 1, one.tokens[-1] + 2] for one in all_of_them]
-        assert head.widths[-2:] == [3 * SLOTS] * 2
-        for one, guesses, right in zip(all_of_them, found, accepted, strict=True):
-            slot, start = one.slot or 0, len(one.tokens) - 1
-            head.check(slot, one.tokens)
-            assert max(head.entries[slot]) == start, "nothing is left of guesses and padding"
-            mtp.collect(slot, start, rows(start, 1 + right))
-            one.tokens += [*guesses[:right], 50 + right]
-    assert head.widths[:-6] == [16, 7 * SLOTS - 16], (
-        "prompts are read once, ahead, in calls as large as they may be"
-    )
-    draft(mtp, *[(one, 5) for one in all_of_them])
-    assert head.widths[-1] == SLOTS, "so many more rows would cost more than a graph"
 
 
 def test_calls_for_a_lone_sequence_are_of_one_width(head: Head) -> None:

@@ -335,11 +335,3 @@ def test_who_has_no_draft_costs_the_others_a_pass() -> None:
     alone = Policy(times).choose([Option(drafter, ["sure"], [3])], Step([1], 999, 999))
     assert alone is not None
     assert alone.lengths == [3]
-
-
-def test_several_that_snapshots_take_back_have_as_many_rows() -> None:
-    """Then a step is one pass, and each sequence is rolled back to its accepted tokens."""
-    step = Step([1, 1, 1], 100, 100, rewinds=2, keeps_graph=2)
-    assert step.rows([2, 0, 1]) == [3, 3, 3]
-    assert step.rows([3, 0, 1]) == [4, 1, 2], "longer than snapshots"
-    assert Step([1], 100, 100, rewinds=2).rows([1]) == [2]

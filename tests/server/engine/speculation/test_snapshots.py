@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qwen_serve.llamacpp import HAS_MANY_SNAPSHOTS
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, Answer, Request, ask, ask_all, random_prompt, running
 from tests.server.engine.inside import draft_by
@@ -101,7 +100,7 @@ async def test_guests_get_what_they_get_alone(drafter: str, nano_f32: Path, refe
                 break
         stats = engine.stats()
     assert stats.prefix.hits > 5
-    if drafter in ("scripted", "head", "on the device") and not HAS_MANY_SNAPSHOTS:  # others are seldom wrong
+    if drafter in ("scripted", "head", "on the device"):  # the others are seldom wrong at the end
         assert materialized, "nobody was copied, or met, right after going back"
     assert all(counts.accepted for counts in stats.drafts.values())
     assert stats.kv_cells_used == stats.prefix.resident_cells
