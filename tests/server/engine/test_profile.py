@@ -42,4 +42,4 @@ async def test_only_a_device_that_runs_alone_overlaps(nano_f32: Path, alone: boo
         spent = [dict(zip(PHASES, kind.seconds, strict=True)) for kind in engine.stats().step_totals]
     assert any(phases["overlapped"] for phases in spent) is alone
     assert all(phases["reserve"] for phases in spent) is not alone
-    assert all(phases["schedule"] for phases in spent), "the first of each kind is not launched ahead"
+    assert any(phases["schedule"] for phases in spent), "the first step is not launched ahead"
