@@ -76,11 +76,13 @@ class NextTokens:
         self.tokens, self.bans, self.draws = tokens, bans, draws
         self._width, self._n_ends = width, n_ends
         self._ignoring: tuple[bool, ...] = ()
+        self._drawing = False
+        """Whether `draws` has rows, on the device."""
         self._context = 0
-        """Set by `serve`."""
+        """Set by `attach`."""
 
-    def serve(self, context: int) -> bool:
-        """Serve the steps of this context from now on. Returns whether it can read these tokens."""
+    def attach(self, context: int) -> bool:
+        """Use these tensors in the steps of this context. Returns whether it can read tokens from them."""
         self._context = context
         able = self.read(np.zeros(1, np.int32))
         _set_rows(context, None, None, 0)
@@ -96,7 +98,8 @@ class NextTokens:
         tokens that end a generation, and how TOP_K guesses (`DrawTable.arrays`). Steps that are being
         computed are not affected."""
         assert self._context
-        changed = self.draws.arrays(drawn)
+        changed = self.draws.arrays(drawn) if drawn or self._drawing else []
+        self._drawing = bool(drawn)
         if tuple(ignoring) != self._ignoring[: len(ignoring)]:
             bans = np.zeros((MOST_ROWS, self._width), np.float32)
             bans[: len(ignoring), : self._n_ends] = np.where(ignoring, -np.inf, 0)[:, None]

@@ -227,7 +227,7 @@ class Context:
     def runs_ahead(self) -> bool:
         """Whether `decode` may read its tokens on the device, and rows may be read after another decode."""
         tokens = self.samplers.next_tokens if self.samplers.active else None
-        return tokens is not None and tokens.serve(self._handle)
+        return tokens is not None and tokens.attach(self._handle)
 
     def in_one_pass(self, sequences: Sequence[int]) -> bool:
         """Whether one pass may have these sequences; with cells of their own only consecutive ids."""

@@ -58,13 +58,9 @@ class DrawTable:
     def __init__(self, table: int, cut: int, rows: int, k: int) -> None:
         self.table, self.cut = table, cut
         self._rows, self._k = rows, k
-        self._any = False
-        """Whether a row is guessed."""
 
     def arrays(self, drawn: Mapping[int, Drawn]) -> list[tuple[int, npt.NDArray[np.float32]]]:
         """What to write to which tensor before the next STEPS steps. Rows not in `drawn` have BEST."""
-        if not (drawn or self._any):
-            return []
         table, cut = np.zeros((LINES, self._rows), np.float32), np.zeros((self._rows, self._k), np.float32)
         for row, (draw, numbers) in drawn.items():
             table[:STEPS, row] = numbers
@@ -72,7 +68,6 @@ class DrawTable:
             top_p, min_p = draw.top_p if draw.top_p < 1 else 2, draw.min_p * (1 - 1e-6)
             table[SCALE:STEP, row] = 1 / draw.temperature, top_p, min_p, 1, draw.no_ends
             cut[row, draw.top_k :] = -np.inf
-        self._any = bool(drawn)
         return [(self.table, table), (self.cut, cut)]
 
 

@@ -43,7 +43,7 @@ class ServerProcess:
 
     ``async with ServerProcess(...) as server`` starts it and waits until ``ready_path`` of ``url`` answers
     200. Its output goes to ``log``. Without a ``command`` the server already runs: it is awaited, but never
-    stopped, and a line on stderr tells what it is that takes so long.
+    stopped. If it is not ready after PATIENCE_SECONDS, a line on stderr says why.
     """
 
     name: str = field(kw_only=False)
