@@ -124,9 +124,10 @@ def _key() -> str:
     sources += NANO_DRAFT.glob("*.*")
     sources += [*NANO.glob("*.json"), *NANO.glob("*.safetensors"), *NANO.glob("*.txt"), *NANO.glob("*.jinja")]
     for folder in ("convert", "quant_recipes"):
-        sources += [
-            path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".toml", ".txt", ".json"}
-        ]
+        files = (ROOT / folder).rglob("*")
+        found = [path for path in files if path.suffix in {".py", ".toml", ".txt", ".json"}]
+        assert found, f"{folder} is empty: converted models would outlive the converter"
+        sources += found
     for path in sorted(sources):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())

@@ -33,7 +33,9 @@ def test_a_file_has_its_tests(path: str, found: str) -> None:
 
 def test_every_source_file_has_some_and_they_are_there() -> None:
     for room in ("server", "convert", "bench"):
-        for path in (ROOT / room).rglob("*.py"):
+        files = sorted((ROOT / room).rglob("*.py"))
+        assert files, room
+        for path in files:
             tests = covering(path.relative_to(ROOT).as_posix())
             assert tests, path
             assert all((ROOT / test).is_file() for test in tests)
