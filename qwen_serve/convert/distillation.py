@@ -104,7 +104,7 @@ def distill(base: Path, quantized: Path, *, text: Path, steps: int, runtime: Run
 
 
 def _settings(header: Header) -> dict[str, Any]:
-    """The file's shapes as `config.json` spells them (the inverse of convert/metadata.py)."""
+    """The file's shapes as `config.json` spells them (the inverse of qwen_serve/convert/metadata.py)."""
     arch = str(header.metadata["general.architecture"])
     values = Metadata(header, arch)
     if (scaling := values.get("rope.scaling.type")) is not None:

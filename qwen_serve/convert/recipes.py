@@ -22,7 +22,7 @@ RECIPES = next(
     folder
     for folder in (
         Path(__file__).parent / "quant_recipes",
-        Path(__file__).resolve().parents[1] / "quant_recipes",
+        Path(__file__).resolve().parents[2] / "quant_recipes",
     )
     if folder.is_dir()  # inside the installed package, in a checkout beside it
 )

@@ -29,7 +29,7 @@ def llama_version() -> str:
 def data_folder(name: str) -> Path:
     """Folder of data files such as `patches`: inside the installed package, or beside it in a checkout."""
     packaged = Path(__file__).parent / name
-    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[1] / name
+    return packaged if packaged.is_dir() else Path(__file__).resolve().parents[2] / name
 
 
 def cache_folder() -> Path:

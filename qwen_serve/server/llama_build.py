@@ -155,7 +155,7 @@ class Build:
 def requirement() -> str:
     """The pin, `llama-cpp-python==...`, from the checkout around this file, else from the installed
     package."""
-    project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.is_file():
         wanted: list[str] = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qwen_serve.bench.errors import BenchError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "clients.md"
 FENCE = re.compile(r"^```(\w+) ([\w-]+)\.(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 SETUP = "setup"

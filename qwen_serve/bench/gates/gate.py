@@ -95,7 +95,7 @@ OFFICIAL = (
 NANO_NAMES = ("nano_knowledge", "nano_instructions", "nano_reasoning")
 # Questions about pictures, for a server with a vision tower; runs only if --tasks names it.
 NANO_PICTURES = "nano_pictures"
-NANO_FOLDER = Path(__file__).resolve().parents[2] / "models" / "nano"
+NANO_FOLDER = Path(__file__).resolve().parents[3] / "models" / "nano"
 
 
 def verdict(score: float, low: float, high: float, threshold: float, *, complete: bool) -> Verdict:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-NANO = Path(__file__).resolve().parents[2] / "models" / "nano"
+NANO = Path(__file__).resolve().parents[3] / "models" / "nano"
 """The model whose special tokens and chat template are used: they are the official ones."""
 
 CONSONANTS, VOWELS = "bdfghjklmnprstvz", "aeiou"

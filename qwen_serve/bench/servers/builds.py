@@ -40,8 +40,8 @@ CMAKE_OPTIONS = (
 )
 TARGET = re.compile(r"(?:set\s*\(\s*TARGET|add_executable\s*\()\s*(llama-[\w-]+)")
 """Matches the name of a program in llama.cpp's cmake files."""
-CACHE = Path(__file__).resolve().parents[2] / ".work" / "llama.cpp"
-PATCHES = Path(__file__).resolve().parents[2] / "patches"
+CACHE = Path(__file__).resolve().parents[3] / ".work" / "llama.cpp"
+PATCHES = Path(__file__).resolve().parents[3] / "patches"
 
 
 def llama_cpp_sources() -> Path:

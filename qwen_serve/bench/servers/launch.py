@@ -29,7 +29,7 @@ def search_path(variable: str, folder: Path) -> dict[str, str]:
     return {variable: os.pathsep.join(filter(None, [str(folder), os.environ.get(variable, "")]))}
 
 
-PYTHON_PATH = search_path("PYTHONPATH", Path(__file__).resolve().parents[2])
+PYTHON_PATH = search_path("PYTHONPATH", Path(__file__).resolve().parents[3])
 """Environment in which a child process finds this checkout's packages from any folder."""
 
 

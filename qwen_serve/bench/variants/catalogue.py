@@ -34,7 +34,7 @@ from qwen_serve.convert.tensors import FLOAT_TYPES
 from qwen_serve.llamacpp.gguf import TensorInfo
 from qwen_serve.server.variant import VARIANTS, Variant, known_variants
 
-RECORDED = Path(__file__).resolve().parents[2] / "docs" / "results"
+RECORDED = Path(__file__).resolve().parents[3] / "docs" / "results"
 SHAPE = "4b"
 ELSEWHERE = {"threads", "threads_batch"}
 """Settings that depend on the machine. Scores do not depend on them."""

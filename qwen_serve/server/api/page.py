@@ -1,4 +1,4 @@
-"""The chat page at `/`: the files of `server/page/`, compressed for clients that accept it."""
+"""The chat page at `/`: the files of `qwen_serve/server/page/`, compressed for clients that accept it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The engine's settings, with defaults for one GPU or a workstation without one.
 
 Each setting has a default, bounds and a description. The command line, its help, environment variables, the
-settings file and error messages are generated from these (`server/settings.py`).
+settings file and error messages are generated from these (`qwen_serve/server/settings.py`).
 """
 
 from pathlib import Path
