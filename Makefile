@@ -36,7 +36,7 @@ MODEL       ?= $(NANO)
 # --- which llama.cpp to build ------------------------------------------------------------------------
 # CUDA=auto: where there is both a card and its compiler, for that card's architecture; else for the CPU. CUDA=0 or 1
 # decides by hand, CUDA=pypi fetches the compiler from PyPI, CUDA_ARCHS (such as "86;89") names other architectures. PATCHES=0 builds llama.cpp as it comes,
-# NATIVE=0 for any processor of this kind. server/setup_llama.py builds, and keeps the wheel.
+# NATIVE=0 for any processor of this kind. qwen_serve/server/setup_llama.py builds, and keeps the wheel.
 CUDA       ?= auto
 CUDA_ARCHS ?=
 PATCHES    ?= 1
@@ -274,4 +274,4 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 # `make convert` makes it, whose record says so: whichever comes second finds the files, or replaces them.
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
 	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out $(@D) --no-kld --threads 1 \
-		--calibration convert/calibration/prompts.toml > /dev/null
+		--calibration qwen_serve/convert/calibration/prompts.toml > /dev/null

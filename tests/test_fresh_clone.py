@@ -36,7 +36,7 @@ WANTED = [
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """What git checks out, and an environment."""
-    for name in ("Makefile", "pyproject.toml", "bench", "convert", "quant_recipes", "variants"):
+    for name in ("Makefile", "pyproject.toml", "qwen_serve", "bench", "convert", "quant_recipes", "variants"):
         if (ROOT / name).exists():
             (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(Path(sys.executable).parents[1])
