@@ -157,7 +157,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     if whole is not None or not is_draft(source.path):
         if arguments.target is not None:
             raise ConvertError(f"--target is for block drafters, and {arguments.src} is none")
-        model = whole or Checkpoint.open(source.path)
+        model = whole or _opened(source.path)
         if arguments.dry_run:
             print_plan(source, model, options)
             return
@@ -176,7 +176,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     target_source = resolve(arguments.target)
     if target_source.is_gguf:
         raise ConvertError(f"--target {arguments.target}: is a file; want the checkpoint that it drafts for")
-    target = Checkpoint.open(target_source.path)
+    target = _opened(target_source.path)
     DraftPipeline(source, DraftCheckpoint.open(source.path, target), options).run()
 
 
@@ -231,6 +231,14 @@ def check_distillation(*, quantized: bool) -> None:
         raise ConvertError("--distill wants a --quant that is quantized, not a float type")
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise ConvertError(f"--distill needs {' and '.join(missing)}: pip install 'qwen-serve[distill]'")
+
+
+def _opened(folder: Path) -> Checkpoint:
+    """The checkpoint, after its remarks were printed."""
+    checkpoint = Checkpoint.open(folder)
+    for remark in checkpoint.config.remarks:
+        print(remark, file=sys.stderr)
+    return checkpoint
 
 
 def search_command(target: Target | None, source: str, arguments: argparse.Namespace) -> str:
