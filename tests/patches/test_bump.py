@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,12 @@ def test_a_survey_counts_conflicts_and_stops_at_none(tree: Path) -> None:
     assert "2 conflicting hunks in 2 of 3 patches" in done.stdout
     assert bump(tree, files, "--accept").returncode == 1, "a survey is no queue"
     assert bump(tree, files).returncode == 2, "nor the begin of a move"
+
+
+def test_a_release_whose_headers_are_elsewhere_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own test of the mask does not compile then."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    moved = import_module("bump_native").Moved(tmp_path, tmp_path, tmp_path)
+    with pytest.raises(import_module("bump_sources").BumpError, match=r"test-kv-mask\.log"):
+        moved.masks()
+    assert "llama-" in (tmp_path / "test-kv-mask.log").read_text(), "a header of libllama"
