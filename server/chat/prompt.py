@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from qwen_serve.server.engine.vocab import token_of
+
 from .errors import PromptError
+from .markup import Tags
 from .messages import begun_reply, check_messages, check_tools, plain_text, separate_reasoning
 from .provenance import AddedTokens, choose_sentinel
 from .template import ChatTemplate
@@ -68,6 +71,13 @@ class Prompter:
         """The template's source."""
         self._template = ChatTemplate(template_source)
         self._added = AddedTokens(vocab.added_tokens)
+        found = {tag: token_of(vocab, tag) for tag in Tags()}
+        self.tags = {token: tag for tag, token in found.items() if token is not None}
+        """The tokens that are tags of a reply (`markup`)."""
+        self.spelt_tags = [tag for tag in Tags() if tag in template_source and tag not in self.tags.values()]
+        """The tags of replies that are no tokens."""
+        self.closes_thinking = Tags().end_think in template_source
+        """Whether the prompt closes the think block of a reply that does not think."""
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning if thinking is on; a no-think template closes the block."""
 
@@ -117,6 +127,12 @@ class Prompter:
         ids = self._vocab.tokenize(text, special=True, check=check)
         bos = self._vocab.bos_id
         return ids if bos is None else [bos, *ids]
+
+    def plain(self, text: str) -> list[int]:
+        """The token ids of a text in which added tokens are plain text."""
+        sentinel = choose_sentinel(text)
+        pieces = self._added.cut(self._added.mark(text, sentinel), sentinel)
+        return [token for piece in pieces for token in self._vocab.tokenize(piece, special=False)]
 
     def _pieces(
         self,
