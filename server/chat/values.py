@@ -41,13 +41,21 @@ def read_object(text: str) -> dict[str, Any] | None:
     try:
         found = read_value(text) if text.strip() not in ("", "{") else {}
     except ValueError:
-        try:
-            found = from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
-        except ValueError:
-            return None
-        if found == {}:  # of a cut text that says more
-            return None
+        found = _beginning(text) or None  # nothing can be read of a text that says more
     return found if isinstance(found, dict) else None
+
+
+def _beginning(text: str) -> Any:
+    """The value of a JSON text that is cut off; None if it is not."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        if "EOF" not in str(error):
+            return None
+    try:
+        return from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return None
 
 
 def typed(text: str, types: set[str]) -> Any:
