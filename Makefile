@@ -37,7 +37,7 @@ MODEL       ?= $(NANO)
 # --- which llama.cpp to build ------------------------------------------------------------------------
 # CUDA=auto: where there is both a card and its compiler, for that card's architecture; else for the CPU. CUDA=0 or 1
 # decides by hand, CUDA=pypi fetches the compiler from PyPI, CUDA_ARCHS (such as "86;89") names other architectures. PATCHES=0 builds llama.cpp as it comes,
-# NATIVE=0 for any processor of this kind. server/setup_llama.py builds, and keeps the wheel.
+# NATIVE=0 for any processor of this kind. qwen_serve/server/setup_llama.py builds, and keeps the wheel.
 CUDA       ?= auto
 CUDA_ARCHS ?=
 PATCHES    ?= 1
@@ -275,6 +275,6 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 # where `qwen-serve serve nano` and other clones find it.
 KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration convert/calibration/prompts.toml > /dev/null
+	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration qwen_serve/convert/calibration/prompts.toml > /dev/null
 	@for file in '$(NANO_TOWER)' '$@'; do \
 		cp "$(KEPT_NANO)/$$(basename "$$file")" "$$file.part" && mv "$$file.part" "$$file" || exit 1; done

@@ -1,4 +1,4 @@
-"""Puts data that lies beside the packages in a checkout into them, where server/about.py looks."""
+"""Puts data that lies beside the packages in a checkout into them, where qwen_serve/server/about.py looks."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -212,3 +213,11 @@ def test_a_survey_counts_conflicts_and_stops_at_none(tree: Path) -> None:
     assert "2 conflicting hunks in 2 of 3 patches" in done.stdout
     assert bump(tree, files, "--accept").returncode == 1, "a survey is no queue"
     assert bump(tree, files).returncode == 2, "nor the begin of a move"
+
+
+def test_sources_without_the_test_of_the_mask_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    moving = import_module("bump").Bump(NEW, OLD, tmp_path, survey=False)
+    moving.work.mkdir()
+    moving.compare_masks()
+    assert moving.state["steps"]["test-kv-mask"]["outcome"] == "FAILED: no tests/test-kv-mask.cpp"

@@ -166,7 +166,7 @@ def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp
     command += ["tests/test-kv-mask.cpp", f"-L{library}", "-lllama", "-lggml-base", f"-Wl,-rpath,{library}"]
     run(command, check=True, cwd=patched)
     done = run([program], check=True)
-    assert "masks are equal" in done.stdout
+    assert re.search(r"\b[1-9]\d* masks are equal", done.stdout)
 
 
 RINGS = ("mmf-tma", "gated_delta_net_chunked", "mmvq-rows", "mmvq-experts", "mmq-grouped", "mmq-repacked")
