@@ -18,7 +18,7 @@ from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Callable
+    from collections.abc import Callable
 
     from fastapi import Response
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.formats.ollama.request import OllamaChatRequest, OllamaGenerateRequest
     from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, TextGeneration
+    from qwen_serve.server.chat import Part, Reply, TextGeneration
 
 Shape = dict[str, Any]
 
@@ -83,15 +83,15 @@ async def loaded(context: RequestContext, model: str, nothing: Shape) -> Respons
 
 async def respond(
     served: ServedRequest,
-    parts: AsyncIterable[Part | str],
+    parts: Reply | TextGeneration,
     generation: TextGeneration,
     shape: Callable[..., Shape],
 ) -> Response:
-    writer = OllamaWriter(served, generation, shape)
+    writer = OllamaWriter(served, parts, generation, shape)
     return await served.respond([parts], writer, partial(collect, served, parts, writer))
 
 
-async def collect(served: ServedRequest, parts: AsyncIterable[Part | str], writer: OllamaWriter) -> bytes:
+async def collect(served: ServedRequest, parts: Reply | TextGeneration, writer: OllamaWriter) -> bytes:
     text = thinking = ""
     calls: list[Shape] = []
     async for part in parts:
@@ -113,9 +113,13 @@ class OllamaWriter(EventWriter):
     pings = False
 
     def __init__(
-        self, served: ServedRequest, generation: TextGeneration, shape: Callable[..., Shape]
+        self,
+        served: ServedRequest,
+        answer: Reply | TextGeneration,
+        generation: TextGeneration,
+        shape: Callable[..., Shape],
     ) -> None:
-        self._served, self._generation, self.shape = served, generation, shape
+        self._served, self._answer, self._generation, self.shape = served, answer, generation, shape
         self._call: ToolCall | None = None
         self._arguments = ""
 
@@ -145,7 +149,7 @@ class OllamaWriter(EventWriter):
         """The last object's further fields: why the answer ended, and times in nanoseconds. Raises ApiError
         503 if the server cut it short."""
         generation = self._generation
-        reason = self._served.check(generation.finish_reason)
+        reason = self._served.check(self._answer.finish_reason)
         timings = generation.generation.timings
         times = timings.queue_ms, timings.prefill_ms, timings.decode_ms
         waited, read, wrote = (int(1e6 * milliseconds) for milliseconds in times)
