@@ -25,8 +25,8 @@ from qwen_serve.server.settings import described_settings  # noqa: E402
 PAGES = {
     "README.md": "overview.md",
     "server/README.md": "architecture.md",
-    "server/engine/prefix_cache/README.md": "prefix-caching.md",
-    "server/engine/defaults.md": "defaults.md",
+    "qwen_serve/server/engine/prefix_cache/README.md": "prefix-caching.md",
+    "qwen_serve/server/engine/defaults.md": "defaults.md",
     "quant_recipes/README.md": "recipes.md",
     "patches/README.md": "patches.md",
     "patches/moving-the-pin.md": "moving-the-pin.md",
@@ -44,7 +44,10 @@ PAGES = {
 
 COMMUNITY = "results/community/README.md"
 
-MADE = {"server/engine/settings.py": "settings.md", "server/api/observe/metrics.py": "metrics.md"}
+MADE = {
+    "qwen_serve/server/engine/settings.py": "settings.md",
+    "qwen_serve/server/api/observe/metrics.py": "metrics.md",
+}
 """Where a page is made from code, the file that a link names in the tree."""
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")

@@ -1,1 +1,1 @@
-"""The packages of the top-level folders, under one installed name: this folder links to them."""
+"""Convert, quantize and serve Qwen3.5 on one GPU with llama.cpp."""

@@ -27,7 +27,10 @@ ELSEWHERE = {
     ".dockerignore": "tests/test_packaging.py",
     "pyproject.toml": "tests/test_packaging.py",
     "setup.py": "tests/test_packaging.py",
-    "bench/checks": "tests/server/test_conformance.py",
+    "bench": "tests/bench/test_entries.py",
+    "convert": "tests/test_doors.py",
+    "server": "tests/test_doors.py",
+    "qwen_serve/bench/checks": "tests/server/test_conformance.py",
     "quant_recipes": "tests/convert/test_recipes.py",
     "start_server.sh": "tests/server/test_scripts.py",
     "stop_server.sh": "tests/server/test_scripts.py",
@@ -53,14 +56,15 @@ def changed(since: str) -> list[str]:
 def covering(path: str) -> set[str]:
     """The test files, or folders of them, for one file of the tree; empty if no test reads it."""
     file = PurePosixPath(path)
-    for name, tests in ELSEWHERE.items():
-        if path == name or path.startswith(f"{name}/"):
-            return {tests}
+    elsewhere = {tests for name, tests in ELSEWHERE.items() if f"{path}/".startswith(f"{name}/")}
     if file.suffix == ".md":
-        return {"tests/test_docs.py"}
+        elsewhere.add("tests/test_docs.py")
+    if elsewhere:
+        return elsewhere
     if file.parts[0] == "tests":
         return _covering_a_test(file)
-    mirror = PurePosixPath("tests") / file.parent
+    room = file.parent.relative_to("qwen_serve") if file.parts[0] == "qwen_serve" else file.parent
+    mirror = PurePosixPath("tests") / room
     named = {_name(test) for test in (ROOT / mirror).glob(f"test_{file.stem}*.py")}
     found = importers().get(path, set()) if file.suffix == ".py" else set()
     if named and len(found) > SHARED:
@@ -126,7 +130,7 @@ def _defined_in(module: str, name: str) -> Path | None:
 
 
 def _file(module: str) -> Path | None:
-    path = ROOT.joinpath(*module.removeprefix("qwen_serve.").split("."))
+    path = ROOT.joinpath(*module.split("."))
     candidates = (path.with_suffix(".py"), path / "__init__.py")
     return next((file for file in candidates if file.is_file()), None)
 

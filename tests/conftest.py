@@ -32,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"
 NANO_DRAFT = ROOT / "models" / "nano-dflash"
 CACHE = ROOT / ".work" / "test-models"
-QUICK = ["--calibration", f"{ROOT}/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
+QUICK = ["--calibration", f"{ROOT}/qwen_serve/convert/calibration/prompts.toml", "--no-kld", "--threads", "1"]
 """The prompts themselves calibrate well enough for tests; having the model answer them takes minutes."""
 TEXT = ["--no-vision"]
 """A tower beside the model would be loaded by every server that a test starts."""
@@ -123,10 +123,11 @@ def _key() -> str:
     sources = [Path(upcycling.__file__)]
     sources += NANO_DRAFT.glob("*.*")
     sources += [*NANO.glob("*.json"), *NANO.glob("*.safetensors"), *NANO.glob("*.txt"), *NANO.glob("*.jinja")]
-    for folder in ("convert", "quant_recipes"):
-        sources += [
-            path for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".toml", ".txt", ".json"}
-        ]
+    for folder in ("qwen_serve/convert", "quant_recipes"):
+        files = (ROOT / folder).rglob("*")
+        found = [path for path in files if path.suffix in {".py", ".toml", ".txt", ".json"}]
+        assert found, f"{folder} is empty: converted models would outlive the converter"
+        sources += found
     for path in sorted(sources):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())

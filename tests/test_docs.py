@@ -76,8 +76,8 @@ def test_the_changelog_begins_with_the_version_of_the_package() -> None:
 def test_links_in_the_tree_lead_somewhere() -> None:
     """The site's links are checked by mkdocs' strict mode."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
-    pages += [ROOT / "models" / "nano" / "README.md", ROOT / "server/engine/prefix_cache/README.md"]
-    pages += (ROOT / "patches").rglob("*.md")
+    folders = [ROOT / name for name in ("models", "patches", "qwen_serve")]
+    pages += [page for folder in folders for page in folder.rglob("*.md")]
     links = [
         (page, target)
         for page in pages
@@ -91,7 +91,8 @@ def test_links_in_the_tree_lead_somewhere() -> None:
 def test_messages_of_the_troubleshooting_table_are_in_the_code() -> None:
     page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8").partition("## Troubleshooting")[2]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
-    files = [file for room in ("common", "llamacpp", "server") for file in (ROOT / room).rglob("*.py")]
+    rooms = [ROOT / "qwen_serve" / room for room in ("common", "llamacpp", "server")]
+    files = [file for room in rooms for file in room.rglob("*.py")]
     code = "\n".join(file.read_text(encoding="utf-8") for file in files)
     text = re.sub(r'"\s*\n\s*f?"', "", code) + os.strerror(errno.EADDRINUSE)  # adjacent literals are one
     parts = [part.strip() for message in messages for part in message.split("...") if part.strip()]

@@ -134,15 +134,13 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
         check=True,
     )
     assert "-DGGML_NATIVE=OFF" in done.stdout
-    code = (
-        "import sys, qwen_serve.server.setup_llama; print(*(n for n in sys.modules if 'qwen_serve.s' in n))"
-    )
-    loaded = run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    names = [name.removeprefix("qwen_serve.").replace(".", "/") for name in loaded.stdout.split()]
-    modules = ["server/__init__.py" if name == "server" else f"{name}.py" for name in names]
+    code = "import sys, qwen_serve.server.setup_llama; print(*sys.modules)"
+    loaded = run([sys.executable, "-c", code], cwd=ROOT, check=True).stdout.split()
+    names = [name.replace(".", "/") for name in loaded if name.partition(".")[0] == "qwen_serve"]
+    modules = [f"{name}/__init__.py" if (ROOT / name).is_dir() else f"{name}.py" for name in names]
     assert len(modules) > 3
-    for needed in ("pyproject.toml", "patches", *modules):
-        assert re.search(rf"^COPY .*{re.escape(needed)}", before, re.MULTILINE), needed
+    for needed in ("pyproject.toml", "patches", "native", *modules):
+        assert re.search(rf"^COPY .*{re.escape(needed)} ", before, re.MULTILINE), needed
 
 
 @pytest.mark.parametrize(
@@ -292,10 +290,10 @@ from qwen_serve.server import about
 from qwen_serve.server.__main__ import CHAT_TEMPLATE
 from qwen_serve.server.llama_build import requirement
 from qwen_serve.server.variant import known_variants
+from qwen_serve.server.weights import PROMPTS
 assert len(known_variants()) == 5
 print(recipes.known_recipes() != [], CHAT_TEMPLATE.is_file())
-for name in ("patches", "models/nano", "convert/calibration"):
-    folder = about.data_folder(name)
+for folder in (*map(about.data_folder, ("patches", "native", "models/nano")), PROMPTS.parent):
     print(folder.is_dir(), folder)
 """
     done = run(
@@ -309,6 +307,11 @@ for name in ("patches", "models/nano", "convert/calibration"):
     assert all(line.startswith(f"True {image}/") for line in lines[1:]), lines
     queue = {path.name for path in (ROOT / "patches" / "llama.cpp").glob("*.patch")}
     assert {path.name for path in (image / "qwen_serve/server/patches/llama.cpp").iterdir()} == queue
+    digest = "from qwen_serve.server.llama_build import sources_digest; print(sources_digest())"
+    here, there = (
+        run([sys.executable, "-c", digest], cwd=folder, check=True).stdout for folder in (ROOT, image)
+    )
+    assert here == there, "an installed package asks for the same wheel of llama.cpp"
     for name in ("config.json", "tokenizer.json", "model.safetensors-00002-of-00002.safetensors"):
         assert (image / "qwen_serve/server/models/nano" / name).is_file()
     assert not (image / "qwen_serve/server/models/nano/train").exists()

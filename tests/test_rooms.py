@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "qwen_serve"
 
 PACKAGES = ("bench", "common", "convert", "llamacpp", "server")
 
+DOORS = ("bench", "convert", "server")
+"""Folders at the top with a package's page and scripts."""
+
 C_API = {"ctypes", "llama_cpp"}
-DOORS = ("llamacpp/",)
+C_API_ROOM = "llamacpp/"
 """Everybody else takes typed objects from there, and exceptions for errors."""
 
 REASONS = {
@@ -40,7 +44,7 @@ LONGEST = 450
 """Lines of a file."""
 
 LONGER = {
-    "server/engine/prefix_cache/cache.py",
+    "qwen_serve/server/engine/prefix_cache/cache.py",
 }
 """Files that are still longer; one that is split goes from here, and none is added."""
 
@@ -73,7 +77,7 @@ def needed(path: Path, modules: Container[str]) -> set[str]:
 
 def named(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[str, ...]]:
     """Of each imported name what it may be: a module, or something in a package."""
-    package = ("qwen_serve", *path.relative_to(ROOT).parent.parts)
+    package = path.relative_to(ROOT).parent.parts
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name,) for alias in node.names)
@@ -84,25 +88,38 @@ def named(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[str, ...]]:
 
 
 def sources(room: str) -> list[Path]:
-    return sorted((ROOT / room).rglob("*.py"))
+    """A package's files. A rule that holds for none of them says nothing, so there are some."""
+    return files_of(PACKAGE / room)
 
 
-def test_the_c_api_is_touched_behind_its_doors_alone() -> None:
+def files_of(folder: Path) -> list[Path]:
+    found = sorted(folder.rglob("*.py"))
+    assert found, f"{folder} has no Python file"
+    return found
+
+
+def name_of(path: Path) -> str:
+    """Relative to the package."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def test_the_c_api_is_touched_in_its_room_alone() -> None:
     found = {}
     for path in (path for room in PACKAGES for path in sources(room)):
-        name = path.relative_to(ROOT).as_posix()
+        name = name_of(path)
         used = {module.partition(".")[0] for module in imports(path)} & C_API
-        if used and not name.startswith(DOORS):
+        if used and not name.startswith(C_API_ROOM):
             found[name] = used
     assert found == REASONS
 
 
-def test_the_architecture_page_names_every_module_of_the_server_and_no_other() -> None:
-    page = (ROOT / "server" / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("room", ["convert", "server"])
+def test_a_door_s_page_names_every_module_and_no_other(room: str) -> None:
+    page = (ROOT / room / "README.md").read_text(encoding="utf-8")
     table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
     named = set(re.findall(r"`([a-z_/]+(?:/|\.py))`", table))
     folders = tuple(name for name in named if name.endswith("/"))
-    there = {path.relative_to(ROOT / "server").as_posix() for path in sources("server")}
+    there = {path.relative_to(PACKAGE / room).as_posix() for path in sources(room)}
     modules = {name for name in there if not name.endswith("__init__.py")}
     assert {name for name in modules - named if not name.startswith(folders)} == set()
     assert {name for name in named if name.endswith(".py")} - there == set()
@@ -113,14 +130,18 @@ def test_imports_point_one_way(room: str) -> None:
     for path in sources(room):
         for module in imports(path):
             known = {other for other in OTHERS[room] if f"{module}.".startswith(f"{other}.")}
-            assert not known, f"{path.relative_to(ROOT)} imports {module}"
+            assert not known, f"{name_of(path)} imports {module}"
 
 
 def test_a_module_has_one_name() -> None:
-    """In a checkout, `import server` would import the same files a second time."""
+    """In a checkout, `import server` finds the door, which has no module: its scripts start the package's."""
+    for path in (path for door in DOORS for path in files_of(ROOT / door)):
+        assert path.name != "__init__.py"
+        defined = {type(node) for node in ast.walk(parsed(path))} & {ast.FunctionDef, ast.ClassDef}
+        assert not defined, f"{path.relative_to(ROOT)} is more than a script"
     bare = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MULTILINE)
-    for room in (*PACKAGES, "tests", "models"):
-        for path in (path for path in sources(room) if bare.search(path.read_text(encoding="utf-8"))):
+    for room in (PACKAGE, ROOT / "tests", ROOT / "models", *(ROOT / door for door in DOORS)):
+        for path in (path for path in files_of(room) if bare.search(path.read_text(encoding="utf-8"))):
             twice = {module for module in imports(path) if module.partition(".")[0] in PACKAGES}
             assert not twice, f"{path.relative_to(ROOT)} imports {twice} without qwen_serve."
 
@@ -129,9 +150,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports in functions count, too."""
     modules = {}
     for path in (path for room in PACKAGES for path in sources(room)):
-        name = ".".join(("qwen_serve", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
-            ".__init__"
-        )
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         modules[name] = path
     known = {name: needed(path, modules) for name, path in modules.items()}
 
@@ -148,14 +167,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_no_file_is_longer_than_one_can_hold_in_mind() -> None:
-    files = (path for room in (*PACKAGES, "tests") for path in sources(room))
+    files = (path for folder in (PACKAGE, ROOT / "tests") for path in files_of(folder))
     longer = {path for path in files if len(path.read_text(encoding="utf-8").splitlines()) > LONGEST}
-    assert {path.relative_to(ROOT).as_posix() for path in longer} - LONGER == set()
+    assert {path.relative_to(ROOT).as_posix() for path in longer} == LONGER
 
 
 def test_tests_wait_for_what_is_to_come_and_not_for_a_time() -> None:
     """`tests/waiting.py` does; a pause that is meant has its reason in the same line."""
-    for path in sources("tests"):
+    for path in files_of(ROOT / "tests"):
         lines = path.read_text(encoding="utf-8").splitlines()
         if not any("sleep(" in line for line in lines):
             continue

@@ -58,7 +58,7 @@ def test_only_its_owner_comes_at_what_is_not_complete(tmp_path: Path) -> None:
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     target = tmp_path / "x[1].gguf"
     script = (
-        "import os, sys\nfrom pathlib import Path\nfrom common.files import replacing\n"
+        "import os, sys\nfrom pathlib import Path\nfrom qwen_serve.common.files import replacing\n"
         "with replacing(Path(sys.argv[1])) as part:\n"
         "    part.write_text('half')\n    os.kill(os.getpid(), 9)\n"
     )

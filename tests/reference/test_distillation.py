@@ -26,7 +26,7 @@ pytest.importorskip("transformers", reason="the extra `distill`")
 pytestmark = pytest.mark.reference
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
-PROMPTS = Path(__file__).parents[2] / "convert" / "calibration" / "prompts.toml"
+PROMPTS = Path(__file__).parents[2] / "qwen_serve" / "convert" / "calibration" / "prompts.toml"
 OTHERS = {
     "ffn_up": "Q5_K",
     "ffn_gate": "Q3_K",

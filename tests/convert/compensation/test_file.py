@@ -23,7 +23,7 @@ from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.llamacpp.weights import Weights
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
-PROMPTS = Path(__file__).parents[3] / "convert" / "calibration" / "prompts.toml"
+PROMPTS = Path(__file__).parents[3] / "qwen_serve" / "convert" / "calibration" / "prompts.toml"
 
 
 def divergences(source: Path, *quantized: Path, n_chunks: int) -> list[float]:

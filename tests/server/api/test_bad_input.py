@@ -1,6 +1,7 @@
 """Invalid requests get a 4xx with OpenAI's error object, and do not reach the engine.
 
-The most common mistakes are rows of `bench/checks/errors.py`, asked of a live server by test_conformance.
+The most common mistakes are rows of `qwen_serve/bench/checks/errors.py`, asked of a live server by
+test_conformance.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.server.engine import SamplingParams
 from qwen_serve.server.engine.sampling import Sampler
 from tests.marks import slow_but
@@ -246,16 +245,3 @@ def test_candidates_give_what_the_row_gives(share: float, spread: float, ties: b
         assert chosen[0] == chosen[1] == chosen[2], (trial, params)
     if share >= 0.3 and spread == 6.0:
         assert fetched < 0.3 * tries, "rows are fetched although enough candidates survive"
-
-
-def test_a_row_that_is_gone_is_asked_for_whole() -> None:
-    logits = np.zeros(1024, np.float32)
-    logits[:64] = 1.0
-    bits = np.zeros(1024, bool)
-    bits[500] = True
-    constraint = cast("Constraint", Fixed(bits))
-    sampler = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint)
-    assert sampler.need is DeviceSampler.TOP_K
-    assert sampler.sample(cast("Rows", DeviceRows(logits, kept=False)), 0) is None
-    assert sampler.need is DeviceSampler.ROW
-    assert sampler.sample(cast("Rows", HostRows(logits)), 0) == 500

@@ -69,3 +69,10 @@ def test_the_best_of_many(n: int, k: int) -> None:
     found = best_of(values, k)
     best = -np.sort(-values)[: min(k, n)]
     np.testing.assert_array_equal(-np.sort(-values[found]), best)
+
+
+@pytest.mark.parametrize("n", [300, 40_000])
+def test_of_equal_ones_the_lowest_ids(n: int) -> None:
+    values = np.zeros(n, np.float32)
+    values[200:203] = 1
+    assert sorted(best_of(values, 5).tolist()) == [0, 1, 200, 201, 202]

@@ -1,0 +1,385 @@
+"""Block drafters (DFlash): converts their checkpoint to a GGUF of llama.cpp's architecture `dflash`.
+
+A drafter has a few Qwen3-style layers. They read the outputs of some of the target's layers, which `fc` fuses
+into one row a token. The vocabulary is the target's. Embedding and head are the target's, too, unless the
+drafter has its own. A drafter's head may have rows for only some of the tokens, which `d2t` lists. Names and
+keys are llama.cpp's (src/models/dflash.cpp; conversion/qwen.py, DFlashModel, and DSparkModel for `d2t`). Two
+layouts are supported: the authors' (z-lab) and that of vLLM's speculators library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+
+from qwen_serve.convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
+from qwen_serve.convert.config import MAX_LAYERS, check_heads, checked_integer, is_positive, rope_parameters
+from qwen_serve.convert.errors import CheckpointError, ConvertError
+from qwen_serve.convert.gguf_file import write_file
+from qwen_serve.convert.metadata import FILE_TYPES, add_attention, add_general, add_rope, add_tokenizer
+from qwen_serve.convert.safetensors import TABLE_TYPES
+from qwen_serve.convert.stages import file_digest, fingerprint
+from qwen_serve.convert.tensors import PlannedTensor, TensorPlan, check_weight_type
+from qwen_serve.convert.vocab import Vocab
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy.typing as npt
+
+    from qwen_serve.convert.safetensors import StoredTensor
+    from qwen_serve.convert.source import Source
+    from qwen_serve.convert.tensors import FloatType, Shape
+
+ARCH = "dflash"
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+DEFAULT_BLOCK = 16
+OTHER_KINDS = ("candidate_selector", "conv", "markov", "confidence")
+"""Parts of tensor names that only DFlash2 and DSpark have."""
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A drafter's shapes. Counts are in heads, layers, tokens or elements, as the names say."""
+
+    hidden_size: int
+    intermediate_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    """Tokens that it can draft: the rows of its head. They are fewer than `vocab_size` if it has a `d2t`."""
+    max_positions: int
+    rms_norm_eps: float
+    rope: Mapping[str, Any]
+    block_size: int
+    mask_token: int
+    target_layers: tuple[int, ...]
+    """Layers of the target whose outputs it reads, counted from 0."""
+    sliding_window: int | None
+    windowed_layers: tuple[bool, ...]
+    """Which of its layers attend only to the sliding window; none without a window."""
+    causal: bool | None
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any]) -> DraftConfig:
+        """Reads a parsed `config.json`.
+
+        Raises: CheckpointError: a field is missing or wrong, or has a value that llama.cpp would ignore.
+        """
+
+        whole = checked_integer
+        config = _unwrapped(config)
+        own = config.get("dflash_config") or {}
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"config.json: dflash_config must be an object, got {own!r}")
+        n_layers = whole("num_hidden_layers", config.get("num_hidden_layers"))
+        if n_layers > MAX_LAYERS:
+            raise CheckpointError(f"config.json: num_hidden_layers is {n_layers}; llama.cpp has {MAX_LAYERS}")
+        heads = whole("num_attention_heads", config.get("num_attention_heads"))
+        kv_heads = whole("num_key_value_heads", config.get("num_key_value_heads"))
+        check_heads(heads, kv_heads)
+        hidden = whole("hidden_size", config.get("hidden_size"))
+        layers = own.get("target_layer_ids") or config.get("target_layer_ids")
+        if (
+            not isinstance(layers, list)
+            or not layers
+            or not all(isinstance(i, int) and i >= 0 for i in layers)
+        ):
+            raise CheckpointError(
+                f"config.json: dflash_config.target_layer_ids must be a list of layers, got {layers!r}"
+            )
+        mask = own.get("mask_token_id")
+        if not isinstance(mask, int) or mask < 0:
+            raise CheckpointError(f"config.json: dflash_config.mask_token_id must be a token, got {mask!r}")
+        if (act := config.get("hidden_act", "silu")) != "silu":
+            raise CheckpointError(f"config.json: hidden_act is {act!r}; this converter knows silu")
+        if config.get("rope_is_neox_style", True) is not True:
+            raise CheckpointError("config.json: rope_is_neox_style is false; this converter knows true")
+        window = own.get("swa_window_size") or config.get("sliding_window")
+        types = config.get("layer_types") or ["full_attention"] * n_layers
+        if not isinstance(types, list):
+            raise CheckpointError(f"config.json: layer_types must be a list, got {types!r}")
+        windowed = tuple(own.get("use_swa", False) or kind == "sliding_attention" for kind in types)
+        if len(windowed) != n_layers:
+            raise CheckpointError(f"config.json: layer_types must name num_hidden_layers ({n_layers}) layers")
+        has_window = bool((config.get("use_sliding_window") or own.get("use_swa")) and window)
+        vocab = whole("vocab_size", config.get("vocab_size"))
+        drafted = whole("draft_vocab_size", config.get("draft_vocab_size") or vocab)
+        if drafted > vocab:
+            raise CheckpointError(f"config.json: draft_vocab_size ({drafted}) is above vocab_size ({vocab})")
+        eps = config.get("rms_norm_eps")
+        if not is_positive(eps):
+            raise CheckpointError(f"config.json: rms_norm_eps must be a positive number, got {eps!r}")
+        causal = config.get("is_causal", own.get("causal"))
+        return cls(
+            hidden_size=hidden,
+            intermediate_size=whole("intermediate_size", config.get("intermediate_size")),
+            n_layers=n_layers,
+            n_heads=heads,
+            n_kv_heads=kv_heads,
+            head_dim=whole("head_dim", config.get("head_dim") or hidden // heads),
+            vocab_size=vocab,
+            draft_vocab_size=drafted,
+            max_positions=whole("max_position_embeddings", config.get("max_position_embeddings")),
+            rms_norm_eps=eps,
+            rope=rope_parameters(config)[0],
+            block_size=whole("block_size", own.get("block_size", config.get("block_size", DEFAULT_BLOCK))),
+            mask_token=mask,
+            target_layers=tuple(layers),
+            sliding_window=whole("sliding_window", window) if has_window else None,
+            windowed_layers=windowed if has_window else (),
+            causal=None if causal is None else bool(causal),
+        )
+
+
+def _unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Converts a configuration of the speculators library to the authors' form.
+
+    There the shapes of layers are in `transformer_layer_config`. `aux_hidden_state_layer_ids` counts the
+    target's hidden states, the first of which is the embedding, so an id is the layer's number plus one.
+    Sliding layers are causal unless `sliding_window_non_causal` is set (speculators/models/dflash).
+
+    Raises: CheckpointError: an unsupported kind of drafter, or layers of which only some are causal.
+    """
+    if (inner := config.get("transformer_layer_config")) is None:
+        return config
+    for key, only in (("speculators_model_type", "dflash"), ("projector_type", "dflash")):
+        if (value := config.get(key, only)) != only:
+            raise CheckpointError(f"config.json: {key} is {value!r}; this converter knows {only!r}")
+    if config.get("sample_from_anchor"):
+        raise CheckpointError("config.json: sample_from_anchor is true; this converter knows false")
+    states = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(states, list) or not all(isinstance(i, int) and i >= 1 for i in states):
+        raise CheckpointError(
+            "config.json: aux_hidden_state_layer_ids must be a list of hidden states, from 1 on; "
+            f"got {states!r}"
+        )
+    own: dict[str, Any] = {
+        "mask_token_id": config.get("mask_token_id"),
+        "target_layer_ids": [state - 1 for state in states],
+    }
+    sliding = {kind == "sliding_attention" for kind in inner.get("layer_types") or ()}
+    if True in sliding and not config.get("sliding_window_non_causal", False):
+        if False in sliding:
+            raise CheckpointError(
+                "config.json: layer_types has sliding and full attention, and sliding_window_non_causal is "
+                "false: llama.cpp computes all layers causally, or none"
+            )
+        own["causal"] = True
+    return {**config, **inner, "dflash_config": own}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A tensor of integers (`convert.safetensors.TensorSource`)."""
+
+    name: str
+    path: Path
+    values: npt.NDArray[np.int64]
+    dtype = "I64"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Elements `start` to `start + count`."""
+        return self.values[start : start + count]
+
+
+@dataclass(frozen=True)
+class DraftCheckpoint:
+    """An opened drafter and its target's checkpoint; no weight is read."""
+
+    folder: Path
+    config: DraftConfig
+    tensors: Mapping[str, StoredTensor]
+    target: Checkpoint
+
+    @classmethod
+    def open(cls, folder: Path, target: Checkpoint) -> DraftCheckpoint:
+        """Opens `folder` and checks that it fits `target`.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the two do not belong together.
+        """
+        config = DraftConfig.from_json(read_json(folder / "config.json"))
+        other = target.config
+        for name, own, its in (
+            ("hidden_size", config.hidden_size, other.hidden_size),
+            ("vocab_size", config.vocab_size, other.vocab_size),
+        ):
+            if own != its:
+                raise CheckpointError(
+                    f"{folder}: {name} is {own}, that of {target.folder} is {its}: another model's drafter"
+                )
+        # llama.cpp reads the next layer's input, so the last layer's output is unavailable
+        if max(config.target_layers) >= other.n_layers - 1:
+            raise CheckpointError(
+                f"{folder}: target_layer_ids {list(config.target_layers)}: {target.folder} has "
+                f"{other.n_layers} layers, of which the last one's output cannot be read"
+            )
+        if config.mask_token >= other.vocab_size:
+            raise CheckpointError(f"{folder}: mask_token_id {config.mask_token} has no row in the embedding")
+        return cls(folder, config, read_tensors(folder), target)
+
+    def fingerprint(self) -> str:
+        """A digest that changes with every file that the GGUF is made from."""
+        text = file_digest(self.folder / "config.json")
+        shards = shard_stamps(self.tensors)
+        return fingerprint({"shards": shards, "config": text, "target": self.target.fingerprint()})
+
+    def plan(self, outtype: FloatType) -> TensorPlan:
+        """Every tensor of the GGUF, in the order of the checkpoint.
+
+        Raises: CheckpointError: a tensor is missing, unknown, or not of the shape that config.json implies.
+        """
+        expected = dict(expected_tensors(self.config))
+        given = {name.removeprefix("model."): tensor for name, tensor in self.tensors.items()}
+        offsets = given.pop("d2t", None)
+        given.pop("t2d", None)  # the mask of the target's tokens, which follows from d2t
+        if other := sorted(name for name in given if any(part in name for part in OTHER_KINDS)):
+            raise CheckpointError(
+                f"{self.folder}: tensor {other[0]}: a DFlash2 or DSpark drafter; this converter knows DFlash"
+            )
+        planned = []
+        for name, tensor in given.items():
+            if name not in expected:
+                raise CheckpointError(f"{self.folder}: no rule for tensor {tensor.name}")
+            target, shape = expected[name]
+            if tensor.shape != shape:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)}, "
+                    f"config.json implies {list(shape)}"
+                )
+            check_weight_type(tensor)
+            kind: FloatType = "F32" if len(shape) == 1 else outtype
+            planned.append(PlannedTensor(target, tensor, shape, kind, None, None))
+        lent = set(LENT)
+        if offsets is not None or self.config.draft_vocab_size < self.config.vocab_size:
+            lent.remove("lm_head.weight")
+            if offsets is None:
+                raise CheckpointError(
+                    f"{self.folder}: draft_vocab_size is {self.config.draft_vocab_size}, vocab_size "
+                    f"{self.config.vocab_size}, and there is no tensor d2t from one to the other"
+                )
+            ids = self._target_ids(offsets)
+            planned.append(PlannedTensor("d2t", ids, ids.shape, "I64", None, None))
+        if missing := sorted(set(expected) - set(given) - lent):
+            raise CheckpointError(f"{self.folder}: tensor {missing[0]} is missing")
+        return TensorPlan(tuple(planned), n_blocks=self.config.n_layers, n_mtp_layers=0)
+
+    def _target_ids(self, offsets: StoredTensor) -> Table:
+        """The target's token of each row of the head. The file stores each id's offset from its row.
+
+        Raises: CheckpointError: not one for each row, unknown tokens, or duplicates.
+        """
+        where, size = f"{offsets.path}: tensor {offsets.name}", self.config.draft_vocab_size
+        if offsets.dtype not in TABLE_TYPES or offsets.shape != (size,):
+            raise CheckpointError(
+                f"{where} is {offsets.dtype} of shape {list(offsets.shape)}; want {' or '.join(TABLE_TYPES)} "
+                f"of shape {[size]}, by draft_vocab_size"
+            )
+        ids = offsets.read().astype(np.int64) + np.arange(size)
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise CheckpointError(
+                f"{where} leads to tokens {ids.min()} to {ids.max()}, of {self.config.vocab_size}"
+            )
+        if len(np.unique(ids)) != size:
+            raise CheckpointError(f"{where} leads to the same token twice")
+        return Table("d2t", offsets.path, ids)
+
+
+LENT = {"embed_tokens.weight": "token_embd.weight", "lm_head.weight": "output.weight"}
+"""Tensors that a drafter need not have; it then uses the target's."""
+
+
+def expected_tensors(c: DraftConfig) -> Iterator[tuple[str, tuple[str, Shape]]]:
+    """Checkpoint name, then GGUF name and shape."""
+    wide, query, key = c.hidden_size, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    for (source, target), rows in zip(LENT.items(), (c.vocab_size, c.draft_vocab_size), strict=True):
+        yield source, (target, (rows, wide))
+    yield "fc.weight", ("fc.weight", (wide, len(c.target_layers) * wide))
+    yield "hidden_norm.weight", ("enc.output_norm.weight", (wide,))
+    yield "norm.weight", ("output_norm.weight", (wide,))
+    for layer in range(c.n_layers):
+        for source, target, shape in (
+            ("self_attn.q_proj", "attn_q", (query, wide)),
+            ("self_attn.k_proj", "attn_k", (key, wide)),
+            ("self_attn.v_proj", "attn_v", (key, wide)),
+            ("self_attn.o_proj", "attn_output", (wide, query)),
+            ("self_attn.q_norm", "attn_q_norm", (c.head_dim,)),
+            ("self_attn.k_norm", "attn_k_norm", (c.head_dim,)),
+            ("input_layernorm", "attn_norm", (wide,)),
+            ("post_attention_layernorm", "ffn_norm", (wide,)),
+            ("mlp.gate_proj", "ffn_gate", (c.intermediate_size, wide)),
+            ("mlp.up_proj", "ffn_up", (c.intermediate_size, wide)),
+            ("mlp.down_proj", "ffn_down", (wide, c.intermediate_size)),
+        ):
+            yield f"layers.{layer}.{source}.weight", (f"blk.{layer}.{target}.weight", shape)
+
+
+def is_draft(folder: Path) -> bool:
+    """Whether a checkpoint folder holds a drafter of this kind.
+
+    Raises:
+        ConvertError: a drafter of another kind.
+    """
+    named = read_json(folder / "config.json").get("architectures") or []
+    for other in ("DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"):
+        if other in named:
+            raise ConvertError(
+                f"{folder}: architectures is {other}; of the drafters this is for {ARCHITECTURES[0]}"
+            )
+    return any(name in named for name in ARCHITECTURES)
+
+
+def write_draft(path: Path, draft: DraftCheckpoint, source: Source, outtype: FloatType) -> None:
+    """Writes the drafter's GGUF, with the target's tokenizer.
+
+    Raises: CheckpointError: as `write_gguf` does.
+    """
+    plan = draft.plan(outtype)
+    writer = gguf.GGUFWriter(path=None, arch=ARCH)
+    add_general(writer, draft.folder, source, plan)
+    add_draft_hyperparameters(
+        writer, draft.config, outtype, mrope="mrope_section" in draft.target.config.rope
+    )
+    add_tokenizer(writer, Vocab.load(draft.target.folder, draft.target.config))
+    writer.add_uint32(gguf.Keys.Tokenizer.MASK_ID, draft.config.mask_token)
+    write_file(path, writer, plan, draft.target.config)
+
+
+def add_draft_hyperparameters(
+    writer: gguf.GGUFWriter, config: DraftConfig, outtype: FloatType, *, mrope: bool
+) -> None:
+    """Adds `dflash.*`. With `mrope` the target's positions have several axes; the drafter uses the first."""
+    writer.add_block_count(config.n_layers)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    add_attention(writer, config)
+    writer.add_file_type(FILE_TYPES[outtype])
+    add_rope(writer, config.rope)
+    if "partial_rotary_factor" in config.rope:
+        writer.add_rope_dimension_count(int(config.head_dim * float(config.rope["partial_rotary_factor"])))
+    if mrope:
+        writer.add_rope_dimension_sections([config.head_dim // 2, 0, 0, 0])
+    # gguf 0.19.0 has no methods for these
+    writer.add_uint32(f"{ARCH}.block_size", config.block_size)
+    # llama.cpp stores the layer that reads it, the next one
+    writer.add_array(f"{ARCH}.target_layers", [layer + 1 for layer in config.target_layers])
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_array(f"{ARCH}.attention.sliding_window_pattern", list(config.windowed_layers))
+    if config.causal is not None:
+        writer.add_causal_attention(config.causal)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -1,0 +1,204 @@
+"""Weights and vocabulary of a GGUF file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+
+from .devices import buffer_type
+from .errors import LlamaError, ModelLoadError
+from .log import reason, set_up, tapped_log
+from .patches import REPACKED_WEIGHTS, amx_is_right, brings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+EMBEDDING = rb"^token_embd\.weight$"
+"""Pattern for the name of the token embedding, for llama.cpp."""
+
+_ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
+
+
+class _BufferTypeOverride(ctypes.Structure):
+    """`struct llama_model_tensor_buft_override` of llama.h: the buffer type of tensors with matching
+    names."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
+
+
+class Model:
+    """Weights and vocabulary of one GGUF file; a context manager, to be closed after its contexts.
+
+    With `rehearse`, neither the weights nor the KV caches of contexts are allocated; such a model only
+    reports what llama.cpp would allocate. `shares` splits the layers among all GPUs in these proportions
+    (None: by free memory); without it, `main_gpu` holds all GPU layers. The token embedding is on the device
+    `embedding_on`, by ggml's name, or else on the host. If it is also the output head, and the head is on the
+    same device, they are one tensor there. With `f16_copies`, quantized matrices also have FP16 copies on
+    devices that are faster with them (`keeps_f16_copies`) and have room for all. With `repack`, quantized
+    matrices are reordered in place for tensor cores on devices that have kernels for it, and cannot be
+    written to; a llama.cpp without the patch `repacked-weights` leaves them as they are. `load_mtp` also
+    loads the multi-token-prediction block, if the file has one. `writable` weights are in memory of their
+    own, as in the file, for `weights.Weights`. Raises ModelLoadError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        n_gpu_layers: int = -1,
+        main_gpu: int = 0,
+        shares: Sequence[float] | None = (),
+        embedding_on: str | None = None,
+        use_mmap: bool = True,
+        mlock: bool = False,
+        rehearse: bool = False,
+        f16_copies: bool = False,
+        repack: bool = False,
+        load_mtp: bool = False,
+        writable: bool = False,
+    ) -> None:
+        self.path = path
+        self._handle: Any = None
+        set_up()
+        params = C.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        params.split_mode = C.LLAMA_SPLIT_MODE_NONE if shares == () else C.LLAMA_SPLIT_MODE_LAYER
+        split = (ctypes.c_float * C.llama_max_devices())(*shares or ())  # llama.cpp copies it during loading
+        params.tensor_split = split if shares else None
+        params.main_gpu = main_gpu if n_gpu_layers else -1  # -1: no device but the CPU, not even for buffers
+        overrides = (_BufferTypeOverride * 2)()  # the second, all zeros, ends the list
+        if embedding_on is not None:
+            overrides[0] = _BufferTypeOverride(EMBEDDING, buffer_type(embedding_on))
+            params.tensor_buft_overrides = ctypes.addressof(overrides)
+        mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
+        params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse or writable else mode
+        params.no_alloc = rehearse
+        params.check_tensors = not rehearse  # NaN in a weight or scale is an error, not an answer of NaN
+        params.load_mtp = load_mtp
+        params.use_extra_bufts = amx_is_right() and not writable
+        with tapped_log() as lines:
+            self._handle = C.llama_model_load_from_file(os.fsencode(path), params)
+        self.log = lines
+        if not self._handle:
+            raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
+        self.f16_copies = _keep_f16_copies(self._handle) if f16_copies else 0
+        """Bytes of the FP16 copies."""
+        self.repacked = _repack_weights(self._handle) if repack else 0
+        """Bytes of the weights that were repacked."""
+        self._vocab = C.llama_model_get_vocab(self._handle)
+        self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
+        self.n_embd = int(C.llama_model_n_embd(self._handle))
+        self.n_layer = int(C.llama_model_n_layer(self._handle))
+        """Layers of the trunk; the MTP block, if there is one, is block number `n_layer`."""
+        self.n_nextn = int(C.llama_model_n_layer_nextn(self._handle))
+        self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
+        self.n_params = int(C.llama_model_n_params(self._handle))
+        self.size_bytes = int(C.llama_model_size(self._handle))
+        self.eos = int(C.llama_vocab_eos(self._vocab))
+        adds_bos = C.llama_vocab_get_add_bos(self._vocab)
+        self.bos = int(C.llama_vocab_bos(self._vocab)) if adds_bos else None
+
+    def description(self) -> str:
+        """Architecture, size class and quantization, in llama.cpp's words."""
+        return _string(C.llama_model_desc, self._handle)
+
+    def metadata(self) -> dict[str, str]:
+        """The scalar GGUF keys and their values, as text."""
+        found = {}
+        for index in range(C.llama_model_meta_count(self._handle)):
+            key = _string(C.llama_model_meta_key_by_index, self._handle, index)
+            found[key] = _string(C.llama_model_meta_val_str_by_index, self._handle, index)
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def tokenize(self, text: str | bytes, *, special: bool = True, ends: bool = False) -> list[int]:
+        """Ids of `text`; bytes must be valid UTF-8. With `special`, the texts of control tokens become those
+        tokens; with `ends`, BOS and EOS are added if the vocabulary says so."""
+        text = text.encode() if isinstance(text, str) else text
+        buffer = (C.llama_token * (len(text) + 2))()  # a token has at least one byte
+        count = C.llama_tokenize(self._vocab, text, len(text), buffer, len(buffer), ends, special)
+        if count < 0:
+            raise LlamaError(f"llama_tokenize returned {count} for {len(text)} bytes")
+        return buffer[:count]  # type: ignore[no-any-return]
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        """A token's bytes: none for a control token, or with `special` its text."""
+        buffer = ctypes.create_string_buffer(64)
+        count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
+        if count < 0:
+            buffer = ctypes.create_string_buffer(-count)
+            count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
+        return bytes(buffer.raw[:count])
+
+    def detokenize(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of `tokens`, control tokens spelled out; may end inside a UTF-8 character."""
+        return b"".join(self.piece(token, special=True) for token in tokens)
+
+    def token_texts(self) -> list[bytes]:
+        """Every token's text in the vocabulary (byte-level for regular tokens), by id."""
+        return [C.llama_vocab_get_text(self._vocab, token) for token in range(self.n_vocab)]
+
+    def unused_tokens(self) -> list[int]:
+        """Ids that only pad the vocabulary; a model may still score them."""
+        attributes = (C.llama_vocab_get_attr(self._vocab, token) for token in range(self.n_vocab))
+        return [token for token, attribute in enumerate(attributes) if attribute & _ATTR_UNUSED]
+
+    def is_added(self, token: int) -> bool:
+        """Whether llama.cpp matches the token's text before it splits text (CONTROL, USER_DEFINED)."""
+        return bool(C.llama_vocab_get_attr(self._vocab, token) & (_ATTR_CONTROL | _ATTR_USER_DEFINED))
+
+    def is_control(self, token: int) -> bool:
+        """Whether `tokenize` turns the token's text into the token only with `special`."""
+        return bool(C.llama_vocab_get_attr(self._vocab, token) & _ATTR_CONTROL)
+
+    @cached_property
+    def eog_ids(self) -> frozenset[int]:
+        return frozenset(token for token in range(self.n_vocab) if C.llama_vocab_is_eog(self._vocab, token))
+
+    @cached_property
+    def n_real(self) -> int:
+        """Ids from here on pad the vocabulary to a round size (type UNUSED); none may be emitted."""
+        n = self.n_vocab
+        while n > 0 and C.llama_vocab_get_attr(self._vocab, n - 1) & _ATTR_UNUSED:
+            n -= 1
+        return n
+
+    def close(self) -> None:
+        """Free the weights. All contexts of this model must be closed before. Idempotent."""
+        if self._handle:
+            C.llama_model_free(self._handle)
+            self._handle = None
+
+
+def _keep_f16_copies(model: int) -> int:
+    keep = C._lib.llama_model_keep_f16_copies
+    keep.restype, keep.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    return int(keep(model))
+
+
+def _repack_weights(model: int) -> int:
+    if not brings(REPACKED_WEIGHTS, "llama_model_repack_weights"):
+        return 0
+    repack = C._lib.llama_model_repack_weights
+    repack.restype, repack.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    return int(repack(model))
+
+
+def _string(function: Any, *arguments: Any) -> str:
+    """Read a string from one of llama.cpp's `(..., char * buf, size_t size) -> length` functions."""
+    buffer = ctypes.create_string_buffer(1024)
+    length = function(*arguments, buffer, len(buffer))
+    if length >= len(buffer):
+        buffer = ctypes.create_string_buffer(length + 1)
+        function(*arguments, buffer, len(buffer))
+    return buffer.value.decode("utf-8", "replace")

@@ -1,0 +1,155 @@
+"""What one call of llama_decode computes, and where its results are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    from .sequence import Adapters, Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """The next `count` pending tokens of a sequence, and a `draft` of tokens that may follow them.
+
+    With `samples` the chunk holds all pending tokens; only then may there be a draft. The fields are Final
+    because a frozen dataclass takes three times as long to make.
+    """
+
+    sequence: Final[Sequence]
+    count: Final[int]
+    samples: Final[bool]
+    is_prompt: Final[bool] = False
+    """The pending tokens are prefill: read for the first time, or again after a preemption."""
+    decodes: Final[bool] = True
+    """It fits a decode step, in which drafts may be verified: it has all pending tokens, and at most the last
+    of them is a prompt token."""
+    draft: Final[tuple[int, ...]] = ()
+    scored: Final[range] = range(0)
+    """Positions in the prompt whose next token needs a log-probability."""
+
+    @property
+    def start(self) -> int:
+        """Tokens that its sequence's slot holds before the step is committed."""
+        return self.sequence.computed
+
+    @property
+    def n_tokens(self) -> int:
+        return self.count + len(self.draft)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of logits it needs: one after the last pending token, one after each draft token, and one for
+        each of its `scored` positions."""
+        return len(self.scored) + (1 + len(self.draft) if self.samples else 0)
+
+    @property
+    def slot(self) -> int:
+        """llama.cpp's id of its running sequence."""
+        slot = self.sequence.slot
+        assert slot is not None
+        return slot
+
+
+@dataclass(slots=True)
+class Placement:
+    """The place of a chunk in llama.cpp's batch."""
+
+    batch_indices: list[int]
+    """Indices of its tokens."""
+    rows: list[int] = field(default_factory=list)
+    """Rows of logits that its tokens are sampled from, in order."""
+    scored_rows: list[int] = field(default_factory=list)
+    """Rows of logits of its `scored` positions."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Decodes, perhaps with drafts, or chunks of prompts. The chunks are either all text or all pictures."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    draft_room: int = 0
+    """Maximum draft tokens to add: the room left in llama.cpp's batch and in the free cells."""
+    n_tokens: int = 0
+    n_rows: int = 0
+    prompt_tokens: int = 0
+    """How many of its tokens are prefill."""
+    of_pictures: bool = False
+    """Its tokens are rows of pictures: a batch of llama.cpp holds either rows or tokens."""
+    placements: list[Placement] = field(default_factory=list)
+    """One for each chunk; the runner sets this."""
+    dropped: set[Sequence] = field(default_factory=set)
+    """Sequences whose results do not count, since they turned out to have ended, or to start again, after the
+    batch was launched."""
+    recorded: bool = False
+    """Whether the tokens of chunks that do not sample count as computed already."""
+    greedy: bool = False
+    """All requests are greedy and have no stop tokens of their own. The runner sets this."""
+    fetches: bool = False
+    """A row may be fetched whole. The runner sets this."""
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """Add the next `count` pending tokens of `sequence`: text or picture rows, like the batch."""
+        self.of_pictures = sequence.reads_picture
+        samples = count == sequence.pending
+        chunk = Chunk(
+            sequence,
+            count,
+            samples=samples,
+            is_prompt=not sequence.decoding,
+            decodes=samples and sequence.ready,
+            scored=sequence.unscored(sequence.computed, count) if sequence.logprobs else range(0),
+        )
+        self.chunks.append(chunk)
+        self.n_tokens += count
+        self.n_rows += chunk.n_rows
+        self.prompt_tokens += count if chunk.is_prompt else 0
+
+    def add_draft(self, chunk: Chunk, tokens: ListLike[int]) -> None:
+        """Add `tokens` as the chunk's draft, to be verified. The chunk must sample and have no draft yet."""
+        self.chunks[self.chunks.index(chunk)] = replace(chunk, draft=tuple(tokens))
+        self.n_tokens += len(tokens)
+        self.n_rows += len(tokens)
+        self.draft_room -= len(tokens)
+
+    def drop_drafts(self) -> None:
+        """Remove all drafts."""
+        n = sum(len(chunk.draft) for chunk in self.chunks)
+        self.chunks[:] = [replace(chunk, draft=()) if chunk.draft else chunk for chunk in self.chunks]
+        self.n_tokens -= n
+        self.n_rows -= n
+        self.draft_room += n
+
+    def drop(self, sequence: Sequence) -> bool:
+        """Have the results of `sequence` not count; return whether it is in the batch."""
+        found = any(chunk.sequence is sequence for chunk in self.chunks)
+        if found:
+            self.dropped.add(sequence)
+        return found
+
+    @property
+    def sampling(self) -> list[Sequence]:
+        """Sequences that get a token from it that counts."""
+        return [one.sequence for one in self.chunks if one.samples and one.sequence not in self.dropped]
+
+    @property
+    def may_be_read_late(self) -> bool:
+        """Whether its rows can be read after the next batch was launched: no row is fetched whole, no draft
+        is rolled back, and no log-probabilities are wanted."""
+        return self.n_rows > 0 and all(
+            chunk.sequence.sampler.never_fetches and chunk.sequence.logprobs is None and not chunk.draft
+            for chunk in self.chunks
+        )
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters of all its sequences."""
+        return self.chunks[0].sequence.adapters if self.chunks else ()
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it holds one generated token of each of its sequences and nothing else."""
+        return self.n_tokens == self.n_rows == len(self.chunks) and not self.prompt_tokens

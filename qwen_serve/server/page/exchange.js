@@ -1,0 +1,73 @@
+// Conversations as files: JSON has all of them, every branch, and Markdown the branch that is shown of one. Both are read again.
+
+import { Conversation, newId } from "./conversation.js";
+import { asText } from "./files.js";
+
+const FORMAT = "qwen-serve conversations";
+const HEADING = /^## (You|Model)$/m;
+const TEXTS = ["reasoning", "figures", "problem"], NUMBERS = ["thought", "used"], FLAGS = ["interrupted", "json", "full"];
+
+export const toJson = (conversations) => JSON.stringify({
+  format: FORMAT,
+  version: 1,
+  conversations: conversations.map((one) => ({ ...one.record, messages: [...one.messages.values()] })),
+}, null, 1);
+
+/** The branch that is shown. A line that would pass for a heading of its own gets a backslash, which Markdown does not show. */
+export function toMarkdown(conversation) {
+  const said = conversation.branch.map((message) => {
+    const shown = (message.pictures ?? []).map((_, index) => `[Picture ${index + 1}]`).join(" ");
+    const text = [shown, asText(message).trim()].filter(Boolean).join("\n\n").replace(/^(\\*)(?=## (You|Model)$)/gm, "\\$1");
+    return `## ${message.role === "user" ? "You" : "Model"}\n\n${text}\n`;
+  });
+  return [`# ${conversation.title}\n`, ...said].join("\n");
+}
+
+function fromMarkdown(text) {
+  const [head, ...parts] = text.replaceAll("\r\n", "\n").split(HEADING);
+  const title = /^# (.+)$/m.exec(head)?.[1];
+  if (!title || !parts.length) throw new Error("it has no “# title” with “## You” and “## Model” below it");
+  const messages = [];
+  for (let at = 0; at < parts.length; at += 2) {
+    const content = parts[at + 1].trim().replace(/^\\(?=\\*## (You|Model)$)/gm, "");
+    const role = parts[at] === "You" ? "user" : "assistant";
+    messages.push({ id: at, parent: at ? at - 2 : null, created: at, role, content });
+  }
+  return [{ title, leaf: messages.at(-1).id, messages }];
+}
+
+/** Only what the page knows, of the right kind: a file may come from anywhere. */
+function checked(given, id, parent, conversation) {
+  const { role, content, created, pictures = [], files = [] } = given;
+  if (!["user", "assistant"].includes(role) || typeof content !== "string") throw new Error("a message has no role or no content");
+  const message = { id, conversation, parent, created: Number(created) || 0, role, content };
+  if (role === "assistant") message.reasoning = "";
+  for (const name of TEXTS) if (typeof given[name] === "string") message[name] = given[name];
+  for (const name of NUMBERS) if (Number.isFinite(given[name])) message[name] = given[name];
+  for (const name of FLAGS) if (given[name] === true) message[name] = true;
+  if (!pictures.every((url) => /^data:image\/[a-z+.-]+;base64,/.test(url))) throw new Error("a picture is none");
+  if (!files.every(({ name, text }) => typeof name === "string" && typeof text === "string")) throw new Error("a file is none");
+  if (pictures.length) message.pictures = pictures;
+  if (files.length) message.files = files.map(({ name, text }) => ({ name, text }));
+  return message;
+}
+
+function made({ title, changed, leaf, messages }) {
+  if (typeof title !== "string" || !Array.isArray(messages)) throw new Error("a conversation has no title or no messages");
+  const id = newId();
+  const ids = new Map(messages.map((message) => [message.id, newId()])); // new ones: it may be here already
+  const parentOf = ({ parent }) => {
+    if (parent !== null && !ids.has(parent)) throw new Error("a message follows one that is not there");
+    return parent === null ? null : ids.get(parent);
+  };
+  const all = messages.map((message) => checked(message, ids.get(message.id), parentOf(message), id));
+  return new Conversation({ id, title: title.slice(0, 200), changed: Number(changed) || Date.now(), leaf: ids.get(leaf) }, all);
+}
+
+/** The conversations of a file that was written here. Throws an Error that says what is wrong with it. */
+export function fromText(text) {
+  if (!text.trimStart().startsWith("{")) return fromMarkdown(text).map(made);
+  const { format, conversations } = JSON.parse(text);
+  if (format !== FORMAT || !Array.isArray(conversations)) throw new Error(`its format is not “${FORMAT}”`);
+  return conversations.map(made);
+}
