@@ -74,6 +74,7 @@ Files in --out; a file gets its final name when it is complete:
   <name>-F16.gguf           the unquantized model, from which everything else is made
   <name>.calibration.txt    text that the model wrote itself, for the importance matrix
   <name>.evaluation.txt     the same from other prompts, for the KL divergence
+  <name>.prose.txt, .code.txt, .chat.txt  texts unlike these, for the same
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, method, sha256, and KL divergence
