@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qwen_serve.server.api.fields.sampling import Mode
-    from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
+    from qwen_serve.server.chat.formats import AnswerFormat
+    from qwen_serve.server.chat.tool_formats import ToolFormat
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096

@@ -56,8 +56,9 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.fields.sampling import Mode
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
-    from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
+    from qwen_serve.server.chat.formats import AnswerFormat
     from qwen_serve.server.chat.pictures import GivenPicture
+    from qwen_serve.server.chat.tool_formats import ToolFormat
     from qwen_serve.server.engine import Prompt
     from qwen_serve.server.engine.pictures import Picture
 
