@@ -47,7 +47,7 @@ class ToolFormat:
         at = _LINE.match(error)
         line = self.lark.split("\n")[int(at[1]) - 1] if at else ""
         found = _RULE.match(line)
-        rule = found[1].lower() if found else None
+        rule = found[1].lower() if found else ""
         if rule in self.places:
             where, strict = self.places[rule]
             if strict:
