@@ -328,7 +328,7 @@ def prompt_of(
             request.messages,
             check,
             tools=request.offered_tools,
-            template_kwargs=request.chat_template_kwargs,
+            template_kwargs=request.template_variables(prompter),
             pictures=pictures,
             **how,
         )
