@@ -9,6 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
+import zipfile
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 
 from qwen_serve.server.settings import Settings
 from tests.processes import run
-from tests.tree import paths
+from tests.tree import files, paths
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILES = {name: (ROOT / name).read_text() for name in ("Dockerfile.cuda", "Dockerfile.cpu")}
@@ -311,6 +314,43 @@ for folder in (about.data_folder("patches"), about.data_folder("models/nano"), P
     for name in ("config.json", "tokenizer.json", "model.safetensors-00002-of-00002.safetensors"):
         assert (image / "qwen_serve/server/models/nano" / name).is_file()
     assert not (image / "qwen_serve/server/models/nano/train").exists()
+
+
+BUILD = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
+BESIDE = {"native": "**", "patches/llama.cpp": "*.patch", "quant_recipes": "*", "variants": "*.toml"}
+"""Folders beside the package, and which of their files it needs when it is installed."""
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_have_what_git_has(tmp_path: Path) -> None:
+    """Neither a module more nor less, and the sources of llama.cpp's changes."""
+    for path in files():
+        if not path.startswith(("docs/", "models/nano/train/", "tests/")):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).symlink_to(ROOT / path)
+    run([sys.executable, "-c", BUILD], cwd=tmp_path, check=True)
+    (sdist,), (wheel,) = (tmp_path / "dist").glob("*.tar.gz"), (tmp_path / "dist").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(wheel) as archive:
+        installed = {*archive.namelist()}
+    modules = {path for path in files() if path.startswith("qwen_serve/") and path.endswith(".py")}
+    for names in (packed, installed):
+        assert {path for path in names if path.startswith("qwen_serve/") and path.endswith(".py")} == modules
+    beside = {
+        path
+        for path in files()
+        for folder, pattern in BESIDE.items()
+        if path.startswith(f"{folder}/") and fnmatch(path, f"{folder}/{pattern}")
+    }
+    assert len(beside) > len(BESIDE)
+    assert beside <= packed
+    prefixes = ("qwen_serve/server/", "qwen_serve/convert/")
+    assert not {path for path in beside if not {f"{prefix}{path}" for prefix in prefixes} & installed}
 
 
 def test_the_help_has_every_public_target_and_variable() -> None:
