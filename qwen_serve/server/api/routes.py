@@ -45,6 +45,7 @@ from qwen_serve.server.api.openapi import (
 from qwen_serve.server.api.request import awake, read_request
 from qwen_serve.server.api.service import Service, service_of
 from qwen_serve.server.api.slots import SlotActionRequest, slot_action, slots
+from qwen_serve.server.chat.pictures import MAX_IMAGES
 from qwen_serve.server.engine import EngineDead
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ def llama_props(service: Service) -> dict[str, Any]:
         "model_alias": service.settings.model_id,
         "model_path": str(service.settings.model),
         "modalities": {"vision": engine.encoder is not None, "audio": False},
+        "limits": {"body_bytes": service.settings.max_body_mib * 2**20, "images": MAX_IMAGES},
         "chat_template": backend.prompter.template,
         "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
         "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),

@@ -2,6 +2,7 @@
 
 import { seconds } from "./elements.js";
 import { asText } from "./files.js";
+import { keepWithin } from "./pictures.js";
 import { SAMPLERS } from "./settings.js";
 import { chat } from "./stream.js";
 
@@ -45,13 +46,13 @@ export function request(messages, settings) {
 
 const rate = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });
 
-function figuresOf(usage, timings, finish) {
+function figuresOf(usage, timings, finish, full) {
   const parts = [];
   if (usage) parts.push(`${usage.completion_tokens} tokens`);
   if (timings?.predicted_per_second) parts.push(`${rate(timings.predicted_per_second)} tok/s`);
   if (timings) parts.push(`first token ${seconds(timings.queue_ms + timings.prompt_ms)}`);
   if (usage) parts.push(`${usage.prompt_tokens_details?.cached_tokens ?? 0} of ${usage.prompt_tokens} cached`);
-  if (finish === "length") parts.push("cut short by max tokens");
+  if (finish === "length") parts.push(full ? "the context is full" : "cut short by max tokens");
   return parts.join(" · ");
 }
 
@@ -96,13 +97,13 @@ export class Answer {
     }
   }
 
-  /** Streams it; `changed` is called at every chunk. Returns the error that ended it, if one did. */
-  async run(body, key, changed) {
+  /** Streams it from `server`, `{ key, fits, limits }`; `changed` is called at every chunk. Returns `{ failed, model }`: the
+   * error that ended it, if one did, and the name of the model that answered. */
+  async run(body, { key, fits, limits }, changed) {
     const { message } = this;
     const started = performance.now();
-    let usage, timings, finish, failed, saved = started;
-    delete message.problem;
-    delete message.figures;
+    let usage, timings, finish, failed, model, saved = started;
+    for (const name of ["problem", "figures", "full"]) delete message[name];
     message.interrupted = true; // what a reload finds, unless it comes to its end
     if (message.reasoning && !message.content) { // its thoughts go on
       this.#thinkingSince = started - (message.thought ?? 0);
@@ -111,7 +112,9 @@ export class Answer {
     running.set(this.conversation.id, this);
     changed();
     try {
+      if (limits) await keepWithin(body, limits);
       for await (const chunk of chat(body, key, this.#controller.signal)) {
+        model = chunk.model;
         usage = chunk.usage ?? usage;
         timings = chunk.timings ?? timings;
         const choice = chunk.choices[0];
@@ -125,16 +128,20 @@ export class Answer {
         }
       }
       if (usage) message.used = usage.total_tokens;
-      message.figures = figuresOf(usage, timings, finish);
+      if (finish === "length" && usage?.total_tokens >= fits) message.full = true;
+      message.figures = figuresOf(usage, timings, finish, message.full);
       if (finish !== "length") delete message.interrupted;
     } catch (error) {
       failed = error;
       if (this.#controller.signal.aborted) message.figures = `stopped after ${seconds(performance.now() - started)}`;
-      else if (!leaving) message.problem = error instanceof TypeError ? "The server cannot be reached." : error.message;
+      else if (error.code === "context_length_exceeded") {
+        message.full = true;
+        message.problem = `The context is full: this conversation does not fit into ${fits.toLocaleString("en")} tokens.`;
+      } else if (!leaving) message.problem = error instanceof TypeError ? "The server cannot be reached." : error.message;
     }
     if (message.reasoning) message.thought ??= this.thought;
     running.delete(this.conversation.id);
     this.save();
-    return failed;
+    return { failed, model };
   }
 }

@@ -3,7 +3,7 @@
 import { Answer, request, running } from "./answer.js";
 import { Conversation } from "./conversation.js";
 import { draftOf, keepDraft, keepShown, shownId } from "./drafts.js";
-import { $, download, element, iconButton, notify } from "./elements.js";
+import { $, download, element, iconButton, inItsDirection, notify } from "./elements.js";
 import { fromText, toJson, toMarkdown } from "./exchange.js";
 import { MessageView } from "./message.js";
 import { askForKey, closeSettings, fields, openSettings, set, settings, settingsAreOpen, showFacts, watchSettings } from "./settings.js";
@@ -18,6 +18,7 @@ let current = null; // the one shown; null for a new one that has no message yet
 let draft = draftOf(null); // what is typed for it
 let seeing = false; // whether the model sees pictures
 let fits = 0; // tokens of a conversation
+let limits = null; // of a request: `{ body_bytes, images }`
 let reading = Promise.resolve(); // of files that were given, in their order
 let unread = 0; // how often files were given that are not all read
 let found = null; // ids of the conversations in which what is searched for was found; null where nothing is
@@ -28,7 +29,7 @@ const elsewhere = new Map(); // when another tab last said that a message grows 
 // --- messages -------------------------------------------------------------------------------------------------
 
 const views = new WeakMap();
-const actions = { edit, again, resume, turn };
+const actions = { begin: () => choose(null), edit, again, resume, turn };
 
 function viewOf(message) {
   if (!views.has(message)) views.set(message, new MessageView(message, actions));
@@ -44,6 +45,8 @@ function update(message) {
   viewOf(message).update(live, here ? answer.thought : message.thought);
   return live;
 }
+
+const atEnd = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
 
 /** Shows the branch of the conversation; at its end, unless the reader looks elsewhere. */
 function show(end = false) {
@@ -61,12 +64,17 @@ function show(end = false) {
     viewOf(message).root.classList.toggle("later", later);
   }
   $("empty").hidden = Boolean(current);
-  const used = branch.findLast((message) => message.used)?.used;
-  $("context").textContent = used && fits ? `${used.toLocaleString("en")} of ${fits.toLocaleString("en")} tokens` : "";
+  showUse();
   document.title = current ? `${current.title} · qwen-serve` : "qwen-serve";
   scroll.scrollTop = end ? scroll.scrollHeight : top;
   list();
   buttons();
+}
+
+/** Says how much of the context the conversation takes. */
+function showUse() {
+  const used = current?.branch.findLast((message) => message.used)?.used;
+  $("context").textContent = used && fits ? `${used.toLocaleString("en")} of ${fits.toLocaleString("en")} tokens` : "";
 }
 
 // --- asking ---------------------------------------------------------------------------------------------------
@@ -81,21 +89,22 @@ async function stream(conversation, message, body) {
   const draw = () => {
     due = 0;
     if (!root.isConnected) return; // it goes on where nobody looks
-    const follow = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+    const follow = atEnd();
     update(message);
     if (follow) scroll.scrollTop = scroll.scrollHeight;
   };
   const soon = () => { due ||= requestAnimationFrame(draw); };
   const clock = setInterval(soon, 100);
-  const done = answer.run(body, settings.key, soon);
+  const done = answer.run(body, { key: settings.key, fits, limits }, soon);
   show(true);
-  const failed = await done;
+  const { failed, model } = await done;
   clearInterval(clock);
   cancelAnimationFrame(due);
   draw();
   if (current === conversation) show();
   else list();
   if (failed?.status === 401) askForKey(failed.message);
+  else if (failed || model !== $("model").textContent) identify(); // the server may have been started anew
 }
 
 /** The body of a request; undefined where the schema is wrong, which the settings then say. */
@@ -367,7 +376,7 @@ async function hear({ saved, removed, messages, live }) {
     }
   }
   await refresh();
-  if (known && known === current) show(scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60);
+  if (known && known === current) show(atEnd());
 }
 
 // --- the list of conversations --------------------------------------------------------------------------------
@@ -384,7 +393,7 @@ function list() {
   $("conversations").replaceChildren(...shownOnes.map((record) => {
     const shown = record.id === current?.id;
     const row = element("div", `conversation${shown ? " current" : ""}`);
-    const open = element("button", "", record.title);
+    const open = inItsDirection(element("button", "", record.title));
     if (shown) open.setAttribute("aria-current", "true");
     open.addEventListener("click", () => choose(record));
     row.append(renaming === record.id ? titleInput(record) : open);
@@ -404,7 +413,7 @@ function list() {
 
 /** What a title is typed in, in the place of a conversation's button. */
 function titleInput(record) {
-  const field = Object.assign(element("input"), { value: record.title, ariaLabel: "Title", maxLength: 200 });
+  const field = Object.assign(element("input"), { value: record.title, ariaLabel: "Title", maxLength: 200, dir: "auto" });
   let done = false;
   const end = (title) => {
     if (done) return;
@@ -497,8 +506,10 @@ addEventListener("keydown", (event) => {
   }
 });
 
+const touch = matchMedia("(pointer: coarse) and (hover: none)"); // its keyboard has no Shift+Enter
+
 input.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.key === "Enter" && !touch.matches && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
     send();
   } else if (event.key === "ArrowUp" && !event.altKey && !input.value && !draft.editing) {
@@ -535,6 +546,8 @@ $("import-file").addEventListener("change", async ({ target }) => {
   await importFiles(files);
 });
 $("new").addEventListener("click", () => choose(null));
+$("end").addEventListener("click", () => { scroll.scrollTop = scroll.scrollHeight; });
+scroll.addEventListener("scroll", () => { $("end").hidden = atEnd(); });
 $("menu").addEventListener("click", toggleSide);
 $("shade").addEventListener("click", toggleSide);
 $("tune").addEventListener("click", () => openSettings());
@@ -576,10 +589,12 @@ async function identify() {
     const about = await props(settings.key);
     seeing = about.modalities.vision;
     fits = card.max_model_len;
+    limits = about.limits;
     showFacts(factsOf(card, about));
     $("model").textContent = card.id;
     $("about").textContent = `${card.id} · up to ${card.max_model_len.toLocaleString("en")} tokens`;
     status.textContent = "";
+    showUse();
     buttons();
   } catch (error) {
     status.textContent = error instanceof TypeError ? "The server cannot be reached." : error.message;
@@ -588,6 +603,7 @@ async function identify() {
   }
 }
 
+document.addEventListener("visibilitychange", () => { if (!document.hidden) identify(); });
 watchSettings(buttons, () => { identify(); input.focus(); });
 watchFiles(() => seeing, take);
 $("example").addEventListener("click", async () => {

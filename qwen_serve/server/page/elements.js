@@ -9,6 +9,12 @@ export function element(tag, className = "", text = "") {
   return made;
 }
 
+/** Its text runs from right to left where it is Arabic, Hebrew or the like. */
+export function inItsDirection(made) {
+  made.dir = "auto";
+  return made;
+}
+
 export function icon(name) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.append(document.createElementNS("http://www.w3.org/2000/svg", "use"));

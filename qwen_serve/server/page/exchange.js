@@ -5,7 +5,7 @@ import { asText } from "./files.js";
 
 const FORMAT = "qwen-serve conversations";
 const HEADING = /^## (You|Model)$/m;
-const TEXTS = ["reasoning", "figures"], NUMBERS = ["thought", "used"], FLAGS = ["interrupted", "json"];
+const TEXTS = ["reasoning", "figures", "problem"], NUMBERS = ["thought", "used"], FLAGS = ["interrupted", "json", "full"];
 
 export const toJson = (conversations) => JSON.stringify({
   format: FORMAT,

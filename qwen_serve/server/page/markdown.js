@@ -1,6 +1,6 @@
 // Markdown to elements, safely, and cheaply while it streams. HTML in an answer is shown as text.
 
-import { copy, element, iconButton } from "./elements.js";
+import { copy, element, iconButton, inItsDirection } from "./elements.js";
 import { escaped, mathExtension, typeset, whilePartial } from "./math.js";
 
 const { marked, DOMPurify, hljs } = globalThis;
@@ -33,7 +33,7 @@ function codeBlock(pre) {
   const language = /language-(\S+)/.exec(code.className)?.[1] ?? "";
   const text = code.textContent;
   if (hljs.getLanguage(language)) code.innerHTML = hljs.highlight(text, { language }).value;
-  const block = element("div", "block");
+  const block = Object.assign(element("div", "block"), { dir: "ltr" });
   const bar = element("div", "bar");
   const button = iconButton("copy", "Copy", () => copy(text, button));
   bar.append(element("span", "", language || "text"), button);
@@ -44,7 +44,7 @@ function codeBlock(pre) {
 
 function elements(token, links) {
   const tokens = Object.assign([token], { links });
-  const holder = element("div");
+  const holder = inItsDirection(element("div"));
   holder.append(DOMPurify.sanitize(marked.parser(tokens), SANITIZE));
   typeset(holder);
   for (const pre of holder.querySelectorAll("pre")) codeBlock(pre);

@@ -1,6 +1,6 @@
 // A message as the page shows it.
 
-import { copy, element, icon, iconButton, seconds } from "./elements.js";
+import { copy, element, icon, iconButton, inItsDirection, seconds } from "./elements.js";
 import { render } from "./markdown.js";
 import { shownFiles } from "./files.js";
 import { shown } from "./pictures.js";
@@ -15,7 +15,7 @@ export class MessageView {
     if (message.role === "user") {
       if (message.pictures) this.root.append(shown(message.pictures));
       if (message.files) this.root.append(shownFiles(message.files));
-      if (message.content) this.root.append(element("div", "text", message.content));
+      if (message.content) this.root.append(inItsDirection(element("div", "text", message.content)));
       this.root.append(this.foot);
       return;
     }
@@ -23,7 +23,7 @@ export class MessageView {
     this.summary = element("summary");
     this.summaryText = element("span");
     this.summary.append(icon("fold"), this.summaryText);
-    this.thought = element("div");
+    this.thought = inItsDirection(element("div"));
     this.thinking.append(this.summary, this.thought);
     this.content = element("div", "markdown");
     this.waiting = element("span", "waiting");
@@ -52,8 +52,8 @@ export class MessageView {
 
   /** Shows the buttons: `siblings` are what was said in its place, `last` whether nothing follows it. */
   updateFoot(siblings, live, last) {
-    const { role, content, reasoning, figures, interrupted, problem, json } = this.message;
-    const { edit, again, resume, turn } = this.actions;
+    const { role, content, reasoning, figures, interrupted, problem, json, full } = this.message;
+    const { begin, edit, again, resume, turn } = this.actions;
     const focused = this.foot.contains(document.activeElement) && document.activeElement.ariaLabel;
     const button = (name, label, action) => iconButton(name, label, () => action(this.message));
     const parts = [];
@@ -76,7 +76,8 @@ export class MessageView {
         parts.push(copier);
       }
       parts.push(button("again", "Answer again", again));
-      if (interrupted && (content || reasoning) && !json) parts.push(button("go-on", "Continue", resume));
+      if (full) parts.push(button("new", "New conversation", begin));
+      else if (interrupted && (content || reasoning) && !json) parts.push(button("go-on", "Continue", resume));
       const said = figures || (interrupted && !problem ? "interrupted" : "");
       if (said) parts.push(element("span", "figures", said));
     }

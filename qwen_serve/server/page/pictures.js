@@ -1,12 +1,14 @@
-// What is attached to a message, and its pictures: from files to data URLs, and as they are shown.
+// What is attached to a message, and its pictures: from files to data URLs, as they are shown, and as they are sent.
 
 import { $, element, iconButton, notify } from "./elements.js";
 import { attachedFile, readText } from "./files.js";
 
 const MOST = 16; // that the server reads of a request
 const KINDS = ["image/jpeg", "image/png", "image/webp", "image/gif"]; // that it reads
-const MAX_BYTES = 3 * 2 ** 20; // each request brings those of the whole conversation, and may have 8 MiB
+const MAX_BYTES = 3 * 2 ** 20;
 const MAX_PIXELS = 2 ** 22; // what the model looks at: 4,096 tokens of 32 x 32
+const SMALLER = [20, 19, 18, 17, 16].map((power) => 2 ** power); // lengths of a data URL
+const LEFT_OUT = "[A picture was here. It is left out, since the request has no room for it.]";
 
 function dataUrl(blob) {
   return new Promise((resolve, reject) => {
@@ -22,6 +24,11 @@ async function read(file) {
   const bitmap = await createImageBitmap(file);
   const scale = Math.min(1, Math.sqrt(MAX_PIXELS / (bitmap.width * bitmap.height)));
   if (scale === 1 && file.size <= MAX_BYTES && KINDS.includes(file.type)) return dataUrl(file);
+  return drawn(bitmap, scale, 0.9);
+}
+
+/** The data URL of a picture as JPEG, `scale` times its size. */
+async function drawn(bitmap, scale, quality) {
   const [width, height] = [bitmap.width, bitmap.height].map((side) => Math.max(1, Math.floor(side * scale)));
   const canvas = new OffscreenCanvas(width, height);
   const context = canvas.getContext("2d");
@@ -29,7 +36,48 @@ async function read(file) {
   context.fillRect(0, 0, width, height);
   context.imageSmoothingQuality = "high";
   context.drawImage(bitmap, 0, 0, width, height);
-  return dataUrl(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.9 }));
+  return dataUrl(await canvas.convertToBlob({ type: "image/jpeg", quality }));
+}
+
+/** A picture's data URL with at most `length` characters. */
+async function smaller(url, length) {
+  const [, type, data] = /^data:([^;]*);base64,(.*)$/s.exec(url);
+  const bitmap = await createImageBitmap(new Blob([Uint8Array.from(atob(data), (one) => one.charCodeAt(0))], { type }));
+  for (let scale = Math.min(1, Math.sqrt(length / url.length)); ; scale *= 0.8) {
+    const made = await drawn(bitmap, scale, 0.85);
+    if (made.length <= length) return made;
+  }
+}
+
+/** Keeps a request within the server's `limits`: of its pictures, the oldest are sent smaller or left out. Says so. */
+export async function keepWithin(body, { body_bytes: most, images }) {
+  const parts = body.messages.flatMap(({ content }) => (Array.isArray(content) ? content : []));
+  const all = parts.filter(({ type }) => type === "image_url");
+  const leaveOut = (part) => {
+    delete part.image_url;
+    Object.assign(part, { type: "text", text: LEFT_OUT });
+  };
+  const size = () => new Blob([JSON.stringify(body)]).size + 1024; // and what streaming adds
+  const out = all.splice(0, Math.max(0, all.length - images));
+  out.forEach(leaveOut);
+  let over = size() - most, changed = 0;
+  for (const length of SMALLER) {
+    for (const { image_url: picture } of all) {
+      if (over <= 0) break;
+      if (picture.url.length <= length) continue;
+      const made = await smaller(picture.url, length);
+      over -= picture.url.length - made.length;
+      picture.url = made;
+      changed += 1;
+    }
+  }
+  while (over > 0 && all.length) {
+    over -= all[0].image_url.url.length;
+    out.push(all[0]);
+    leaveOut(all.shift());
+  }
+  if (out.length) notify(`The server reads ${images} pictures and ${most / 2 ** 20} MiB at a time: ${out.length} older ones were left out.`);
+  else if (changed) notify(`The server reads ${most / 2 ** 20} MiB at a time: older pictures were sent smaller.`);
 }
 
 /** A picture to try: three red circles. With `question`, which asks for their number. */

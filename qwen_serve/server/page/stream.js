@@ -1,9 +1,9 @@
 // The server's API: the model's name, and one answer as it streams.
 
 export class ServerError extends Error {
-  constructor(message, status) {
+  constructor(message, status, code = null) {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, code });
   }
 }
 
@@ -13,11 +13,11 @@ function headers(key) {
 
 async function refusal(response) {
   const text = await response.text();
-  let message = `${response.status} ${response.statusText}`;
+  let said = {};
   try {
-    message = JSON.parse(text).error.message ?? message;
+    said = JSON.parse(text).error ?? said;
   } catch { /* not this server's: a proxy's page, say */ }
-  return new ServerError(message, response.status);
+  return new ServerError(said.message ?? `${response.status} ${response.statusText}`, response.status, said.code);
 }
 
 /** The model's card. Throws ServerError, or TypeError where there is no server. */
@@ -54,7 +54,7 @@ export async function* chat(body, key, signal) {
       if (!line.startsWith("data: ")) continue;
       if (line === "data: [DONE]") return;
       const chunk = JSON.parse(line.slice(6));
-      if (chunk.error) throw new ServerError(chunk.error.message, response.status);
+      if (chunk.error) throw new ServerError(chunk.error.message, response.status, chunk.error.code);
       yield chunk;
     }
   }
