@@ -231,6 +231,20 @@ def test_make_serve(tmp_path: Path, given: list[str], module: str, said: dict[st
     assert {flag.removeprefix("--") for flag in flags} <= {*Settings.model_fields, "variant"}
 
 
+def test_the_readme_s_first_commands_do_all_set_up(tmp_path: Path) -> None:
+    """`make serve` and `make test` in a fresh clone, with nothing else before them."""
+    top = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    (block,) = re.findall(r"^```\n(.*?)^```$", top, re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert commands == [["make", "serve"], ["make", "test"]]
+    for _, target in commands:
+        said = dry_run(tmp_path, target).stdout
+        steps = ["-m venv", "qwen_serve.server.setup_llama", "install -e"]
+        found = [said.find(step) for step in steps]
+        assert found == sorted(found), said
+        assert -1 not in found, said
+
+
 @pytest.mark.parametrize("target", ["setup", "test"])
 def test_what_takes_a_minute_is_not_silent(tmp_path: Path, target: str) -> None:
     printed = dry_run(tmp_path, target).stdout
