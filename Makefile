@@ -31,7 +31,6 @@ ARGS        ?=
 # for each of eight endpoints, right ones and wrong ones
 FUZZ_CASES  ?= 625
 NANO        := models/nano-Q4_K_M.gguf
-NANO_TOWER  := models/mmproj-nano-F16.gguf
 MODEL       ?= $(NANO)
 
 # --- which llama.cpp to build ------------------------------------------------------------------------
@@ -271,10 +270,8 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 	$(PIP) install -e '.[bench,dev,reference]'
 	@touch $@
 
-# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured. It is made in the cache,
-# where `qwen-serve serve nano` and other clones find it.
-KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
+# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured. It is made where
+# `make convert` makes it, whose record says so: whichever comes second finds the files, or replaces them.
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration qwen_serve/convert/calibration/prompts.toml > /dev/null
-	@for file in '$(NANO_TOWER)' '$@'; do \
-		cp "$(KEPT_NANO)/$$(basename "$$file")" "$$file.part" && mv "$$file.part" "$$file" || exit 1; done
+	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out $(@D) --no-kld --threads 1 \
+		--calibration qwen_serve/convert/calibration/prompts.toml > /dev/null

@@ -34,6 +34,14 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The column of each of a word's eight codes, from the lowest bits on."""
 
 
+def method_of(config: Mapping[str, Any]) -> Any:
+    """The `quantization_config` of a parsed `config.json`, on either level."""
+    for values in (config, config.get("text_config") or {}):
+        if method := values.get("quantization_config"):
+            return method
+    return None
+
+
 def check_method(method: Any) -> None:
     """Raises CheckpointError for an unsupported `quantization_config`, naming the supported ones."""
     given = method if isinstance(method, dict) else {}

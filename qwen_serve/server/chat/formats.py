@@ -28,7 +28,7 @@ from .schemas import (
     understood,
     written_length,
 )
-from .tool_calls import described_elsewhere, followed, resolve
+from .tool_schemas import described_elsewhere, followed, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,8 +38,6 @@ WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 the usual styles, and a small model cannot go on with white space forever. vLLM's backends set no limit."""
 
 ANY = r"/(.|\n)*/"
-NO_CALL = f"({ANY} & ~({ANY} /<tool_call>/ {ANY}))"
-NO_END = f"({ANY} & ~({ANY} /<\\/think>/ {ANY}))"
 NO_CLOSE = f"({ANY} & ~({ANY} /<\\/parameter>/ {ANY}))"
 NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"
 """Text that cannot be confused with a value of another type, for a tool's parameter of several types."""
@@ -137,7 +135,7 @@ def compose(answer: AnswerFormat | ToolFormat, *, thinking: bool) -> str:
     elif answer.beside is not None:
         grammars.append(("beside", answer.beside.lark))
     check_length(sum(len(lark) for _, lark in grammars), answer.param)
-    start = f'start: THINK </think> "\\n\\n" @answer\nTHINK: {NO_END}' if thinking else "start: @answer"
+    start = f'start: THINK </think> "\\n\\n" @answer\nTHINK: {ANY}' if thinking else "start: @answer"
     named = [{"name": name, "lark_grammar": lark} for name, lark in (("all", start), *grammars)]
     return json.dumps({"grammars": named}, ensure_ascii=False)
 
@@ -184,7 +182,7 @@ def tool_format(
     if forced:
         start = f'start: one ("\\n" one)*\none: {call}' if parallel else f"start: {call}"
     else:
-        text = f"TEXT: {NO_CALL}"
+        text = f"TEXT: {ANY}"
         more = '("\\n" one)*' if parallel else ""
         if beside is not None:
             start = f"start: calls | @beside\ncalls: one {more}\none: {call}"

@@ -171,7 +171,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     ([*HI, {"role": "assistant", "tool_calls": "x"}], "messages[1].tool_calls"),
     (
-        [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
         "messages[1].tool_calls[0].function.arguments",
     ),
 ]

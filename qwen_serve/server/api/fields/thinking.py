@@ -10,7 +10,7 @@ from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.engine import ThinkingLimits
 
 if TYPE_CHECKING:
-    from qwen_serve.server.engine import Vocab
+    from qwen_serve.server.api.service import Backend
     from qwen_serve.server.settings import Settings
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -172,8 +172,10 @@ class ThinkingFields(BaseModel):
             raise bad_request(message, "reasoning_effort", "invalid_value")
         return inner or self.reasoning_effort
 
-    def thinking_limits(self, settings: Settings, vocab: Vocab, token_limit: int | None) -> ThinkingLimits:
-        """The limits of a thinking reply.
+    def thinking_limits(
+        self, settings: Settings, backend: Backend, token_limit: int | None, *, calls: bool
+    ) -> ThinkingLimits:
+        """The limits of a thinking reply; `calls`: whether tools are offered.
 
         The request's budget takes precedence, then its effort's, then the server's. The budget is reduced if
         `token_limit` would leave less than a quarter for the answer.
@@ -186,10 +188,11 @@ class ThinkingFields(BaseModel):
         penalty = self.thinking_repetition_penalty or 1.0
         limited = budget is not None and budget >= 0
         if not (limited or settings.loop_guard or penalty != 1.0):
-            return ThinkingLimits()
+            return ThinkingLimits(calls=calls)
+        vocab = backend.engine.vocab
         bridge = vocab.tokenize(BRIDGE.removesuffix("\n") + CLOSE, special=True)
         if self.reasoning_budget_message is not None:
-            said = vocab.tokenize(self.reasoning_budget_message, special=False)
+            said = backend.prompter.plain(self.reasoning_budget_message)
             bridge = [*said, *vocab.tokenize(CLOSE, special=True)]
         if limited and token_limit is not None:
             assert budget is not None
@@ -197,4 +200,4 @@ class ThinkingFields(BaseModel):
             if room < 2 * len(bridge):
                 bridge = vocab.tokenize(CLOSE, special=True)
             budget = max(0, min(budget, room - len(bridge)))
-        return ThinkingLimits(tuple(bridge), budget if limited else None, settings.loop_guard, penalty)
+        return ThinkingLimits(tuple(bridge), budget if limited else None, settings.loop_guard, penalty, calls)

@@ -291,22 +291,29 @@ async def begin(
     if prompt is None:
         engine.check_queue(scheduling_of(context, request))
         prompt = await seen(context, see, given)
-    limits = (
-        request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
-    )
+    tools, prompter = request.offered_tools, service.backend.prompter
+    limits = None
+    if thinking:
+        limits = request.thinking_limits(
+            service.settings, service.backend, request.token_limit, calls=bool(tools)
+        )
     constrain = await compiled(context, request, wanted)
-    tools = request.offered_tools
-    forced = forced_tools(request.tool_choice, tools)
-    parsers = [
-        ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools, forced=forced)
-        for _ in range(request.choices)
-    ]
-    served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits)
+    served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits, prompter.tags)
     one_call = request.parallel_tool_calls is False
-    replies = [
-        Reply(generation, parser, one_call=one_call, reasoning=request.include_reasoning is not False)
-        for generation, parser in zip(served.generations, parsers, strict=True)
-    ]
+    replies = []
+    for generation in served.generations:
+        parser = ReplyParser(
+            thinking=thinking,
+            inline_reasoning=inline_reasoning,
+            tools=tools,
+            forced=forced_tools(request.tool_choice, tools),
+            tokens=prompter.tags.values(),
+            enforced=wanted is not None,
+            closed=prompter.closes_thinking,
+            stops=generation.stops,
+        )
+        told = request.include_reasoning is not False
+        replies.append(Reply(generation, parser, one_call=one_call, reasoning=told))
     return served, replies
 
 

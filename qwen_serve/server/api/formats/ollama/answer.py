@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
+from qwen_serve.server.api.fields.lora import known_model
 from qwen_serve.server.api.formats import completions
 from qwen_serve.server.api.formats.ollama.request import NAMES
 from qwen_serve.server.api.formats.translation import begun
@@ -17,7 +18,7 @@ from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Callable
+    from collections.abc import Callable
 
     from fastapi import Response
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.formats.ollama.request import OllamaChatRequest, OllamaGenerateRequest
     from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, TextGeneration
+    from qwen_serve.server.chat import Part, Reply, TextGeneration
 
 Shape = dict[str, Any]
 
@@ -73,22 +74,24 @@ async def ollama_generate(context: RequestContext, request: OllamaGenerateReques
 
 async def loaded(context: RequestContext, model: str, nothing: Shape) -> Response:
     """Answers a request without a prompt, which asks only to load the model."""
+    settings = context.service.settings
+    known_model(settings, model)
     await awake(context)
-    name = model or context.service.settings.model_id
+    name = model or settings.model_id
     return JSONResponse({"model": name, **moment(), **nothing, "done": True, "done_reason": "load"})
 
 
 async def respond(
     served: ServedRequest,
-    parts: AsyncIterable[Part | str],
+    parts: Reply | TextGeneration,
     generation: TextGeneration,
     shape: Callable[..., Shape],
 ) -> Response:
-    writer = OllamaWriter(served, generation, shape)
+    writer = OllamaWriter(served, parts, generation, shape)
     return await served.respond([parts], writer, partial(collect, served, parts, writer))
 
 
-async def collect(served: ServedRequest, parts: AsyncIterable[Part | str], writer: OllamaWriter) -> bytes:
+async def collect(served: ServedRequest, parts: Reply | TextGeneration, writer: OllamaWriter) -> bytes:
     text = thinking = ""
     calls: list[Shape] = []
     async for part in parts:
@@ -110,9 +113,13 @@ class OllamaWriter(EventWriter):
     pings = False
 
     def __init__(
-        self, served: ServedRequest, generation: TextGeneration, shape: Callable[..., Shape]
+        self,
+        served: ServedRequest,
+        answer: Reply | TextGeneration,
+        generation: TextGeneration,
+        shape: Callable[..., Shape],
     ) -> None:
-        self._served, self._generation, self.shape = served, generation, shape
+        self._served, self._answer, self._generation, self.shape = served, answer, generation, shape
         self._call: ToolCall | None = None
         self._arguments = ""
 
@@ -142,7 +149,7 @@ class OllamaWriter(EventWriter):
         """The last object's further fields: why the answer ended, and times in nanoseconds. Raises ApiError
         503 if the server cut it short."""
         generation = self._generation
-        reason = self._served.check(generation.finish_reason)
+        reason = self._served.check(self._answer.finish_reason)
         timings = generation.generation.timings
         times = timings.queue_ms, timings.prefill_ms, timings.decode_ms
         waited, read, wrote = (int(1e6 * milliseconds) for milliseconds in times)

@@ -199,8 +199,8 @@ def _pictures(images: Any, where: str) -> Iterator[GivenPicture]:
 
 def _call(call: Any, where: str, at: int) -> dict[str, Any]:
     given = object_in(object_in(call, where).get("function"), f"{where}.function")
-    function = {
-        "name": text_in(given.get("name"), f"{where}.function.name"),
-        "arguments": dict(object_in(given.get("arguments") or {}, f"{where}.function.arguments")),
-    }
+    arguments = given.get("arguments") or {}
+    if not isinstance(arguments, str):
+        arguments = dict(object_in(arguments, f"{where}.function.arguments"))
+    function = {"name": text_in(given.get("name"), f"{where}.function.name"), "arguments": arguments}
     return {"id": call.get("id") or f"call_{at}", "type": "function", "function": function}
