@@ -357,9 +357,11 @@ def test_wheel_and_sdist_have_what_git_has(tmp_path: Path) -> None:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     with zipfile.ZipFile(wheel) as archive:
         installed = {*archive.namelist()}
-    modules = {path for path in files() if path.startswith("qwen_serve/") and path.endswith(".py")}
+    package = {path for path in files() if path.startswith("qwen_serve/")}
     for names in (packed, installed):
-        assert {path for path in names if path.startswith("qwen_serve/") and path.endswith(".py")} == modules
+        modules = {path for path in names if path.startswith("qwen_serve/") and path.endswith(".py")}
+        assert modules == {path for path in package if path.endswith(".py")}
+        assert not {path for path in package - names if not path.endswith(".md")}
     beside = {
         path
         for path in files()

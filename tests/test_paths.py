@@ -45,7 +45,7 @@ def missing_words(page: str, text: str) -> set[str]:
     if page.startswith((*OF_THE_PAST, OF_LLAMA_CPP)):
         return set()
     top = {path.partition("/")[0] for path in paths()}
-    words = {word.rstrip(".-") for word in WORD.findall(text) if "NNNN" not in word}  # stands for a number
+    words = {word.rstrip(".-") for word in WORD.findall(text) if "NN" not in word}  # stands for a number
     named = {word for word in words if word.partition("/")[0] in top or word.endswith(OURS)}
     if page.startswith("patches/"):  # C++ is llama.cpp's there
         named = {word for word in named if not re.search(r"\.(c|cpp|h|hpp|cu|cuh)$", word)}
