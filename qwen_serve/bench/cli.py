@@ -61,7 +61,7 @@ COMMANDS = {
         {
             "answers": Command(
                 "The same requests alone and together: are the answers the same, bit for bit?",
-                "qwen_serve.bench.load.answers:answers",
+                "qwen_serve.bench.servers.answers:answers",
             )
         },
     ),

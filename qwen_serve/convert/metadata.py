@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from qwen_serve.convert.config import ModelConfig
-    from qwen_serve.convert.draft import DraftConfig
+    from qwen_serve.convert.draft_config import DraftConfig
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import FloatType, TensorPlan
     from qwen_serve.convert.vocab import Vocab

@@ -356,9 +356,9 @@ class Pipeline:
         self, quantized: Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
     ) -> None:
         """Size, types and sha256, and the KL divergence from the whole model in the base type."""
-        cut = self._cut(recipe)
-        measured = (recipe is not None or cut != WHOLE) and self._options.measure
-        texts = {what: self._make_text(what) for what in ("evaluation", *KINDS)} if measured else {}
+        measured = (recipe is not None or self._cut(recipe) != WHOLE) and self._options.measure
+        kinds: tuple[Purpose | Kind, ...] = ("evaluation", *KINDS) if measured else ()
+        texts = {what: self._make_text(what) for what in kinds}
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "llama": LLAMA_VERSION}
         parts["texts"] = [text.fingerprint for text in texts.values()]

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
-    from .sampling import SampleResult
     from .sequence import Adapters, Sequence
     from .ubatches import Pass
+    from .verification import SampleResult
 
 PATIENCE = 400
 """After this many rows that return more than needed, slots get narrower device samplers. That change plans

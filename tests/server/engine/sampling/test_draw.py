@@ -12,10 +12,11 @@ import pytest
 from qwen_serve.llamacpp import Context, DeviceSampler, Model, SamplerChain
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
-from qwen_serve.server.engine.sampling import Sampler, SamplingParams, sample
+from qwen_serve.server.engine.sampling import Sampler, SamplingParams
 from qwen_serve.server.engine.sampling.processors import Penalties
 from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
 from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.verification import sample
 from qwen_serve.server.engine.vocab import Vocab
 from tests.contexts import exact_options
 from tests.server.engine.fake_context import FakeRows

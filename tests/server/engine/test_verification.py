@@ -12,8 +12,8 @@ from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
 from qwen_serve.server.engine.runner import Runner
-from qwen_serve.server.engine.sampling import SampleResult, sample
 from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.verification import SampleResult, sample
 from tests.server.engine.fake_context import FakeContext, FakeRows
 
 if TYPE_CHECKING:
