@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from qwen_serve.convert.source import Source
 
 # Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 MOST_BITS = 9.0  # of a searched recipe: every tensor at 8.5, some in F32
 HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB; the rest is for small files
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from qwen_serve.convert.evaluation import KINDS, Kind, write_unlike
 
 from qwen_serve.convert import evaluation
 from qwen_serve.convert.calibration import text as writing
 from qwen_serve.convert.calibration import write_text
 from qwen_serve.convert.calibration.prompts import load_prompts
 from qwen_serve.convert.chunks import CHUNK_SIZE
+from qwen_serve.convert.evaluation import KINDS, Kind, write_unlike
 from qwen_serve.convert.kld import UNLIKE_CHUNKS, spaced
 from qwen_serve.llamacpp.evaluation import Runtime
 

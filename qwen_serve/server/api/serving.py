@@ -251,13 +251,18 @@ async def compiled(
         await until_gone(context.http, in_thread(partial(dries.of, params), 0))
     if wanted is None:
         return None
-    compiling = context.service.backend.engine.grammars.compile(wanted.text)
-    try:
-        grammar = await until_gone(context.http, asyncio.wrap_future(compiling))
-    except InvalidGrammar as error:
-        message = f"{wanted.param} cannot be enforced: {error}"
-        raise bad_request(message, wanted.param, "invalid_value") from error
-    return partial(grammar.begin, wanted.param)
+    while True:
+        compiling = context.service.backend.engine.grammars.compile(wanted.text)
+        try:
+            grammar = await until_gone(context.http, asyncio.wrap_future(compiling))
+        except InvalidGrammar as error:
+            looser = wanted.loosened(str(error))
+            if looser is None:
+                message = f"{wanted.param} cannot be enforced: {error}"
+                raise bad_request(message, wanted.param, "invalid_value") from error
+            wanted = looser
+        else:
+            return partial(grammar.begin, wanted.param)
 
 
 def check_fields(context: RequestContext, request: GenerationRequest) -> None:

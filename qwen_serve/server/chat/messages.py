@@ -11,7 +11,7 @@ from .errors import PromptError
 from .pictures import MAX_IMAGES, GivenPicture
 from .values import read_object
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NEEDS_CONTENT = ("system", "user")
 _SHOW = ("user", "tool")
 """Roles whose content may have pictures."""
@@ -143,12 +143,13 @@ def _message(message: object, where: str, pictures: list[GivenPicture] | None) -
         raise PromptError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     if role == "developer":
         role = checked["role"] = "system"
+    if role == "function":  # the older form of a tool's result, and of a call
+        role = checked["role"] = "tool"
     if role == "assistant":
-        for key in ("function_call", "audio"):
-            if checked.get(key) is not None:
-                raise PromptError(
-                    f"{where}.{key} is not served; tool_calls and content are", f"{where}.{key}"
-                )
+        if (older := checked.pop("function_call", None)) is not None and not checked.get("tool_calls"):
+            checked["tool_calls"] = [{"type": "function", "function": older}]
+        if checked.get("audio") is not None:
+            raise PromptError(f"{where}.audio is not served; content is", f"{where}.audio")
         if (refusal := checked.pop("refusal", None)) is not None and checked.get("content") is None:
             checked["content"] = refusal  # where OpenAI's API has the text of an answer that refuses
     shown = pictures if role in _SHOW else None

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .pictures import GivenPicture
 
 
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""Names of reasoning efforts, from the least to the most."""
+
+
 class ReplyOptions(TypedDict, total=False):
     """How a prompt ends and the reply begins."""
 
@@ -82,6 +86,8 @@ class Prompter:
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning if thinking is on; a no-think template closes the block."""
         self._needs_question = self._refuses_without_a_question()
+        self.efforts = [effort for effort in EFFORTS if self.takes_effort(effort)]
+        """The reasoning efforts that the template takes, as newer ones do; from the least to the most."""
 
     def chat(
         self,
@@ -129,6 +135,17 @@ class Prompter:
         ids = self._vocab.tokenize(text, special=True, check=check)
         bos = self._vocab.bos_id
         return ids if bos is None else [bos, *ids]
+
+    def takes_effort(self, effort: object) -> bool:
+        """Whether the template reads `reasoning_effort`, and takes this value."""
+        if "reasoning_effort" not in self._template.variables:
+            return False
+        question = [{"role": "user", "content": "Hi"}]
+        try:
+            self.render(question, enable_thinking=True, template_kwargs={"reasoning_effort": effort})
+        except PromptError:
+            return False
+        return True
 
     def plain(self, text: str) -> list[int]:
         """The token ids of a text in which added tokens are plain text."""

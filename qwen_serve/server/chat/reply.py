@@ -136,7 +136,7 @@ class ReplyParser:
     `tokens` are the tags that are tokens of the vocabulary (`markup`): then nothing else is such a tag. Then,
     too, what the model may have meant by a call that drifted from its form is understood, unless a grammar
     enforces the form (`enforced`), and if the prompt `closed` a think block, a `</think>` that closes nothing
-    is dropped. `stops` cuts the content, and nothing else.
+    is dropped, as is a `<think>` at the end. `stops` cuts the content, and nothing else.
     """
 
     def __init__(
@@ -199,11 +199,15 @@ class ReplyParser:
             called = (yield from self._think_block()) == tags.call
         ends = [tags.call, FUNCTION] if self._reading and self._reading.drifts else []
         ends += [tags.call] if self._reading and not ends else []
-        ends += [tags.end_think] if self._closed else []
+        ends += [tags.end_think, tags.think] if self._closed else []
         while end := tags.call if called else (yield from self._scanner.until(ends, answer.add)):
             called = False
             if end == tags.end_think:
                 yield from self._closing()
+            elif end == tags.think:
+                space = yield from self._scanner.spaces()
+                if not (self._scanner.ended and self._scanner.empty):  # else nothing is thought
+                    answer.add(end + space)
             elif end == FUNCTION:
                 yield from self._bare_call()
             else:
@@ -283,7 +287,8 @@ class ReplyParser:
             is_call = yield from call.begin(function=tag == FUNCTION)
             if is_call and not call.offered:
                 is_call = yield from call.arguments(pieces.append)
-        cut_off = not is_call and self._cut_off and self._scanner.broke_off
+        # where the tag is a token, text that ends behind it is the beginning of a call, whatever ended it
+        cut_off = not is_call and self._scanner.broke_off and (self._cut_off or self._tags.exact)
         if not is_call and not cut_off:
             around.add(tag + "".join(tape))
             return None

@@ -194,6 +194,8 @@ def test_text_that_only_looks_like_a_call(text: str, content: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "Well. <tool_call>",
+        "<tool_call>\n<function=re",
         "<tool_call>\n<function=read>\n<parameter=path>\na.m",
         "<tool_call>\n<function=read>\n<parameter=limit>\n5\n</parameter>",
         "<tool_call>\n<function=read>\n<parameter=path>\na.md\n</parameter>\n<parameter=limit>\n",
@@ -215,6 +217,8 @@ def test_a_call_that_is_not_complete_is_not_presented_as_one(text: str, limited:
         ("Sure.</think>\n\nAnswer.", "", "Sure.\n\nAnswer."),
         ("Sure.\n</think>\n\nAnswer.", "", "Sure.\n\nAnswer."),
         ("Answer.</think>", "", "Answer."),
+        ("Answer.\n<think>\n", "", "Answer.\n"),
+        ("Answer: <think> opens it.", "", "Answer: <think> opens it."),
         ("The tag </think> ends it.", "", "The tag </think> ends it."),
         ("⟦<think>⟧ and ⟦</think>⟧\n", "", "<think> and </think>\n"),
     ],

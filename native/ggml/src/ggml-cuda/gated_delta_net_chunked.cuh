@@ -27,5 +27,4 @@ struct ggml_cuda_gdn_args {
 bool ggml_cuda_gated_delta_net_chunked_supported(const ggml_cuda_gdn_args & args, int cc);
 
 // The first n_tokens of each sequence. The states after them go to args.state, which may hold the initial states.
-void ggml_cuda_gated_delta_net_chunked(
-        ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_args & args, int64_t n_tokens, cudaStream_t stream);
+void ggml_cuda_gated_delta_net_chunked(ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_args & args, int64_t n_tokens, cudaStream_t stream);

@@ -27,11 +27,10 @@ struct ggml_cuda_gdn_chain_nodes {
     const ggml_tensor * norm;
     const ggml_tensor * mul;
     const ggml_tensor * silu;
-    ggml_tensor       * gated;
+    ggml_tensor *       gated;
 };
 
 bool ggml_cuda_can_gated_delta_net_chain(
         ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_chain_nodes & nodes, const ggml_cuda_gated_delta_net_fused_cache & cache);
-void ggml_cuda_op_gated_delta_net_chain(
-        ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_chain_nodes & nodes, const ggml_cuda_gated_delta_net_fused_cache & cache,
-        const ggml_cuda_columns_out & columns);
+void ggml_cuda_op_gated_delta_net_chain(ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_chain_nodes & nodes,
+        const ggml_cuda_gated_delta_net_fused_cache & cache, const ggml_cuda_columns_out & columns);

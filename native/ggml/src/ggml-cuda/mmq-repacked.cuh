@@ -5,7 +5,7 @@
 
 static constexpr int MMQ_REPACKED_MAX_COLUMNS  = 64;
 static constexpr int MMQ_REPACKED_MAX_MATRICES = 4;
-static constexpr int MMQ_REPACKED_MAX_ROWS     = 512*1024;
+static constexpr int MMQ_REPACKED_MAX_ROWS     = 512 * 1024;
 
 struct mmq_repacked_matrix {
     const void * rows; // repacked, of k elements
@@ -29,4 +29,4 @@ void   ggml_cuda_mmq_repacked_columns(const float * x, void * columns, int64_t n
 // Products with the same columns. A row's result does not depend on the number of columns, with as many multiprocessors.
 // The rows are read before the kernels in front of this one have ended: they must be weights.
 void ggml_cuda_mul_mat_q_repacked(
-    ggml_backend_cuda_context & ctx, const mmq_repacked_matrix * matrices, int n, ggml_type type, const void * columns, int64_t ncols, int64_t k);
+        ggml_backend_cuda_context & ctx, const mmq_repacked_matrix * matrices, int n, ggml_type type, const void * columns, int64_t ncols, int64_t k);

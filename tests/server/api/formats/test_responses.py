@@ -311,7 +311,7 @@ def named(fields: dict[str, Any]) -> str:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"verbosity": 1}}, "text.verbosity"),
     ],
     ids=named,
 )

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.translation import (
     FOREIGN,
-    LEFT,
     Sharing,
     blocks_in,
-    names_of,
     object_in,
     refused,
     spoken,
@@ -216,7 +216,7 @@ class MessagesRequest(CountTokensRequest):
         **{name: values for name, values in FOREIGN.items() if name not in ("messages", "max_tokens")},
     }
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: TokenLimit
     stop_sequences: list[str] | None = Field(None, fail_fast=True)
     stream: bool | None = None
     temperature: float | None = None

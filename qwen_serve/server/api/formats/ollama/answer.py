@@ -13,6 +13,7 @@ from qwen_serve.server.api.fields.lora import known_model
 from qwen_serve.server.api.formats import completions
 from qwen_serve.server.api.formats.ollama.request import NAMES
 from qwen_serve.server.api.formats.translation import begun
+from qwen_serve.server.api.logprobs import ChatLogprobs
 from qwen_serve.server.api.request import awake, on_thread
 from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
@@ -102,7 +103,8 @@ async def collect(served: ServedRequest, parts: Reply | TextGeneration, writer: 
                 text += more
             case dict() as call:
                 calls.append(call)
-    return encode({**writer.envelope(), **writer.shape(text, thinking, calls), **writer.ending()})
+    whole = {**writer.envelope(), **writer.shape(text, thinking, calls), **writer.ending()}
+    return encode({**whole, **writer.scores()})
 
 
 class OllamaWriter(EventWriter):
@@ -120,6 +122,7 @@ class OllamaWriter(EventWriter):
         shape: Callable[..., Shape],
     ) -> None:
         self._served, self._answer, self._generation, self.shape = served, answer, generation, shape
+        self._logprobs = ChatLogprobs(served.request, served.vocab, generation)
         self._call: ToolCall | None = None
         self._arguments = ""
 
@@ -164,8 +167,13 @@ class OllamaWriter(EventWriter):
             "eval_duration": wrote,
         }
 
+    def scores(self) -> Shape:
+        """The log-probabilities of new tokens, where they are asked for."""
+        found = self._logprobs.new()
+        return {} if found is None else {"logprobs": found["content"]}
+
     def _line(self, shaped: Shape) -> bytes:
-        return encode({**self.envelope(), **shaped, "done": False}) + b"\n"
+        return encode({**self.envelope(), **shaped, "done": False, **self.scores()}) + b"\n"
 
     async def write(self, index: int, part: Part | str | None) -> bytes:
         match None if part is None else self.take(part):
@@ -178,7 +186,7 @@ class OllamaWriter(EventWriter):
         return b""
 
     async def end(self) -> bytes:
-        return encode({**self.envelope(), **self.shape(), **self.ending()}) + b"\n"
+        return encode({**self.envelope(), **self.shape(), **self.ending(), **self.scores()}) + b"\n"
 
     def failure(self, error: ApiError) -> bytes:
         return encode(error.ollama_body()) + b"\n"

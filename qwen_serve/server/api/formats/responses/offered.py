@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.formats.translation import names_of, object_in, text_in
+from qwen_serve.server.api.formats.left_out import names_of
+from qwen_serve.server.api.formats.translation import object_in, text_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.responses.offered import OfferedTools, called
 from qwen_serve.server.api.formats.translation import (
     FOREIGN,
-    LEFT,
     Sharing,
     blocks_in,
-    names_of,
     object_in,
     refused,
     spoken,
@@ -35,7 +35,6 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
-    "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }
 """Field of a chat request -> its name in this protocol."""
@@ -104,7 +103,7 @@ class ResponsesRequest(Sharing):
     input: Any = None
     """A string or items; none beside instructions."""
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: TokenLimit | None = None
     temperature: float | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
@@ -168,7 +167,6 @@ class ResponsesRequest(Sharing):
             "tools": self.offered.functions or None,
             "tool_choice": self._tool_choice(),
             "response_format": text.response_format(),
-            "verbosity": text.verbosity,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
         if self.truncation == "auto":
