@@ -199,3 +199,16 @@ def _ollama(lines: list[Any]) -> Answer:
     answer.ended = "calls" if answer.calls and reason == "stop" else reason
     answer.raw = [{**message, "content": answer.content, "thinking": answer.reasoning}]
     return answer
+
+
+def results_of(form: str, answer: Answer) -> list[dict[str, Any]]:
+    """The results of the answer's calls, as a client sends them."""
+    if form == "responses":
+        ids = [item["call_id"] for item in answer.raw if item["type"] == "function_call"]
+        return [{"type": "function_call_output", "call_id": id_, "output": "done"} for id_ in ids]
+    if form == "messages":
+        used = [block["id"] for block in answer.raw[0]["content"] if block["type"] == "tool_use"]
+        blocks = [{"type": "tool_result", "tool_use_id": id_, "content": "done"} for id_ in used]
+        return [{"role": "user", "content": blocks}] if blocks else []
+    calls = answer.raw[0].get("tool_calls", [])
+    return [{"role": "tool", "tool_call_id": one["id"], "content": "done"} for one in calls]
