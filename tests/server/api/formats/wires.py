@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.server.api.conftest import Server
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.server.api.conftest import Server
 
 FORMATS = ("chat", "responses", "messages", "ollama")
 PATHS = {
@@ -89,7 +92,12 @@ def ask(server: Server, form: str, messages: list[Any], **options: Any) -> Answe
     body = body_of(form, messages, **options)
     response = server.http.post(PATHS[form], json=body)
     assert response.status_code == 200, response.text
-    text = response.text if body["stream"] else ""
+    return answer_of(form, response, stream=body["stream"])
+
+
+def answer_of(form: str, response: httpx.Response, *, stream: bool) -> Answer:
+    """What a response says."""
+    text = response.text if stream else ""
     if form == "ollama":
         return _ollama([json.loads(line) for line in text.splitlines()] if text else [response.json()])
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
