@@ -31,7 +31,6 @@ ARGS        ?=
 # for each of eight endpoints, right ones and wrong ones
 FUZZ_CASES  ?= 625
 NANO        := models/nano-Q4_K_M.gguf
-NANO_TOWER  := models/mmproj-nano-F16.gguf
 MODEL       ?= $(NANO)
 
 # --- which llama.cpp to build ------------------------------------------------------------------------
@@ -187,6 +186,7 @@ test-lowest: setup ## run the tests with the lowest version of each direct depen
 check: setup $(VENV)/.dev ## check style and types, and run the tests of files changed since SINCE
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find native -type f -name '?*.[chi]*')
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(PY) -m tests.changed --since '$(SINCE)' -- -m '$(QUICK)' $(TOGETHER) -q $(ARGS)
@@ -224,9 +224,10 @@ record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure
 docs: setup $(VENV)/.dev ## build the documentation in build/site and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --site-dir build/site
 
-lint: setup $(VENV)/.dev ## run ruff, mypy --strict and hadolint
+lint: setup $(VENV)/.dev ## run ruff, mypy --strict, clang-format and hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find native -type f -name '?*.[chi]*')
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(VENV)/bin/hadolint Dockerfile.cuda Dockerfile.cpu deploy/Dockerfile.router
@@ -271,10 +272,8 @@ $(VENV)/.reference: pyproject.toml | $(VENV)/.dev
 	$(PIP) install -e '.[bench,dev,reference]'
 	@touch $@
 
-# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured. It is made in the cache,
-# where `qwen-serve serve nano` and other clones find it.
-KEPT_NANO := $(or $(QWEN_SERVE_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/qwen-serve)/models/nano
+# Quick: the prompts calibrate it, not minutes of its own answers, and nothing is measured. It is made where
+# `make convert` makes it, whose record says so: whichever comes second finds the files, or replaces them.
 $(NANO): $(wildcard models/nano/*.safetensors models/nano/*.json) | setup
-	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out '$(KEPT_NANO)' --no-kld --calibration qwen_serve/convert/calibration/prompts.toml > /dev/null
-	@for file in '$(NANO_TOWER)' '$@'; do \
-		cp "$(KEPT_NANO)/$$(basename "$$file")" "$$file.part" && mv "$$file.part" "$$file" || exit 1; done
+	$(PY) -m qwen_serve.convert --src models/nano --quant Q4_K_M --out $(@D) --no-kld --threads 1 \
+		--calibration qwen_serve/convert/calibration/prompts.toml > /dev/null

@@ -52,7 +52,9 @@ def make(model: Model, *, unified: bool, kind: DeviceSampler | None) -> Context:
 
 def write(context: Context, batch: Batch) -> tuple[list[int], list[int]]:
     """The sequence and the index in the batch of each row."""
-    start, sequences, indices = 0, [], []
+    start = 0
+    sequences: list[int] = []
+    indices: list[int] = []
     for sequence, (length, n_rows) in batch.items():
         end = start + length
         context.tokens[start:end] = np.random.default_rng(sequence).integers(256, 2000, length)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -176,3 +179,34 @@ def test_what_is_kept_goes_to_a_file_and_back(http: httpx.Client) -> None:
     assert missing["message"].endswith("it cannot be read: No such file or directory")
     assert act("forget").json()["error"]["param"] == "action"
     assert act("save", slot="7").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EACCES, 400)]
+)
+def test_a_disk_that_refuses_is_told_without_its_paths(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, number: int, status: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "/somewhere/of/ours")
+
+    completed(http, "The disk was full, and everybody wrote. " * 30)
+    monkeypatch.setattr(file, "_put", full)
+    refused = http.post("/slots/0?action=save", json={"filename": "full.bin"})
+    assert refused.status_code == status
+    error = refused.json()["error"]
+    assert error["message"] == f"filename: full.bin is not saved: {os.strerror(number)}"
+    assert error["param"] == "filename"
+
+
+def test_a_full_disk(http: httpx.Client) -> None:
+    """The system's own error, for a file that may not grow."""
+    completed(http, "The disk was full, and everybody wrote. " * 30)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        refused = http.post("/slots/0?action=save", json={"filename": "full.bin"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.status_code == 507
+    assert "/" not in refused.json()["error"]["message"]

@@ -124,3 +124,13 @@ def test_flags(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_that_are_none(nano_f32: Path, given: str) -> None:
     with pytest.raises(ValidationError, match=r"NAME=FILE|two adapters|as the model is"):
         Settings(model=nano_f32, alias="nano", lora=given)
+
+
+def test_ollamas_requests_without_a_prompt_know_the_same_models(http: httpx.Client) -> None:
+    for path in ("chat", "generate", "show"):
+        for model in ("nano", "sql", "nano:latest"):
+            assert http.post(f"/api/{path}", json={"model": model}).status_code == 200, (path, model)
+        unknown = http.post(f"/api/{path}", json={"model": "nope"})
+        assert unknown.status_code == 404, path
+        assert "there is no 'nope'; this server has nano, sql, poem" in unknown.json()["error"]
+    assert http.post("/api/show", json={"name": "nope"}).status_code == 404

@@ -307,7 +307,7 @@ async def _levels(
 
 def _table(told: Mapping[str, Mapping[str, Compared]]) -> Table:
     """What each server was sent at each level, and what became of it."""
-    lines = [
+    lines: list[dict[str, str | int]] = [
         {
             "server": server,
             "at once": cell.removesuffix(" concurrent"),

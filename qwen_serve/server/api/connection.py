@@ -254,12 +254,24 @@ class BoundedProtocol(HttpToolsProtocol):
         elif len(hosts) > 1 or not (hosts or version == "1.0"):
             message = f"a request has one Host header (RFC 9112, section 3.2); this one has {len(hosts)}"
             self.refuse(ApiError(400, message, code="invalid_host"))
+        elif set(codings := self._transfer_codings()) - {b"chunked"}:
+            message = (
+                f"Transfer-Encoding: {b', '.join(codings).decode('latin-1')}: this server knows chunked alone"
+            )
+            self.refuse(ApiError(501, message, code="not_supported"))
+        elif len(codings) > 1:
+            message = "Transfer-Encoding: chunked once (RFC 9112, section 6.1)"
+            self.refuse(ApiError(400, message, code="invalid_http"))
         elif hosts and not HOST.fullmatch(hosts[0]):
             message = f"Host: {hosts[0].decode('latin-1')!r} is neither a name nor an address"
             self.refuse(ApiError(400, message, code="invalid_host"))
         else:
             return
         raise ValueError
+
+    def _transfer_codings(self) -> list[bytes]:
+        given = b",".join(value for name, value in self.headers if name == b"transfer-encoding")
+        return [coding.strip().lower() for coding in given.split(b",") if coding.strip()]
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

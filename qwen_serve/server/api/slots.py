@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
+from qwen_serve.common.files import NO_ROOM
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
 from qwen_serve.server.api.limits import in_thread
@@ -70,11 +71,18 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
     work = save_prefixes if action == "save" else restore_prefixes
     try:
         found = await until_gone(context.http, in_thread(partial(work, engine, path, salt), 0, FILE_WORK))
-    except (OSError, PrefixFileError) as error:
+    except PrefixFileError as error:
         raise bad_request(f"filename: {request.filename} is not used: {error}", "filename") from error
+    except OSError as error:  # its text has the path, which is not the client's business
+        message = f"filename: {request.filename} is not saved: {error.strerror or type(error).__name__}"
+        if error.errno in NO_ROOM:
+            raise ApiError(507, message, param="filename", code="no_room") from error
+        raise bad_request(message, "filename") from error
     done, moved = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     timings = {f"{action}_ms": (perf_counter() - began) * 1000}
     about |= {"filename": request.filename, done: found.longest, moved: found.size, "timings": timings}
+    if found.damage:
+        about["not_restored"] = f"the rest is not used: {found.damage}"
     return JSONResponse(about)
 
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.draft import DraftContext
 
     from .planning.plan import MemoryPlan
+    from .prefix_cache import Node
     from .profile import StartProfile, StepProfile
     from .settings import EngineSettings
     from .speculation import Speculator
@@ -198,13 +199,15 @@ class Components:
         if path is None or not path.exists():
             return
         started = perf_counter()
+        taken: list[Node | None] = []
         try:
-            taken = [node for one in self.prefix_file(path).read() if (node := self.cache.take_in(one))]
-            self.cache.refresh(taken)
+            for entry in self.prefix_file(path).read():
+                taken += [self.cache.take_in(entry)]
         except PrefixFileError as error:
-            log.warning("%s is not used: %s", path, error)
-            return
-        log.info("prefix cache: %d states from %s in %.1f s", len(taken), path, perf_counter() - started)
+            log.warning("%s%s is not used: %s", "the rest of " if taken else "", path, error)
+        self.cache.refresh(taken)
+        n_taken = len(taken) - taken.count(None)
+        log.info("prefix cache: %d states from %s in %.1f s", n_taken, path, perf_counter() - started)
 
     def write_prefixes(self) -> None:
         """Write the prefix cache's states to `prefix_file` for the next server; a failure is logged."""
@@ -226,14 +229,8 @@ class Components:
         except OSError as error:
             log.error("the prefix cache was not written to %s: %s", path, error)
             return
-        seconds = perf_counter() - started
-        log.info(
-            "prefix cache: %d states, %.0f MiB, to %s in %.1f s",
-            written.entries,
-            written.size / 1024**2,
-            path,
-            seconds,
-        )
+        mib, seconds = written.size / 1024**2, perf_counter() - started
+        log.info("prefix cache: %d states, %.0f MiB, to %s in %.1f s", written.entries, mib, path, seconds)
 
     def prefix_file(self, path: Path) -> PrefixFile:
         """A file for states of this model, with this build, device and settings."""

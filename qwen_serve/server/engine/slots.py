@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from .errors import EngineDead, GenerationError
-from .prefix_cache.file import Counted
+from .prefix_cache.file import Counted, PrefixFileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,16 +85,29 @@ def save_prefixes(engine: Engine, path: Path, salt: str) -> Counted:
 
 
 def restore_prefixes(engine: Engine, path: Path, salt: str) -> Counted:
-    """Load a file's states for requests with this salt, as far as they fit.
+    """Load a file's states for requests with this salt, as far as they fit. Count those that are cached now,
+    and the bytes of all.
 
-    Not on the engine's thread: that one takes a state at a time, between two steps. Raises PrefixFileError
-    and EngineDead.
+    Not on the engine's thread: that one takes a state at a time, between two steps. Raises EngineDead, and
+    PrefixFileError if no state can be used; if some can, the result says why others are not.
     """
     cache, counted = engine.components.cache, Counted()
     taken = []
-    for entry in engine.components.prefix_file(path).read():
-        if entry.salt == salt:
-            counted.add(entry)
-            taken.append(engine.between_steps(partial(cache.take_in, entry)).result())
+    try:
+        for entry in engine.components.prefix_file(path).read():
+            if entry.salt != salt:
+                continue
+            node = engine.between_steps(partial(cache.take_in, entry)).result()
+            counted.size += entry.nbytes
+            if node is not None:
+                counted.entries, counted.longest = (
+                    counted.entries + 1,
+                    max(counted.longest, len(entry.tokens)),
+                )
+                taken.append(node)
+    except PrefixFileError as error:
+        if not taken:
+            raise
+        counted.damage = str(error)
     engine.between_steps(partial(cache.refresh, taken)).result()
     return counted

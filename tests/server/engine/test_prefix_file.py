@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import logging
 import os
 import random
+import resource
+import struct
 import zipfile
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from qwen_serve.server.engine import Engine, SamplingParams, restore_prefixes, save_prefixes
 from qwen_serve.server.engine.prefix_cache import PrefixFile, PrefixFileError
+from qwen_serve.server.engine.prefix_cache.file import Entry
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -143,6 +149,72 @@ async def test_it_is_bounded_the_most_recently_used_first(nano_f32: Path, tmp_pa
         assert engine.stats().prompt_tokens == 1
         await ask(engine, Request(prompts[0], 4))
         assert engine.stats().prompt_tokens == 501
+
+
+def forged(content: bytes, change: dict[str, bytes]) -> bytes:
+    """The same zip with other members, whose checksums are right."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, change.get(name, old.read(name)))
+    return made.getvalue()
+
+
+def header(text: str) -> bytes:
+    """An array's header alone."""
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + text.encode().ljust(117) + b"\n"
+
+
+HUGE = header("{'descr': '|u1', 'fortran_order': False, 'shape': (900000000000,), }")
+NOT_ABOUT = [b"[" * 100_000, b"[]", b"5", b"\xff", b'{"format": 1}', b" " * 2**25]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"about.json": about} for about in NOT_ABOUT]
+    + [
+        {"0/state.npy": HUGE},
+        {"0/tokens.npy": HUGE.replace(b"|u1", b"<i4")},
+        {"0/tokens.npy": header("{'descr': '<i4', 'fortran_order': False, 'shape': (0,), }")},
+        {"0/state.npy": header("(" * 99)},
+        {"0/state.npy": b""},
+    ],
+)
+def test_no_file_makes_the_reader_fail_or_allocate(change: dict[str, bytes], tmp_path: Path) -> None:
+    path = tmp_path / "prefixes"
+    entry = Entry("", np.arange(9, dtype=np.int32), np.zeros(99, np.uint8))
+    PrefixFile(path, {}).write([entry], 2**20)
+    path.write_bytes(forged(path.read_bytes(), change))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(PrefixFileError):
+        list(PrefixFile(path, {}).read())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+async def test_what_is_before_the_damage_is_used(
+    nano_f32: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, and when the file is restored, which says how much it was."""
+    file, rng = tmp_path / "prefixes", random.Random(8)
+    options: dict[str, Any] = {**EXACT, "prefix_file": file}
+    with running(nano_f32, **options) as engine:
+        for length in (200, 300):
+            await ask(engine, Request(random_prompt(rng, length), 4))
+    with zipfile.ZipFile(file) as archive:
+        last = archive.namelist()[-2]
+        longest = max(len(entry.tokens) for entry in PrefixFile(file, made_by(archive)).read())
+    file.write_bytes(forged(file.read_bytes(), {last: HUGE}))
+    with caplog.at_level(logging.WARNING), running(nano_f32, **options) as engine:
+        assert engine.stats().prefix.resident > 0
+        found = await asyncio.to_thread(restore_prefixes, engine, file, "")
+    assert any(f"the rest of {file} is not used" in line for line in caplog.messages)
+    assert found.entries > 0
+    assert found.longest <= longest
+    assert "damaged" in found.damage
+
+
+def made_by(archive: zipfile.ZipFile) -> Any:
+    return json.loads(archive.read("about.json"))["made_by"]
 
 
 @pytest.mark.parametrize("what", ["settings", "model", "damaged", "cut", "no zip"])

@@ -25,19 +25,22 @@ class LoraChoice(BaseModel):
     scale: float = Field(ge=-100, le=100)
 
 
-def adapters_of(settings: Settings, request: GenerationRequest) -> Adapters:
-    """The adapters to apply. Raises ApiError 404 for an unknown `model` and 400 for an unknown adapter in
-    `lora`.
+def known_model(settings: Settings, given: str | None) -> str:
+    """The name of the model or adapter that a request's `model` asks for. Raises ApiError 404.
 
-    A server without adapters accepts any `model`; one with adapters accepts theirs and the model's own name.
+    A server without adapters accepts any name; one with adapters accepts theirs and the model's own.
     """
-    names, model = [*settings.adapters], (request.model or settings.model_id).removesuffix(":latest")
+    names, model = [*settings.adapters], (given or settings.model_id).removesuffix(":latest")
     if names and model not in (*names, settings.model_id):
         there = ", ".join([settings.model_id, *names])
-        message = (
-            f"model: there is no {request.model!r}; this server has {there} (the model, then its adapters)"
-        )
+        message = f"model: there is no {given!r}; this server has {there} (the model, then its adapters)"
         raise ApiError(404, message, param="model", code="model_not_found")
+    return model
+
+
+def adapters_of(settings: Settings, request: GenerationRequest) -> Adapters:
+    """The adapters to apply. Raises ApiError 400 for an unknown adapter in `lora`, and as `known_model`."""
+    names, model = [*settings.adapters], known_model(settings, request.model)
     chosen = request.lora or []
     if not chosen:
         return ((names.index(model), 1.0),) if model in names else ()

@@ -404,15 +404,16 @@ class PrefixCache:
             yield Entry(self._tree.salt_of(node), tokens, state.trunk)
 
     def take_in(self, entry: Entry) -> Node | None:
-        """Keep a checkpoint if it fits: on the device, else in host memory. Return its node, or None."""
+        """Keep a checkpoint if it fits: on the device, else in host memory. Return its node if it is kept, or
+        was before."""
         length = len(entry.tokens)
         node = self._tree.insert(entry.tokens, self._tree.root_of(entry.salt))
         saved = SavedState(entry.state, (None,) * len(self._states.hidden_drafters), length)
         fits = self._free and self._cells.idle + length <= min(self._max_cells, self._cells.free)
-        taken = False
+        taken = node.seq_id is not None or node.saved is not None
         if node.depth % self.chunk == 0 and node.seq_id is None:
             if fits:
-                taken = self._bring_back(node, saved)
+                taken |= self._bring_back(node, saved)
             elif node.saved is None and self._host.used + saved.nbytes <= self._host.budget:
                 self._host.put(node, saved)
                 taken = True

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import struct
+import tokenize
 import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 FORMAT = 1
+
+MAX_ABOUT = 2**24
+"""Most bytes of the JSON header: some hundred for each entry, of which there are a few hundred."""
+
+NOT_OURS = (
+    *(zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, EOFError),
+    *(RecursionError, NotImplementedError, RuntimeError, zlib.error, struct.error, MemoryError),
+    *(SyntaxError, tokenize.TokenError),
+)
+"""What reading any bytes may raise: a zip may ask for another compression or a password, and NumPy reads a
+header as a Python expression."""
 
 
 class PrefixFileError(Exception):
@@ -53,6 +67,8 @@ class Counted:
     """Tokens of the longest one."""
     size: int = 0
     """Bytes of all of them."""
+    damage: str = ""
+    """Why entries behind these could not be read; empty if all were."""
 
     def add(self, entry: Entry) -> None:
         self.entries += 1
@@ -90,10 +106,11 @@ class PrefixFile:
         return written
 
     def read(self) -> Iterator[Entry]:
-        """Yield the entries one at a time. Raises PrefixFileError, also if `made_by` differs."""
+        """Yield the entries one at a time, each once it is known to be whole. Raises PrefixFileError, also if
+        `made_by` differs."""
         try:
             with os.fdopen(open_regular(self.path), "rb") as file, zipfile.ZipFile(file) as archive:
-                about = json.loads(archive.read("about.json"))
+                about = _about(archive)
                 if about["format"] != FORMAT:
                     raise PrefixFileError(f"its format is {about['format']}, this server's is {FORMAT}")
                 if different := sorted(
@@ -103,18 +120,22 @@ class PrefixFile:
                 ):
                     raise PrefixFileError(f"it was made with another {', '.join(different)}")
                 for number, salt in enumerate(about["salts"]):
-                    tokens, state = (_get(archive, f"{number}/{name}.npy") for name in ("tokens", "state"))
-                    if (
-                        tokens.dtype != np.int32
-                        or state.dtype != np.uint8
-                        or not tokens.ndim == state.ndim == 1
-                    ):
+                    tokens = _get(archive, f"{number}/tokens.npy", np.int32)
+                    state = _get(archive, f"{number}/state.npy", np.uint8)
+                    if not len(tokens):
                         raise PrefixFileError(f"entry {number} is no checkpoint")
                     yield Entry(str(salt), tokens, state)
         except OSError as error:
             raise PrefixFileError(f"it cannot be read: {error.strerror or error}") from error
-        except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        except NOT_OURS as error:
             raise PrefixFileError(f"it is damaged, or no file of checkpoints: {error}") from error
+
+
+def _about(archive: zipfile.ZipFile) -> Any:
+    info = archive.getinfo("about.json")
+    if info.file_size > MAX_ABOUT:
+        raise ValueError(f"about.json has {info.file_size:,} bytes; at most {MAX_ABOUT:,} are read")
+    return json.loads(archive.read(info))
 
 
 def _put(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
@@ -122,8 +143,22 @@ def _put(archive: zipfile.ZipFile, name: str, array: npt.NDArray[Any]) -> None:
         np.lib.format.write_array(member, array, allow_pickle=False)
 
 
-def _get(archive: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
-    with archive.open(name) as member:
-        array: npt.NDArray[Any] = np.lib.format.read_array(member, allow_pickle=False)
-        member.read()  # to its end, where the checksum is compared
+def _get(archive: zipfile.ZipFile, name: str, kind: type[np.generic]) -> npt.NDArray[Any]:
+    """A member, which has one dimension. Its header is held against its bytes in the file before memory is
+    allocated for it, so that no header asks for more than the file has."""
+    info = archive.getinfo(name)
+    with archive.open(info) as member:
+        version = np.lib.format.read_magic(member)
+        if info.compress_type != zipfile.ZIP_STORED or version != (1, 0):
+            raise ValueError(f"{name} was not written by this server")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+        n_bytes = info.file_size - member.tell()
+        if dtype != kind or len(shape) != 1 or shape[0] * dtype.itemsize != n_bytes:
+            raise ValueError(f"{name} is {dtype} {shape} in {n_bytes:,} bytes")
+        array = np.empty(shape, dtype)
+        left = array.data.cast("B")
+        while left and (n := member.readinto(left)):  # type: ignore[attr-defined]  # io.BufferedIOBase's
+            left = left[n:]
+        if left or member.read(1):  # at its end the checksum is compared
+            raise EOFError(f"{name} ends early")
         return array

@@ -52,7 +52,7 @@ def device_sampler_for(
     if not params.is_greedy and params.chain[:1] != ("top_k",):
         return DeviceSampler.ROW
     top_k = 1 if params.is_greedy else params.top_k
-    wanted = top_k + banned + bool(penalties)  # with penalties one more, as a bound for the rest
+    wanted = top_k + banned + (logprobs or bool(penalties))  # one more, as a bound for the rest
     if wanted > N_CANDIDATES:
         return DeviceSampler.ROW
     return DeviceSampler.LOGPROBS if logprobs else DeviceSampler.TOP_K
@@ -169,6 +169,7 @@ def _temperature_at_top_p(params: SamplingParams) -> float | None:
 
 def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
     """Ids of the `k` highest of many logits [n], unordered; all of them if there are no more.
+    Of equal ones the lowest ids count.
 
     The logits are cut into blocks. At least k logits reach the k-th highest of the blocks' maxima, and few
     exceed it. Finding this bound reads every logit once, while a partial sort would move them.
@@ -181,4 +182,9 @@ def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
     if n_blocks > 4 * k:
         maxima = logits[: n_blocks * width].reshape(n_blocks, width).max(axis=1)
         ids = np.flatnonzero(logits >= np.partition(maxima, -k)[-k])
-    return ids[np.argpartition(logits[ids], -k)[-k:]] if len(ids) > k else ids
+    if len(ids) <= k:
+        return ids
+    few = logits[ids]
+    least = np.partition(few, -k)[-k]
+    above = ids[few > least]
+    return np.concatenate([above, ids[few == least][: k - len(above)]])

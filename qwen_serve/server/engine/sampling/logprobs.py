@@ -27,7 +27,7 @@ class TokenLogprobs:
     """The token at this place."""
     logprob: float
     rank: int
-    """1 if no token is likelier, 2 if one is."""
+    """1 for the likeliest token; of equally likely ones the lowest id comes first."""
     best: npt.NDArray[np.int32]
     """The likeliest tokens at this place, best first."""
     best_logprobs: npt.NDArray[np.float32]
@@ -42,7 +42,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of tokens at one place. No other token has a higher one than the lowest of these."""
+    """Log-probabilities of tokens at one place. No other token has one as high as those that are listed."""
 
     ids: npt.NDArray[np.int32] | None
     """The tokens; None for the whole vocabulary, in order."""
@@ -51,16 +51,18 @@ class Scores:
     def of(self, token: int, n_top: int, n_real: int) -> TokenLogprobs:
         """The result for a token, which must be among them. Only the first `n_real` tokens count."""
         if self.ids is None:
-            logprobs = self.logprobs[:n_real]
+            logprobs, ids = self.logprobs[:n_real], np.arange(n_real, dtype=np.int32)
+            likeliest = best_of(logprobs, n_top) if n_top else ids[:0]
             logprob = logprobs[token]
-            ids = (best_of(logprobs, n_top) if n_top else np.arange(0)).astype(np.int32)
-            best = logprobs[ids]
         else:
-            logprobs, ids, best = self.logprobs, self.ids, self.logprobs
+            logprobs, ids = self.logprobs, self.ids
+            likeliest = np.arange(len(ids))
             logprob = logprobs[ids == token][0]
-        order = np.lexsort((ids, -best))[:n_top]  # among equally likely ones the lowest id first
-        rank = 1 + int(np.count_nonzero(logprobs > logprob))
-        return TokenLogprobs(token, float(logprob), rank, ids[order], best[order])
+        best, best_ids = logprobs[likeliest], ids[likeliest]
+        order = np.lexsort((best_ids, -best))[:n_top]  # among equally likely ones the lowest id first
+        before = (logprobs > logprob) | ((logprobs == logprob) & (ids < token))
+        rank = 1 + int(np.count_nonzero(before))
+        return TokenLogprobs(token, float(logprob), rank, best_ids[order], best[order])
 
 
 class Logprobs:
@@ -74,6 +76,8 @@ class Logprobs:
     def __init__(self, params: SamplingParams, n_real: int) -> None:
         self._n_real = n_real
         self._n_top, self._n_prompt_top = params.logprobs, params.prompt_logprobs
+        self._n_above = max(self._n_top or 0, 1 if params.is_greedy else params.top_k)
+        """Candidates that must be above the others: those that are listed or drawn."""
         self.tokens: list[TokenLogprobs] = []
         """One for each generated token, in order. If a token ended the answer without being part of it
         (`stop`), the last one belongs to that token."""
@@ -97,12 +101,16 @@ class Logprobs:
         """Whether those of generated tokens are wanted."""
         return self._n_top is not None
 
-    def scores(self, rows: Rows, row: int) -> Scores:
-        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. Raises FloatingPointError if
-        its logits are unusable."""
+    def scores(self, rows: Rows, row: int) -> Scores | None:
+        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. None if the whole row is
+        needed and the device no longer has it. Raises FloatingPointError if its logits are unusable."""
         if rows.kinds[row] is DeviceSampler.ROW:
             return Scores(None, log_softmax(rows.logits(row)))
         ids, logits = rows.candidates(row)
+        if np.count_nonzero(logits > logits.min()) < self._n_above:
+            # the lowest ones may equal others that are not among them, and the order depends on all of these
+            whole = rows.fetch(row)
+            return None if whole is None else Scores(None, log_softmax(whole))
         return Scores(ids.copy(), logits - np.float32(rows.log_sum(row)))
 
     def add(self, scores: Scores, token: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from qwen_serve.llamacpp import DeviceSampler
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
@@ -88,7 +90,10 @@ def _sample(chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int]
                 logprobs.add_prompt(rows.logits(row), sequence.tokens[position + 1])
         for n, row in enumerate(placement.rows):
             # before the token: the sampler changes the row
-            scores = logprobs.scores(rows, row) if logprobs is not None and logprobs.of_answer else None
+            scores = None
+            if logprobs is not None and logprobs.of_answer and (scores := logprobs.scores(rows, row)) is None:
+                sampler.need = DeviceSampler.ROW
+                return _result(chunk, new, recompute=True)
             if (token := sampler.sample(rows, row)) is None:
                 return _result(chunk, new, recompute=True)
             if logprobs is not None and scores is not None:

@@ -92,13 +92,13 @@ async def test_draws_from_the_device_are_those_from_whole_rows(nano_f32: Path, s
     assert found[0] == found[1]
 
 
-async def test_a_row_that_the_device_has_no_more_is_computed_again(nano_f32: Path) -> None:
+async def test_a_row_of_an_earlier_pass_is_not_computed_again(nano_f32: Path) -> None:
     """Forced tokens give chunks of different lengths, which llama.cpp computes in several passes."""
     expected = [alone(nano_f32, prompt, Fickle(3712, 0.005, 3, seed=i)) for i, prompt in enumerate(PROMPTS)]
     with running(nano_f32, **EXACT, sampling="device", speculation="off") as engine:
         constraints = [Fickle(3712, 0.005, 3, seed=i) for i in range(4)]
         assert await answers(engine, GREEDY, [*constraints]) == expected
-        assert engine.stats().preemptions > 0, "no row was ever out of reach"
+        assert engine.stats().preemptions == 0
 
 
 async def test_mates_do_not_notice(nano_f32: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -26,6 +26,7 @@ from tests.server.engine.helpers import (
     submit,
 )
 from tests.server.engine.sampling.constraints import Fickle
+from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -284,3 +285,37 @@ def test_how_many_may_be_asked_for(field: str, value: int) -> None:
     fields: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"^{field} is {value}; it must be from 0 to 20"):
         SamplingParams(**fields)
+
+
+class Scored(DeviceRows):
+    """A row of which the device returns the best 64 tokens and the logarithm of the sum."""
+
+    kinds = (DeviceSampler.LOGPROBS,)
+
+    def log_sum(self, row: int) -> float:
+        return float(np.log(np.exp(self.row).sum()))
+
+
+class Whole(HostRows):
+    """The same row on the host, as where another request needs it."""
+
+
+@pytest.mark.parametrize("n_equal", [3, 10, 200])
+def test_equal_ones_are_ranked_by_their_ids_wherever_the_row_is(n_equal: int) -> None:
+    """With many, the device returns some of the equal ones only: the order of the others is not known."""
+    logits = -np.arange(1024, dtype=np.float32) / 64
+    logits[500 : 500 + n_equal] = 2
+    device = Scored(logits)
+    found = []
+    for rows in (device, Whole(logits)):
+        scores = Logprobs(SamplingParams(logprobs=5), 1000).scores(cast("Rows", rows), 0)
+        assert scores is not None
+        found.append([scores.of(token, 5, 1000) for token in (500, 501, 502)])
+    assert [at.rank for at in found[0]] == [at.rank for at in found[1]] == [1, 2, 3]
+    assert found[0][0].best.tolist() == found[1][0].best.tolist() == [500, 501, 502, *found[1][0].best[3:]]
+    assert device.fetched == (n_equal > 64)
+
+
+def test_a_row_that_is_gone_is_computed_again() -> None:
+    rows = Scored(np.zeros(1024, np.float32), kept=False)
+    assert Logprobs(SamplingParams(logprobs=5), 1000).scores(cast("Rows", rows), 0) is None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
+from qwen_serve.server.api.fields.lora import known_model
 from qwen_serve.server.api.formats import completions
 from qwen_serve.server.api.formats.ollama.request import NAMES
 from qwen_serve.server.api.formats.translation import begun
@@ -74,8 +75,10 @@ async def ollama_generate(context: RequestContext, request: OllamaGenerateReques
 
 async def loaded(context: RequestContext, model: str, nothing: Shape) -> Response:
     """Answers a request without a prompt, which asks only to load the model."""
+    settings = context.service.settings
+    known_model(settings, model)
     await awake(context)
-    name = model or context.service.settings.model_id
+    name = model or settings.model_id
     return JSONResponse({"model": name, **moment(), **nothing, "done": True, "done_reason": "load"})
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
+from qwen_serve.server.api.fields.lora import known_model
+
 if TYPE_CHECKING:
     from fastapi import Response
 
@@ -23,7 +25,7 @@ NEVER = "9999-12-31T23:59:59Z"
 
 
 class ShowRequest(BaseModel):
-    """The one model, whatever the name."""
+    """The model, by the names that a chat may use for it."""
 
     model_config = ConfigDict(strict=True)
 
@@ -50,8 +52,9 @@ def running_models(service: Service) -> dict[str, Any]:
     return {"models": [{**_entry(service), **about}]}
 
 
-async def show(context: RequestContext, _: ShowRequest) -> Response:
-    """Describe the model, as Ollama does."""
+async def show(context: RequestContext, request: ShowRequest) -> Response:
+    """Describe the model, as Ollama does. Raises ApiError 404, as a chat with this model does."""
+    known_model(context.service.settings, request.model or request.name)
     return JSONResponse(context.service.tell(model_details))
 
 
