@@ -181,7 +181,9 @@ def _content(
             continue
         key = _TEXTS.get(kind) if isinstance(kind, str) else None
         if key is None:
-            served = "only 'text' is served" if pictures is None else "'text' and 'image_url' are served"
+            served = "'text' and 'image_url' are served"
+            if pictures is None:
+                served = "only 'text' is served: no vision tower is loaded (--mmproj names one)"
             raise PromptError(f"{where}[{index}].type is {kind!r}; {served}", f"{where}[{index}].type")
         if not isinstance(part.get(key), str):
             raise PromptError(f"{where}[{index}].{key} must be a string", f"{where}[{index}].{key}")
