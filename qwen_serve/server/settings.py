@@ -261,11 +261,11 @@ def find_mmproj(model: Path) -> Path | None:
     ]
     if tower := tower_beside(model):
         found = [tower]
-    elif not found and (unnamed := tower_of(path.name for path in model.parent.glob("mmproj-*.gguf"))):
-        # publishers name it by its type alone, beside all files of one model
-        models = [path.stem for path in model.parent.glob("*.gguf") if not is_mmproj(path.name)]
-        if re.fullmatch(r"mmproj-[A-Za-z0-9]+", Path(unnamed).stem) and len(set(map(_bare, models))) == 1:
-            found = [model.parent / unnamed]
+    elif not found:  # publishers name it by its type alone, beside all files of one model
+        unnamed = [path.name for path in model.parent.glob("mmproj-*.gguf") if path.stem.count("-") == 1]
+        models = {_bare(path.stem) for path in model.parent.glob("*.gguf") if not is_mmproj(path.name)}
+        if len(models) == 1 and (best := tower_of(unnamed)):
+            found = [model.parent / best]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         log.warning(
