@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 
 ARCH = "dflash"
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
+_SELECTOR = "its candidate selector and convolutions are not computed when this server drafts"
+_MARKOV = "its Markov head, which looks at the token before, is not computed when this server drafts"
+LACKS = {
+    "DFlash2DraftModel": _SELECTOR,
+    "DFlash2Speculator": _SELECTOR,
+    "Qwen3DSparkModel": _MARKOV,
+    "DSparkDraftModel": _MARKOV,
+    "DSparkSpeculator": _MARKOV,
+}
+"""Architectures of drafters that llama.cpp has and this server lacks a part of."""
 OTHER_KINDS = ("candidate_selector", "conv", "markov", "confidence")
 """Parts of tensor names that only DFlash2 and DSpark have."""
 
@@ -198,10 +208,10 @@ def is_draft(folder: Path) -> bool:
         ConvertError: a drafter of another kind.
     """
     named = read_json(folder / "config.json").get("architectures") or []
-    for other in ("DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"):
+    for other, lacks in LACKS.items():
         if other in named:
             raise ConvertError(
-                f"{folder}: architectures is {other}; of the drafters this is for {ARCHITECTURES[0]}"
+                f"{folder}: architectures is {other}: {lacks}; of the drafters this is for {ARCHITECTURES[0]}"
             )
     return any(name in named for name in ARCHITECTURES)
 
