@@ -1,6 +1,6 @@
 """Writes the evaluation texts that are unlike a model's own: prose, code and chat.
 
-`prose` is `prose.txt`: law, medicine, stories and others, in 20 languages. `code` is Python's own library, as
+`prose` is `prose.txt`: law, medicine, stories and others, in 17 languages. `code` is Python's own library, as
 installed. `chat` has the scenes of `chat.toml`: conversations with tools, calls, results and thinking, in the
 model's own template. Calibration, search and compensation never read them.
 """
