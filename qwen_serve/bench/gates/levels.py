@@ -18,7 +18,7 @@ from qwen_serve.bench.provenance import host
 from qwen_serve.convert import cli
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.evaluation import KINDS, write_any
+from qwen_serve.convert.evaluation import TEXTS, write_any
 from qwen_serve.convert.kld import OWN, Candidate, Scores, compare_all, spaced
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
@@ -138,7 +138,7 @@ def measure(
     """All files are loaded at once, so that the F16 file runs once for all."""
     base = folder / f"{name}-F16.gguf"
     read = {text.stem: text for text in texts}
-    for what in (OWN, *KINDS):
+    for what in TEXTS:
         read[what] = folder / f"{name}.{what}.txt"
         if not read[what].exists():
             write_any(base, read[what], purpose=what, runtime=runtime)
@@ -153,7 +153,7 @@ def measure(
         labels = [*files, *(f"F16, {cache} keys and values" for cache in caches)]
         sizes = [*(path.stat().st_size for path in files.values()), *[base.stat().st_size] * len(caches)]
         of = [Measured(label, size / 1e6, {}) for label, size in zip(labels, sizes, strict=True)]
-        for what in (OWN, *KINDS, *(text.stem for text in texts)):
+        for what in (*TEXTS, *(text.stem for text in texts)):
             found = divergences(models, spaced(read_chunks(whole, read[what]), most))
             for one, scores in zip(of, found, strict=False):  # cache types only matter at depth
                 one.divergence[what] = scores.divergence

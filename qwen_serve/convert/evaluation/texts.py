@@ -24,6 +24,9 @@ Kind = Literal["prose", "code", "chat"]
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
+TEXTS: Final[tuple[Purpose | Kind, ...]] = ("evaluation", *KINDS)
+"""What files are measured on: the model's own text, and those unlike it."""
+
 MODULES: Final = (
     *("textwrap", "heapq", "csv", "shlex", "fractions", "statistics", "sched", "graphlib", "queue"),
     *("calendar", "configparser", "difflib", "netrc", "optparse", "reprlib", "selectors"),
