@@ -83,6 +83,10 @@ COMMANDS = {
                 "Two models on the same items, compared item by item.",
                 "qwen_serve.bench.gates.paired:paired",
             ),
+            "levels": Command(
+                "What levels lose, by rounding method: on a model's own text, on others, and at depth.",
+                "qwen_serve.bench.gates.levels:levels",
+            ),
             "perplexity": Command(
                 "Perplexity of a GGUF, and its KL divergence from a reference.",
                 "qwen_serve.bench.gates.perplexity:perplexity",

@@ -27,7 +27,7 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.compensation import COMPENSATION_VERSION
 from qwen_serve.convert.cut import WHOLE, Cut
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.evaluation import KINDS, Kind, write_any
+from qwen_serve.convert.evaluation import TEXTS, Kind, write_any
 from qwen_serve.convert.gguf_file import write_gguf
 from qwen_serve.convert.grids import GRID_VERSION, Kept, has_grids
 from qwen_serve.convert.imatrix import Resume, check_fits, collect_imatrix
@@ -358,8 +358,7 @@ class Pipeline:
     ) -> None:
         """Size, types and sha256, and the KL divergence from the whole model in the base type."""
         measured = (recipe is not None or self._cut(recipe) != WHOLE) and self._options.measure
-        kinds: tuple[Purpose | Kind, ...] = ("evaluation", *KINDS) if measured else ()
-        texts = {what: self._make_text(what) for what in kinds}
+        texts = {what: self._make_text(what) for what in TEXTS} if measured else {}
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "llama": LLAMA_VERSION}
         parts["texts"] = [text.fingerprint for text in texts.values()]
