@@ -363,4 +363,6 @@ def _is_greedy(batch: Batch) -> bool:
 
 
 def _fetches(batch: Batch) -> bool:
-    return any(chunk.samples and not chunk.sequence.sampler.never_fetches for chunk in batch.chunks)
+    """Whether whole rows may be read: for a choice, or for log-probabilities of logits that are equal."""
+    sampled = (chunk.sequence for chunk in batch.chunks if chunk.samples)
+    return any(one.logprobs is not None or not one.sampler.never_fetches for one in sampled)

@@ -19,6 +19,7 @@ from tests.server.engine.fake_context import FakeContext, FakeRows
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context, Rows
     from qwen_serve.server.engine.sampling import Sampler
+    from qwen_serve.server.engine.sampling.choices import Choice
 
 END = 9_999
 ENDS = frozenset({END})
@@ -33,7 +34,8 @@ class FakeSampler:
     def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails
 
-    def sample(self, rows: Rows, row: int) -> int:
+    def choose(self, rows: Rows, row: int, _logprobs: None) -> Choice[int]:
+        yield from ()
         if self._fails:
             raise FloatingPointError("not a number")
         return cast("FakeRows", rows).best(row)
