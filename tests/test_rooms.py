@@ -25,7 +25,8 @@ C_API_ROOM = "llamacpp/"
 REASONS = {
     "common/children.py": {"ctypes"},  # prctl, which Python does not have
     "common/memory.py": {"ctypes"},  # malloc_trim, neither
-    "bench/gates/perplexity.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
+    "bench/gates/levels.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
+    "bench/gates/perplexity.py": {"llama_cpp"},  # the same
     "bench/engine/sampling.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
 }
 

@@ -51,7 +51,6 @@ class WholeModel:
         """
         header = read_header(path)
         arch = _check(path, header)
-        check_model(header)
         counts: Counter[FloatType] = Counter()
         for tensor in header.tensors.values():
             kind = next((kind for kind in FLOAT_TYPES if kind == tensor.type_name), None)
@@ -62,6 +61,7 @@ class WholeModel:
                 )
             if len(tensor.shape) > 1:
                 counts[kind] += tensor.n_elements
+        check_model(header)
         used = header.metadata.get(f"{arch}.expert_used_count")
         return cls(
             path=path,

@@ -13,9 +13,8 @@ from math import isqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from .devices import is_quantized, type_name
+from .devices import is_quantized, row_bytes, type_name
 from .errors import ModelLoadError
 from .gguf import I64, Metadata
 
@@ -28,15 +27,18 @@ F32, F16, BF16 = 0, 1, 30
 FLOATS = {F32: "<u4", F16: "<u2", BF16: "<u2"}
 EXPONENTS = {F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80}
 """Exponent bits of the float types, all set in infinities and NaN."""
-NO_WEIGHTS = (GGMLQuantizationType.Q8_1, GGMLQuantizationType.Q8_K)
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8_1, Q8_K = 2, 3, 6, 7, 8, 9, 15
+BLOCK = 32
+"""Weights of a block of these types, but for Q8_K."""
+NO_WEIGHTS = (Q8_1, Q8_K)
 """Types of intermediate results, which no product takes for weights."""
 ALWAYS_F32 = re.compile(r"ssm_conv1d\.weight$|\.(scale|input_scale)$")
-SCALES: Mapping[GGMLQuantizationType, tuple[tuple[int, int], ...]] = {
-    GGMLQuantizationType.Q4_0: ((0, 2),),
-    GGMLQuantizationType.Q4_1: ((0, 2), (2, 4)),
-    GGMLQuantizationType.Q5_0: ((0, 2),),
-    GGMLQuantizationType.Q5_1: ((0, 2), (2, 4)),
-    GGMLQuantizationType.Q8_0: ((0, 2),),
+SCALES: Mapping[int, tuple[tuple[int, int], ...]] = {
+    Q4_0: ((0, 2),),
+    Q4_1: ((0, 2), (2, 4)),
+    Q5_0: ((0, 2),),
+    Q5_1: ((0, 2), (2, 4)),
+    Q8_0: ((0, 2),),
 }
 """Bytes of a block that are F16 scales, of the types that vision towers and adapters are stored in."""
 CHUNK = 1 << 24
@@ -280,12 +282,11 @@ def _check_finite(header: Header, tensor: TensorInfo) -> None:
         size, exponent = 1, EXPONENTS[tensor.type]
         kind = np.dtype(FLOATS[tensor.type])
     else:
-        quant = GGMLQuantizationType(tensor.type)
-        if quant not in SCALES:
+        if tensor.type not in SCALES:
             return
-        size, kind, exponent = int(GGML_QUANT_SIZES[quant][1]), np.dtype("<u2"), EXPONENTS[F16]
-        fields = tuple((begin // 2, end // 2) for begin, end in SCALES[quant])
-        size //= kind.itemsize
+        kind, exponent = np.dtype("<u2"), EXPONENTS[F16]
+        fields = tuple((begin // 2, end // 2) for begin, end in SCALES[tensor.type])
+        size = row_bytes(tensor.type, BLOCK) // kind.itemsize
     step = CHUNK // (size * kind.itemsize) * size
     total = tensor.n_bytes // kind.itemsize
     with header.path.open("rb") as file:

@@ -36,7 +36,7 @@ class Check:
 
 PARAMETERS = {
     "llama_model_params": "tensor_buft_overrides n_gpu_layers split_mode load_mode main_gpu tensor_split "
-    "no_alloc load_mtp use_extra_bufts",
+    "no_alloc load_mtp use_extra_bufts check_tensors",
     "llama_context_params": "ctx_other ctx_type n_ctx n_seq_max n_batch n_ubatch n_outputs_max "
     "n_outputs_max_per_seq n_rs_seq n_threads n_threads_batch flash_attn_type type_k type_v kv_unified "
     "offload_kqv op_offload no_perf samplers n_samplers cb_eval",

@@ -137,7 +137,7 @@ class Filters:
     xtc_threshold: float = 0.0
 
     def _struct(self) -> _Params:
-        params = _Params(
+        made = _Params(
             seed=self.seed % 2**64,
             top_k=min(self.top_k, 2**31 - 1),
             top_p=_part(self.top_p),
@@ -149,8 +149,8 @@ class Filters:
             # 0 takes the best; a smaller temperature would give the same
             scale=math.log2(math.e) / max(self.temperature, 1e-9),
         )
-        params.ops[: len(self.ops)] = [OPS[name] for name in self.ops]
-        return params
+        made.ops[: len(self.ops)] = [OPS[name] for name in self.ops]
+        return made
 
 
 def _part(share: float) -> int:

@@ -23,9 +23,8 @@ from qwen_serve.convert.vision import read_preprocessor, write_mmproj
 from qwen_serve.llamacpp.adapter import LoraAdapter
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
-from qwen_serve.llamacpp.gguf import read_model
 from qwen_serve.llamacpp.vision import VisionTower, has_vision
-from qwen_serve.server.engine.planning.fit import plan_memory
+from qwen_serve.server.engine.planning.fit import plan_memory, read_checked
 from tests.checkpoints import write_checkpoint
 from tests.gguf_mutations import I32, mutations, read
 from tests.server.engine.helpers import settings
@@ -77,7 +76,7 @@ def check(files: Files, kind: str, path: Path) -> None:
     every: dict[str, dict[str, Any]] = {"tower": {"mmproj": path}, "adapter": {"lora": f"x={path}"}}
     chosen = every.get(kind, {})
     model = path if kind == "model" else files.model
-    plan_memory(settings(model).replace(**chosen), read_model(model, "model"))
+    plan_memory(settings(model).replace(**chosen), read_checked(model))
 
 
 def use(files: Files, kind: str, path: Path) -> None:

@@ -299,7 +299,7 @@ async def test_it_says_that_it_sees(seeing: Served) -> None:
 async def test_without_a_tower_pictures_are_refused(nano_f32: Path) -> None:
     with serving(nano_f32, ctx_size=1024) as served:
         error = (await ask(served, body(part(noise(1))), 400))["error"]
-    assert "'image_url'; only 'text' is served" in error["message"]
+    assert "'image_url'; only 'text' and 'file' are served" in error["message"]
 
 
 def test_a_file_that_is_no_tower(nano_f32: Path) -> None:

@@ -12,15 +12,13 @@ from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp.gguf import read_model
-
 from .adapters import salt_with
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .futures import Result, run
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .places import Places
-from .planning.fit import plan_memory
+from .planning.fit import plan_memory, read_checked
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler
@@ -52,7 +50,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         stages = StartProfile()
         settings = resolve_settings(settings)
-        self.plan = plan_memory(settings, read_model(settings.model, "model"))
+        self.plan = plan_memory(settings, read_checked(settings.model))
         self.settings = self.plan.settings
         """The settings with all defaults resolved; a `prefill_budget` of 0 is measured."""
         log.info("memory for %s:\n%s", settings.model, self.plan)

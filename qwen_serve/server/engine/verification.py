@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .choices import choose
+from .sampling.choices import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import Rows
     from qwen_serve.server.engine.batch import Batch, Chunk, Placement
 
-    from .choices import Choice
+    from .sampling.choices import Choice
 
 
 @dataclass(slots=True)

@@ -264,12 +264,16 @@ def test_pictures_are_gathered_in_order() -> None:
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_who_shows_no_pictures(role: str) -> None:
-    with pytest.raises(PromptError, match=r"content\[1\]\.type is 'image_url'; only 'text' is served"):
+    with pytest.raises(
+        PromptError, match=r"content\[1\]\.type is 'image_url'; only 'text' and 'file' are served"
+    ):
         check_messages([message(role, PART)], [])
 
 
 def test_a_model_that_sees_none() -> None:
-    with pytest.raises(PromptError, match=r"content\[1\]\.type is 'image_url'; only 'text' is served"):
+    with pytest.raises(
+        PromptError, match=r"content\[1\]\.type is 'image_url'; only 'text' and 'file' are served"
+    ):
         check_messages([message("user", PART)])
 
 

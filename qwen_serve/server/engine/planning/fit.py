@@ -19,7 +19,7 @@ from qwen_serve.llamacpp import (
 )
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.file_checks import check_adapter, check_model, check_tower, check_types
-from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.gguf import read_header, read_model
 from qwen_serve.server.engine.errors import DoesNotFit
 from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
@@ -34,6 +34,7 @@ from .vision import VisionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from qwen_serve.llamacpp.gguf import Header
     from qwen_serve.server.engine.settings import EngineSettings, Repack, Speculation
@@ -92,6 +93,17 @@ SMALLEST_UBATCH = 128
 """Smallest `ubatch_size` that an error recommends."""
 
 
+def read_checked(path: Path) -> Header:
+    """A model's header, whose types, shapes and keys fit each other, which llama.cpp takes for granted.
+
+    Raises ModelLoadError.
+    """
+    header = read_model(path, "model")
+    ModelSpec.from_header(header)  # names another architecture
+    check_model(header)
+    return header
+
+
 def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     """Choose the sizes of context, pass and step that are left open, and check that everything fits.
 
@@ -99,7 +111,6 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     not a Qwen3.5 or llama.cpp rejects the file or the settings.
     """
     spec = ModelSpec.from_header(header)
-    check_model(header)
     if wanted.draft_model is not None:
         draft = read_header(wanted.draft_model, "draft_model")
         spec = replace(spec, draft=DraftSpec.from_header(draft, spec))
