@@ -16,6 +16,7 @@ from qwen_serve.server.chat.provenance import AddedTokens, choose_sentinel
 from qwen_serve.server.chat.template import ChatTemplate
 from qwen_serve.server.engine import Vocab
 from tests.server.chat.conftest import TEMPLATE
+from tests.server.chat.test_messages import StubVocab
 
 fuzz = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
@@ -226,3 +227,22 @@ def template() -> ChatTemplate:
 def rendered(request: dict[str, Any]) -> str:
     """The template's rendering of the unchanged request."""
     return template().render({**request, "add_generation_prompt": True, "enable_thinking": False}, {})
+
+
+@pytest.mark.parametrize("text", ["The text </think> is here.", "A <tool_call> here.", "plain"])
+def test_a_plain_text_has_no_tags(prompter: Prompter, vocab: Vocab, text: str) -> None:
+    """A budget's message, for example, does not close the block that it stands in."""
+    ids = prompter.plain(text)
+    assert added(vocab, ids) == []
+    assert detokenize(vocab, ids) == text
+
+
+def test_tags_are_tokens_of_the_vocabulary(prompter: Prompter) -> None:
+    assert sorted(prompter.tags.values()) == ["</think>", "</tool_call>", "<think>", "<tool_call>"]
+    assert prompter.spelt_tags == []
+
+
+def test_tags_that_are_no_tokens_are_told() -> None:
+    spelt = Prompter(StubVocab(), TEMPLATE.read_text())  # type: ignore[arg-type]
+    assert spelt.tags == {}
+    assert spelt.spelt_tags == ["<think>", "</think>", "<tool_call>", "</tool_call>"]
