@@ -54,6 +54,7 @@ CASES = (
     Case("nano-from-fp8-F32", "F32", method="fp8"),
     Case("nano-from-fp8-BF16", "BF16", method="fp8"),
     Case("nano-from-gptq-F32", "F32", method="gptq"),
+    Case("nano-from-w4a16-F32", "F32", method="w4a16"),
     Case("random-F16", "F16", {"seed": 1}),
     Case("random-text-only-untied-from-F32-BF16", "BF16", {"nested": False, "tied": False, "dtype": "F32"}),
     Case("random-from-F16-F32", "F32", {"dtype": "F16"}),
