@@ -20,6 +20,7 @@ from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.evaluation import TEXTS, write_any
 from qwen_serve.convert.kld import OWN, Candidate, Scores, compare_all, spaced
+from qwen_serve.convert.stages import replacing
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
 
@@ -137,11 +138,13 @@ def measure(
 ) -> list[Measured]:
     """All files are loaded at once, so that the F16 file runs once for all."""
     base = folder / f"{name}-F16.gguf"
-    read = {text.stem: text for text in texts}
+    read: dict[str, Path] = {}
     for what in TEXTS:
         read[what] = folder / f"{name}.{what}.txt"
         if not read[what].exists():
-            write_any(base, read[what], purpose=what, runtime=runtime)
+            with replacing(read[what]) as part:
+                write_any(base, part, purpose=what, runtime=runtime)
+    read |= {text.stem: text for text in texts}
     with ExitStack() as stack:
         whole = stack.enter_context(runtime.load(base))
         models = [Candidate(stack.enter_context(runtime.load(path))) for path in files.values()]
@@ -153,10 +156,10 @@ def measure(
         labels = [*files, *(f"F16, {cache} keys and values" for cache in caches)]
         sizes = [*(path.stat().st_size for path in files.values()), *[base.stat().st_size] * len(caches)]
         of = [Measured(label, size / 1e6, {}) for label, size in zip(labels, sizes, strict=True)]
-        for what in (*TEXTS, *(text.stem for text in texts)):
-            found = divergences(models, spaced(read_chunks(whole, read[what]), most))
+        for label, path in read.items():
+            found = divergences(models, spaced(read_chunks(whole, path), most))
             for one, scores in zip(of, found, strict=False):  # cache types only matter at depth
-                one.divergence[what] = scores.divergence
+                one.divergence[label] = scores.divergence
         ids = read_chunks(whole, read[OWN])
         ids = ids.reshape(1, -1)[:, :depth]
         for one, scores in zip(of, divergences([*models, *of_caches], ids), strict=True):
