@@ -23,6 +23,9 @@ EMBEDDING = rb"^token_embd\.weight$"
 
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
 
+CHECK_TENSORS = True
+"""Whether a weight or scale that is not finite is an error when a model is loaded, not answers of NaN."""
+
 
 class _BufferTypeOverride(ctypes.Structure):
     """`struct llama_model_tensor_buft_override` of llama.h: the buffer type of tensors with matching
@@ -78,7 +81,7 @@ class Model:
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse or writable else mode
         params.no_alloc = rehearse
-        params.check_tensors = not rehearse  # NaN in a weight or scale is an error, not an answer of NaN
+        params.check_tensors = CHECK_TENSORS and not rehearse
         params.load_mtp = load_mtp
         params.use_extra_bufts = amx_is_right() and not writable
         with tapped_log() as lines:

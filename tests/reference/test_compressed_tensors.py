@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from safetensors.torch import save_file
 
 from qwen_serve.convert.prequantized import check_method, with_weights
 from qwen_serve.convert.safetensors import read_header
+
+torch = pytest.importorskip("torch", reason="the extra `reference`")
+save_file = pytest.importorskip("safetensors.torch", reason="the extra `reference`").save_file
+compressors = pytest.importorskip("compressed_tensors.compressors", reason="the extra `reference`")
+quantization = pytest.importorskip("compressed_tensors.quantization", reason="the extra `reference`")
 
 pytestmark = pytest.mark.reference
 
@@ -41,9 +42,9 @@ FORMATS: list[tuple[str, dict[str, Any]]] = [
 def test_weights_equal_the_librarys(form: str, settings: dict[str, Any], tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn((ROWS, COLUMNS), generator=generator) / 16
-    args = QuantizationArgs(**settings)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    compressor = BaseCompressor.get_value_from_registry(form)
+    args = quantization.QuantizationArgs(**settings)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = compressors.BaseCompressor.get_value_from_registry(form)
     parts = compressor.compress({"weight": weight, **_parameters(weight, args)}, scheme)
     save_file({f"x.{name}": part.contiguous() for name, part in parts.items()}, tmp_path / "x.safetensors")
     theirs = compressor.decompress(parts, scheme)["weight"].float().numpy()
@@ -64,7 +65,7 @@ def test_weights_equal_the_librarys(form: str, settings: dict[str, Any], tmp_pat
     assert np.abs(read).max() > 0.1
 
 
-def _parameters(weight: torch.Tensor, args: QuantizationArgs) -> dict[str, torch.Tensor]:
+def _parameters(weight: torch.Tensor, args: quantization.QuantizationArgs) -> dict[str, torch.Tensor]:
     """Scales and zero points, as an observer of the least and largest weight finds them."""
     kind = str(args.strategy)
     shaped = {

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.config import ModelConfig
@@ -18,6 +16,9 @@ from qwen_serve.convert.source import Source
 from qwen_serve.convert.tensors import plan_tensors
 from tests.checkpoints import edit_json, model_config, set_tied, write_checkpoint
 from tests.logits import gguf_log_probabilities, log_softmax, mean_kl_divergence
+
+torch = pytest.importorskip("torch", reason="the extra `reference`")
+transformers = pytest.importorskip("transformers", reason="the extra `reference`")
 
 pytestmark = pytest.mark.reference
 
@@ -52,7 +53,7 @@ def test_heads(tmp_path: Path, nested: bool, outer: bool | None, inner: bool, ti
     if tied and not (outer if nested else inner):
         pytest.skip("transformers draws a head at random")
     folder = write_checkpoint(tmp_path / "x", layers=4, tied=tied, nested=nested, dtype="F32", vision=nested)
-    kind = Qwen3_5ForConditionalGeneration if nested else Qwen3_5ForCausalLM
+    kind = transformers.Qwen3_5ForConditionalGeneration if nested else transformers.Qwen3_5ForCausalLM
     assert divergence(set_tied(folder, outer, inner), kind) < 1e-5
 
 
@@ -77,7 +78,7 @@ def test_rows_of_a_long_context(tmp_path: Path, changes: dict[str, Any], level: 
     config = json.loads((folder / "config.json").read_text())
     (config["text_config"] if level == "inner" else config).update(changes)
     edit_json(folder / "config.json", **config)
-    kind = Qwen3_5ForConditionalGeneration if nested else Qwen3_5ForCausalLM
+    kind = transformers.Qwen3_5ForConditionalGeneration if nested else transformers.Qwen3_5ForCausalLM
     assert divergence(folder, kind) < 1e-5
 
 
@@ -116,5 +117,5 @@ def test_a_text_model_with_the_whole_models_config(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "x", layers=4, tied=False, dtype="F32", vision=True)
     edit_json(folder / "config.json", architectures=["Qwen3_5ForCausalLM"])
     set_tied(folder, True, False)
-    assert divergence(folder, AutoModelForCausalLM) < 1e-5
+    assert divergence(folder, transformers.AutoModelForCausalLM) < 1e-5
     assert Checkpoint.open(folder).config.remarks == ()

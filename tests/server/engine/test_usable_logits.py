@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+from qwen_serve.llamacpp import model
 from qwen_serve.server.engine import GenerationError, SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, running
@@ -29,6 +30,12 @@ POISON = 400
 
 NORM = "output_norm.weight"
 EMBEDDING = "token_embd.weight"
+
+
+@pytest.fixture(autouse=True)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights may also be damaged in memory, after they were checked."""
+    monkeypatch.setattr(model, "CHECK_TENSORS", False)
 
 
 def spoilt(path: Path, to: Path, name: str, change: Callable[[npt.NDArray[Any]], object]) -> Path:
