@@ -24,6 +24,7 @@ C_API_ROOM = "llamacpp/"
 
 REASONS = {
     "common/children.py": {"ctypes"},  # prctl, which Python does not have
+    "common/memory.py": {"ctypes"},  # malloc_trim, neither
     "bench/gates/perplexity.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/engine/sampling.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
 }

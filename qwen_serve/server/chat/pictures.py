@@ -7,22 +7,24 @@ import math
 from base64 import b64decode
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from io import BytesIO
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from qwen_serve.server.engine.errors import PromptTooLong
 from qwen_serve.server.engine.pictures import Picture
 
+from .decoding import TooLarge, decoded
 from .errors import PromptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import numpy as np
     import numpy.typing as npt
 
     from qwen_serve.server.engine import Engine
@@ -35,7 +37,7 @@ MAX_BYTES = 32 * 1024**2
 """Most bytes of a picture's file."""
 
 MAX_PIXELS = 2**25
-"""Most pixels of a picture's file, which decoded take 100 MB of memory."""
+"""Most pixels of a picture's file. Its memory has a bound of its own (decoding.py)."""
 
 MAX_RATIO = 200
 """Largest ratio of a picture's sides, as in transformers (smart_resize)."""
@@ -132,22 +134,21 @@ class GivenPicture:
             raise PromptError(f'{where} must be an object {{"url": "data:image/...;base64,..."}}', where)
         return cls(given["url"], f"{where}.url", known_detail(given.get("detail"), where), bounds)
 
-    def pixels(self, side: int, asked: PixelBounds = NO_BOUNDS) -> npt.NDArray[np.uint8]:
+    def pixels(
+        self, side: int, asked: PixelBounds = NO_BOUNDS, most: int = MOST_BOUND
+    ) -> npt.NDArray[np.uint8]:
         """The decoded pixels, shape [height, width, 3]: of an animation the first frame, with EXIF rotation
-        applied and transparency made white. The picture is resized to its own bounds, else to `asked`. A
-        token is `side` pixels high and wide. Slow: not for an event loop. Raises PromptError."""
-        bounds, data = self._bounds(asked), self._data()
+        applied and transparency made white. The picture is resized to its own bounds, else to `asked`, and
+        to at most `most` pixels, which the tower takes. A token is `side` pixels high and wide. Slow: not for
+        an event loop. Raises PromptError."""
+        bounds, data = self._bounds(asked, most), self._data()
         with _decoding, self._opened(data) as image:
-            image.load()
-            turned = _eight_bits(ImageOps.exif_transpose(image))
-            if (size := bounds.size(*turned.size, side)) != turned.size:
-                turned = turned.resize(size, Image.Resampling.BICUBIC)
-            return np.array(turned, np.uint8)
+            return decoded(image, data, partial(bounds.size, side=side))
 
-    def size(self, side: int, asked: PixelBounds = NO_BOUNDS) -> tuple[int, int]:
+    def size(self, side: int, asked: PixelBounds = NO_BOUNDS, most: int = MOST_BOUND) -> tuple[int, int]:
         """The width and height of the result of `pixels`, swapped if EXIF rotates the picture by 90 degrees.
         For most pictures only the beginning of the file is decoded from base64. Raises PromptError."""
-        bounds = self._bounds(asked)
+        bounds = self._bounds(asked, most)
         if self.data is None and len(self.url) > 2 * HEAD:
             with suppress(PromptError), self._opened(self._data(HEAD)) as image:
                 return bounds.size(*image.size, side)
@@ -161,14 +162,14 @@ class GivenPicture:
         made.update(self.data if self.data is not None else self.url.encode("utf-8", "surrogatepass"))
         return made.digest()
 
-    def _bounds(self, asked: PixelBounds) -> PixelBounds:
+    def _bounds(self, asked: PixelBounds, tower: int = MOST_BOUND) -> PixelBounds:
         bounds = self.bounds.within(asked)
         least, most = bounds.min_pixels, bounds.max_pixels
         if self.detail == "low":
             most = min(most or LOW_PIXELS, LOW_PIXELS)
         if least is not None and most is not None and least > most:
             raise self.wrong(f"has min_pixels {least:,}, which must be at most its max_pixels, {most:,}")
-        return PixelBounds(least, most)
+        return PixelBounds(least, min(most or tower, tower))
 
     def _data(self, most: int | None = None) -> bytes:
         """The file, or the part of it in its first `most` characters of base64."""
@@ -206,6 +207,8 @@ class GivenPicture:
                 yield image
         except PromptError:
             raise
+        except TooLarge as error:
+            raise self.wrong(str(error)) from None
         except UnidentifiedImageError:
             raise self.wrong(f"is no picture of a known format: {', '.join(FORMATS)}") from None
         except Exception as error:  # any of Pillow's decoders may raise
@@ -267,7 +270,7 @@ def shown(
             seen = known[before]
         else:
             file = picture.digest(asked)
-            seen = encoder.recall(file, salt) or picture.pixels(encoder.side, asked)
+            seen = encoder.recall(file, salt) or picture.pixels(encoder.side, asked, encoder.max_pixels)
         length += (len(seen) if isinstance(seen, Picture) else encoder.measure(*seen.shape[1::-1])) - 1
         if length >= engine.context_size:
             raise PromptTooLong(length, engine.context_size, exactly=False)
@@ -289,7 +292,7 @@ def counted(
     made: list[int] = []
     done = 0
     for place, picture, encoder in _placed(ids, given, engine, interrupt, asked):
-        height, width, _ = picture.pixels(encoder.side, asked).shape
+        height, width, _ = picture.pixels(encoder.side, asked, encoder.max_pixels).shape
         n_tokens = encoder.measure(width, height)
         made += ids[done:place] + ids[place : place + 1] * n_tokens
         done = place + 1
@@ -311,7 +314,7 @@ def _check_room(
         if before < len(known):
             length += len(known[before]) - 1
         else:
-            length += encoder.measure(*picture.size(encoder.side, asked)) - 1
+            length += encoder.measure(*picture.size(encoder.side, asked, encoder.max_pixels)) - 1
     if length >= engine.context_size:
         raise PromptTooLong(length, engine.context_size, exactly=False)
 
@@ -342,17 +345,3 @@ def _placed(
                 picture.where,
             )
         yield place, picture, encoder
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """The image in RGB. 16-bit grey is scaled, since Pillow would clip it; transparency becomes white."""
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I"):
-        grey = np.asarray(image.convert("I"), np.int64) >> 8
-        return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        seen = image.convert("RGBA")
-        white = Image.new("RGBA", seen.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, seen).convert("RGB")
-    return image.convert("RGB")
