@@ -1,4 +1,6 @@
-"""Downloads files from the Hugging Face hub into the hub's own cache. They resume, and are checked by sha256.
+"""Downloads files from the Hugging Face hub into the hub's own cache.
+
+Downloads resume. Files are checked by sha256 when they were fetched, and when a process first uses them.
 
 huggingface_hub itself downloads an interrupted file from its beginning (2.4 removes the part), and compares
 only sizes.
@@ -9,10 +11,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import sys
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.file_download import http_get, repo_folder_name
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_intact: set[Path] = set()
+"""Blobs that this process has checked."""
 
 
 class DownloadError(Exception):
@@ -46,9 +55,10 @@ def fetch_blobs(info: ModelInfo, files: Iterable[RepoSibling]) -> None:
     blobs = repo_folder(info.id) / "blobs"
     missing: dict[Path, RepoSibling] = {}
     for file in files:
-        if file.lfs is None or (blob := blobs / file.lfs.sha256).exists():
+        if file.lfs is None or is_intact(blob := blobs / file.lfs.sha256):
             continue
-        if not isinstance(try_to_load_from_cache(info.id, file.rfilename, revision=info.sha), str):
+        found = try_to_load_from_cache(info.id, file.rfilename, revision=info.sha)
+        if not (isinstance(found, str) and is_intact(Path(found))):
             missing[blob] = file
     blobs.parent.mkdir(parents=True, exist_ok=True)
     _check_room(blobs.parent, missing)
@@ -64,35 +74,84 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _download(url: str, blob: Path, n_bytes: int, name: str) -> None:
-    part = _part(blob)
-    with part.open("ab+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{name}: another process is fetching it; waiting for it", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
+def is_intact(path: Path) -> bool:
+    """Whether a file of the cache has the bytes that were fetched, by the sha256 in its blob's name.
+
+    A blob is read for that when a process first asks. One that has other bytes is removed. Files without a
+    sha256 are small ones of git, and taken as they are.
+
+    Raises DownloadError for a blob that is a folder.
+    """
+    blob = path.resolve()
+    if blob in _intact or not SHA256.fullmatch(blob.name):
+        return blob.is_file()
+    if not blob.is_file():
         if blob.exists():
+            raise DownloadError(f"{blob}: is no file; remove it, and the same command fetches it")
+        return False
+    with blob.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() == blob.name:
+            _intact.add(blob)
+            return True
+    print(f"{blob}: has other bytes than were fetched; it is removed", file=sys.stderr)
+    blob.unlink(missing_ok=True)
+    return False
+
+
+def _download(url: str, blob: Path, n_bytes: int, name: str) -> None:
+    """Fetches a blob, unless another process does. Only the holder of the lock on the file that has the
+    part's name writes to it, renames or removes it. A process that waited may hold one that is gone."""
+    part = _part(blob)
+    while True:
+        with part.open("ab+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{name}: another process is fetching it; waiting for it", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if blob.exists():
+                if _is_at(file, part):
+                    part.unlink()  # made by the opening above
+                return
+            if not _is_at(file, part):
+                continue
+            _fetch(url, file, n_bytes, name)
+            file.flush()
+            file.seek(0)
+            if not _is_at(file, part):  # something else than this program removed it
+                continue
+            if (digest := hashlib.file_digest(file, "sha256").hexdigest()) != blob.name:
+                part.unlink()
+                raise DownloadError(
+                    f"{name}: what came has the sha256 {digest}, the hub's is {blob.name}; it was removed, "
+                    "the same command fetches it again"
+                )
+            part.replace(blob)
+            _intact.add(blob.resolve())
             return
-        if file.seek(0, os.SEEK_END) > n_bytes:
-            file.truncate(0)
-        http_get(
-            url,
-            file,
-            resume_size=file.tell(),
-            headers=build_hf_headers(),
-            expected_size=n_bytes,
-            displayed_filename=PurePosixPath(name).name,
-        )
-        file.flush()
-        file.seek(0)
-        if (digest := hashlib.file_digest(file, "sha256").hexdigest()) != blob.name:
-            part.unlink()
-            raise DownloadError(
-                f"{name}: what came has the sha256 {digest}, the hub's is {blob.name}; it was removed, the "
-                "same command fetches it again"
-            )
-        part.replace(blob)
+
+
+def _fetch(url: str, file: BinaryIO, n_bytes: int, name: str) -> None:
+    if (there := file.seek(0, os.SEEK_END)) > n_bytes:
+        there = file.truncate(0)
+    if there:
+        print(f"{name}: {there:,} of {n_bytes:,} bytes are there; the rest is fetched", file=sys.stderr)
+    http_get(
+        url,
+        file,
+        resume_size=there,
+        headers=build_hf_headers(),
+        expected_size=n_bytes,
+        displayed_filename=PurePosixPath(name).name,
+    )
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    """Whether `path` names this open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _part(blob: Path) -> Path:

@@ -16,7 +16,7 @@ if not sys.stderr.isatty():
 from huggingface_hub import HfApi, constants, hf_hub_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-from qwen_serve.common.hub import DownloadError, fetch_blobs, first_line, repo_folder
+from qwen_serve.common.hub import DownloadError, fetch_blobs, first_line, is_intact, repo_folder
 from qwen_serve.server.hub_files import (
     DEFAULT_QUANT,
     HubError,
@@ -40,9 +40,12 @@ def fetch(repo: str, quant: str | None, *, vision: bool) -> Path:
         HubError: no such repository or quant, access refused, hub unreachable, no disk space, or a
             file that differs from the hub's.
     """
-    cached = _cached(repo, quant or DEFAULT_QUANT)
-    if cached is not None and (tower_beside(cached) or not vision):
-        return cached
+    try:
+        cached = _cached(repo, quant or DEFAULT_QUANT)
+        if cached is not None and (not vision or _tower(cached)):
+            return cached
+    except DownloadError as error:
+        raise HubError(f"hf:{repo}: {error}") from None
     try:
         info = HfApi().model_info(repo, files_metadata=True)
     except Exception as error:  # the installed hub client may use any HTTP library
@@ -68,13 +71,19 @@ def fetch(repo: str, quant: str | None, *, vision: bool) -> Path:
 
 def _cached(repo: str, quant: str | None) -> Path | None:
     """The model of that quant, or the only model, in the newest snapshot that has exactly one; a split
-    model's first part."""
+    model's first part. All of its files have the bytes that were fetched. Raises DownloadError."""
     for snapshot in snapshots_of(repo_folder(repo)):
         models = models_of(files_below(snapshot))
         found = models if quant is None else named(models, quant)
-        if len(found) == 1:
+        if len(found) == 1 and all(is_intact(snapshot / name) for name in found[0].files):
             return snapshot / found[0].files[0]
     return None
+
+
+def _tower(cached: Path) -> Path | None:
+    """The tower beside a cached model, if it has the bytes that were fetched. Raises DownloadError."""
+    tower = tower_beside(cached)
+    return tower if tower is not None and is_intact(tower) else None
 
 
 def _refusal(error: Exception) -> str:
