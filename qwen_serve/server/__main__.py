@@ -97,10 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load(settings: Settings, **forced: Any) -> Backend:
     """Loads and warms up the model, with values of `ForcedSettings`; blocks for seconds to minutes."""
+    from qwen_serve.llamacpp.aborts import end_with_a_line
     from qwen_serve.server.api.fields.sampling import sampling_defaults
     from qwen_serve.server.chat import Prompter
     from qwen_serve.server.engine import Engine
 
+    end_with_a_line(_abort_line, FAILED)
     engine = Engine(settings.engine(**forced))
     try:
         template = engine.metadata.get("tokenizer.chat_template")
@@ -118,6 +120,18 @@ def load(settings: Settings, **forced: Any) -> Backend:
     gc.collect()
     gc.freeze()  # no collection scans the objects that exist now, which would delay the engine's thread
     return Backend(engine, prompter, defaults)
+
+
+def _abort_line(message: str) -> str:
+    from qwen_serve.server.engine import bounded_by
+
+    bound = bounded_by()
+    why = (
+        f"memory is limited by {bound}: raise that limit, or lower ctx_size or parallel"
+        if bound
+        else ("if memory ran out, lower ctx_size or parallel")
+    )
+    return f"ERROR llama.cpp stopped ({message}); {why}"
 
 
 def configure_logging(level: str) -> None:

@@ -22,6 +22,7 @@ from .errors import (
     RequestFault,
 )
 from .outputs import Generation
+from .planning.hardware import bounded_by
 from .planning.plan import MemoryPlan
 from .prefix_cache import PrefixFileError
 from .sampling import (
@@ -95,6 +96,7 @@ __all__ = [
     "TokenBudget",
     "TokenLogprobs",
     "Vocab",
+    "bounded_by",
     "restore_prefixes",
     "save_prefixes",
     "slot_states",

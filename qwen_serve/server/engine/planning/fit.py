@@ -25,7 +25,8 @@ from qwen_serve.server.engine.settings import MAX_SEQUENCES
 from .adapters import AdapterSpec
 from .contexts import CELL_PADDING, padded, uses_mtp
 from .devices import devices_for
-from .plan import MAX_CELLS, MemoryPlan, arrange, compute_buffers, make_plan, on_the_line, size_text
+from .hardware import bounded_by
+from .plan import MAX_CELLS, MemoryPlan, Usage, arrange, compute_buffers, make_plan, on_the_line, size_text
 from .sequence_ids import SequenceIds
 from .spec import DraftSpec, ModelSpec
 from .vision import VisionSpec
@@ -331,12 +332,18 @@ def complaints(plan: MemoryPlan) -> list[str]:
     """For each device that is too small, the shortfall and each setting that would suffice alone."""
     return [
         f"{usage.device.name}: {size_text(usage.total)} are needed and "
-        f"{size_text(usage.device.free)} are free; "
+        f"{size_text(usage.device.free)} are free{_within(usage)}; "
         f"{size_text(usage.short)} are missing (with a margin for the driver). "
         f"What would help: {', or '.join(_helpful(plan, index))}"
         for index, usage in enumerate(plan.usages)
         if usage.short
     ]
+
+
+def _within(usage: Usage) -> str:
+    """What bounds the memory of the host, if it is a limit of this process."""
+    bound = "" if usage.device.is_gpu else bounded_by()
+    return f" within {bound}" if bound else ""
 
 
 def _helpful(plan: MemoryPlan, index: int) -> list[str]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from pathlib import Path
+
+FOR_THREADS = 512 * 1024**2
+"""Bytes of a limited address space that are left to stacks and heaps of threads to come, which reserve more
+than they use."""
 
 
 def physical_cores() -> int:
@@ -25,13 +30,35 @@ def _cpu_quota() -> float | None:
 
 
 def available_memory() -> int | None:
-    """Bytes of host memory available without swapping, within the control group's limit; None if unknown."""
+    """Bytes of host memory available without swapping, within the limits of the control group and of this
+    process; None if unknown."""
+    return min((n_bytes for n_bytes, _ in _bounds()), default=None)
+
+
+def bounded_by() -> str:
+    """What bounds the available memory, if it is not the machine; else empty."""
+    return min(_bounds(), default=(0, ""))[1]
+
+
+def _bounds() -> list[tuple[int, str]]:
+    """Bytes available within each limit, and its name."""
     lines = _read(Path("/proc/meminfo")).splitlines()
-    candidates = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    found = [(int(line.split()[1]) * 1024, "") for line in lines if line.startswith("MemAvailable:")]
     limit, used = _read(Path("/sys/fs/cgroup/memory.max")), _read(Path("/sys/fs/cgroup/memory.current"))
     if limit.isdigit() and used.isdigit():
-        candidates.append(max(0, int(limit) - int(used) + _page_cache()))
-    return min(candidates, default=None)
+        found.append((max(0, int(limit) - int(used) + _page_cache()), "the control group's memory.max"))
+    return found + _limits()
+
+
+def _limits() -> list[tuple[int, str]]:
+    lines = (line.split() for line in _read(Path("/proc/self/status")).splitlines())
+    used = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("VmSize:", "VmData:")}
+    kinds = (("VmSize:", resource.RLIMIT_AS, "ulimit -v"), ("VmData:", resource.RLIMIT_DATA, "ulimit -d"))
+    return [
+        (max(0, limit - used[name] - FOR_THREADS), said)
+        for name, kind, said in kinds
+        if name in used and (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+    ]
 
 
 def _page_cache() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 from typing import TYPE_CHECKING
 
 from qwen_serve.server.engine import loading
@@ -47,6 +48,25 @@ def test_a_memory_limit_counts_less_what_can_be_dropped(monkeypatch: pytest.Monk
     assert hardware.available_memory() == 500_000
     _pretend(monkeypatch, {**files, "memory.max": "max"}, cpus=1)
     assert hardware.available_memory() == 8_000_000 * 1024
+
+
+def test_limits_of_this_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "meminfo": "MemAvailable:    8000000 kB",
+        "/proc/self/status": "Name: x\nVmSize:  1000000 kB\nVmData:  500000 kB",
+    }
+    _pretend(monkeypatch, files, cpus=1)
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
+    assert (hardware.available_memory(), hardware.bounded_by()) == (8_000_000 * 1024, "")
+    limits[resource.RLIMIT_AS] = 3_000_000 * 1024
+    assert hardware.available_memory() == 2_000_000 * 1024 - hardware.FOR_THREADS
+    assert hardware.bounded_by() == "ulimit -v"
+    limits[resource.RLIMIT_DATA] = 1_500_000 * 1024
+    assert hardware.available_memory() == 1_000_000 * 1024 - hardware.FOR_THREADS
+    assert hardware.bounded_by() == "ulimit -d"
+    limits[resource.RLIMIT_DATA] = 1024
+    assert hardware.available_memory() == 0
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cpus: int) -> None:
