@@ -334,7 +334,7 @@ def complaints(plan: MemoryPlan) -> list[str]:
         f"{usage.device.name}: {size_text(usage.total)} are needed and "
         f"{size_text(usage.device.free)} are free{_within(usage)}; "
         f"{size_text(usage.short)} are missing (with a margin for the driver). "
-        f"What would help: {', or '.join(_helpful(plan, index))}"
+        f"What would help: {', or '.join([*_higher(usage), *_helpful(plan, index)])}"
         for index, usage in enumerate(plan.usages)
         if usage.short
     ]
@@ -344,6 +344,11 @@ def _within(usage: Usage) -> str:
     """What bounds the memory of the host, if it is a limit of this process."""
     bound = "" if usage.device.is_gpu else bounded_by()
     return f" within {bound}" if bound else ""
+
+
+def _higher(usage: Usage) -> list[str]:
+    bound = _within(usage).removeprefix(" within ")
+    return [f"to raise {bound}"] if bound else []
 
 
 def _helpful(plan: MemoryPlan, index: int) -> list[str]:
