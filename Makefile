@@ -186,6 +186,7 @@ test-lowest: setup ## run the tests with the lowest version of each direct depen
 check: setup $(VENV)/.dev ## check style and types, and run the tests of files changed since SINCE
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find native -type f -name '?*.[chi]*')
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(PY) -m tests.changed --since '$(SINCE)' -- -m '$(QUICK)' $(TOGETHER) -q $(ARGS)
@@ -223,9 +224,10 @@ record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure
 docs: setup $(VENV)/.dev ## build the documentation in build/site and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --site-dir build/site
 
-lint: setup $(VENV)/.dev ## run ruff, mypy --strict and hadolint
+lint: setup $(VENV)/.dev ## run ruff, mypy --strict, clang-format and hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find native -type f -name '?*.[chi]*')
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(VENV)/bin/hadolint Dockerfile.cuda Dockerfile.cpu deploy/Dockerfile.router

@@ -12,6 +12,7 @@ DATA = {
     "qwen_serve/server/chat_templates": ("chat_templates", ["*"]),
     "qwen_serve/server/variants": ("variants", ["*.toml"]),
     "qwen_serve/server/patches": ("patches", ["*.cmake", "llama.cpp/*.patch"]),
+    "qwen_serve/server/native": ("native", ["**/*"]),
     "qwen_serve/server/models/nano": ("models/nano", ["*"]),
 }
 """Folder in the wheel -> folder here, and which of its files."""

@@ -1,11 +1,12 @@
-# Applies patches/llama.cpp/*.patch to llama.cpp's sources as they are configured:
+# Makes llama.cpp ours as it is configured: applies patches/llama.cpp/*.patch to its sources, and has the sources in
+# native/ compiled into its targets (native.cmake).
 #
 #     cmake -DCMAKE_PROJECT_INCLUDE=/path/to/patches/apply.cmake ...
 #
-# works for llama-cpp-python (CMAKE_ARGS) and for llama.cpp itself. -DLLAMA_PATCHES=OFF builds stock sources,
-# -DLLAMA_PATCHES_LAST=0002 those up to that number. A patch that does not apply stops the build with its name. What
-# was applied lies in .patches/ beside the sources, so that a later configuration with other patches takes it back
-# first, and `llama_patches()`, exported by libllama, returns the names.
+# works for llama-cpp-python (CMAKE_ARGS) and for llama.cpp itself. -DLLAMA_PATCHES=OFF builds stock sources. A patch
+# that does not apply stops the build with its name. What was applied lies in .patches/ beside the sources, so that a
+# later configuration with other patches takes it back first. `llama_patches()`, exported by libllama, returns the
+# names of the changes: the words after "Changes:" in the patches' headers.
 #
 # CMAKE_PROJECT_INCLUDE and not CMAKE_PROJECT_TOP_LEVEL_INCLUDES, which CMake before 3.24 ignores without a word.
 
@@ -21,7 +22,6 @@ if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
 endif()
 
 option(LLAMA_PATCHES "Patch llama.cpp" ON)
-set(LLAMA_PATCHES_LAST "9999" CACHE STRING "Patch llama.cpp up to this number")
 
 set(LLAMA_PATCHED_DIR ${CMAKE_SOURCE_DIR})
 if(EXISTS ${CMAKE_SOURCE_DIR}/vendor/llama.cpp/src/CMakeLists.txt)
@@ -46,23 +46,20 @@ function(llama_patch_sources)
     if(LLAMA_PATCHES)
         file(GLOB queue ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/llama.cpp/*.patch)
         set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${queue})
-        foreach(patch IN LISTS queue)
-            get_filename_component(name ${patch} NAME)
-            string(SUBSTRING ${name} 0 4 number)
-            if(number STRGREATER LLAMA_PATCHES_LAST)
-                list(REMOVE_ITEM queue ${patch})
-            endif()
-        endforeach()
     endif()
     file(GLOB applied ${LLAMA_PATCHED_DIR}/.patches/*.patch)
 
     set(names "")
+    set(changes "")
     set(wanted "")
     foreach(patch IN LISTS queue)
         get_filename_component(name ${patch} NAME_WE)
         file(SHA256 ${patch} digest)
         list(APPEND names ${name})
         list(APPEND wanted "${name} ${digest}")
+        file(STRINGS ${patch} line REGEX "^Changes: ")
+        string(REGEX REPLACE "^Changes: +" "" line "${line}")
+        list(APPEND changes ${line})
     endforeach()
     set(present "")
     foreach(patch IN LISTS applied)
@@ -102,8 +99,9 @@ function(llama_patch_sources)
     if(names)
         list(JOIN names " " said)
         message(STATUS "llama.cpp's patches: ${said}")
+        list(JOIN changes " " said)
         file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/llama-patches.cpp @ONLY CONTENT [[
-// The patches that this libllama was built with, separated by spaces.
+// The changes that this libllama was built with, separated by spaces.
 #ifdef _WIN32
 #define LLAMA_PATCHES_API __declspec(dllexport)
 #else
@@ -114,9 +112,13 @@ extern "C" LLAMA_PATCHES_API const char * llama_patches(void) {
     return "@said@";
 }
 ]])
-        # at the end, when the target is known
+        # at the end, when the targets are known
         cmake_language(DEFER CALL target_sources llama PRIVATE ${CMAKE_BINARY_DIR}/llama-patches.cpp)
     endif()
 endfunction()
 
 llama_patch_sources()
+
+if(LLAMA_PATCHES)
+    include(${CMAKE_CURRENT_LIST_DIR}/native.cmake)
+endif()

@@ -1,4 +1,4 @@
-"""Moves the queue of patches to another release of llama-cpp-python (moving-the-pin.md).
+"""Moves the patches to another release of llama-cpp-python (moving-the-pin.md).
 
     make bump VERSION=0.3.37                   or python patches/bump.py 0.3.37 [--sdist FILE] [--skip-build]
     make bump VERSION=0.3.37 ARGS=--survey     counts conflicts, in half a minute
@@ -7,8 +7,9 @@
 Both releases' llama.cpp, the pinned one with the queue on top, become commits of one git repository, and
 each patch is cherry-picked onto the new release, topic by topic: a three-way merge. A conflict is told with
 its files, ends the program (status 2), and is solved by hand; the next call goes on. What git finds empty
-upstream has. Then libllama is built for the CPU, stock and patched, and their logits are compared; the
-checks of what Python leans on run with it. `report.md` in the folder of the version has all of it.
+upstream has. Then libllama is built for the CPU, stock and patched with `native/`, and their logits are
+compared; the checks of what Python leans on run with it. Where there is nvcc, the kernels of `native/` are
+compiled. `report.md` in the folder of the version has all of it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bump_native import Moved
 from bump_report import report
-from bump_sources import PACKAGE, BumpError, fetched, unpacked
+from bump_sources import PACKAGE, BumpError, fetched, run, unpacked
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -229,7 +231,7 @@ class Bump:
         return f"{head}\n{separator}" + re.sub(r"(?m)^index [0-9a-f]+\.\.[0-9a-f]+( \d+)?\n", "", body)
 
     def build(self) -> None:
-        """libllama for the CPU, stock and moved, each in its folder; and llama.cpp's test of the mask."""
+        """libllama for the CPU, stock and moved, each in its folder; and what else is in native/."""
         switches = self.state["patches"][SWITCHES]["outcome"] not in GONE
         for name, commit in (("stock", "new"), ("moved", "moved~1" if switches else "moved")):
             started, folder = time.time(), self.work / f"build-{name}"
@@ -247,26 +249,19 @@ class Bump:
             log = self.work / f"build-{name}.log"
             jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
             with log.open("w") as output:
-                run(output, "cmake", "-S", sources, "-B", folder, *CMAKE)
+                ours = [f"-DCMAKE_PROJECT_INCLUDE={HERE / 'native.cmake'}"] if name == "moved" else []
+                run(output, "cmake", "-S", sources, "-B", folder, *CMAKE, *ours)
                 run(output, "cmake", "--build", folder, "-j", jobs, "--target", "llama")
             self.step(f"build of {name} llama.cpp for the CPU", "built", started)
-        self.compare_masks()
+        self.native()
 
-    def compare_masks(self) -> None:
-        """llama.cpp's test of the mask, which a patch brings."""
-        sources, libraries = self.work / "sources-moved", (self.work / "build-moved" / "bin").resolve()
-        source, program = sources / "tests" / "test-kv-mask.cpp", self.work / "test-kv-mask"
-        started = time.time()
-        if not source.is_file():
-            self.step("test-kv-mask", f"FAILED: no {source.relative_to(sources)}", started)
-            return
-        flags = ["-std=c++17", "-O1", f"-I{sources / 'include'}", f"-I{sources / 'ggml' / 'include'}"]
-        linked = [f"-L{libraries}", "-lllama", "-lggml-base", f"-Wl,-rpath,{libraries}"]
-        with (self.work / "test-kv-mask.log").open("w") as output:
-            run(output, os.environ.get("CXX", "c++"), *flags, "-o", program, source, *linked)
-        done = subprocess.run([program], capture_output=True, text=True, check=False)
-        passed = done.returncode == 0 and re.search(r"\b[1-9]\d* masks are equal", done.stdout)
-        self.step("test-kv-mask", "masks are equal" if passed else "FAILED", started)
+    def native(self) -> None:
+        """Our own sources, which never show a conflict, on the new release: libllama's were built with it,
+        CUDA's are compiled, and llama.cpp's masks are compared."""
+        moved = Moved(self.work / "sources-moved", self.work / "build-moved" / "bin", self.work)
+        for name, step in (("test-kv-mask", moved.masks), ("kernels of native/", moved.kernels)):
+            started = time.time()
+            self.step(name, step(), started)
 
     def environment(self, name: str) -> dict[str, str]:
         """For Python with the new release's bindings and a library that was built here."""
@@ -363,12 +358,6 @@ def not_git(_folder: str, names: list[str]) -> list[str]:
 
 def last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-
-
-def run(output: Any, *command: str | Path) -> None:
-    """Raises BumpError."""
-    if subprocess.run(list(map(str, command)), stdout=output, stderr=output, check=False).returncode != 0:
-        raise BumpError(f"{' '.join(map(str, command))} failed; see {output.name}")
 
 
 def nano(folder: Path) -> Path:

@@ -21,7 +21,7 @@ def report(state: dict[str, Any], title: str) -> str:
         "|---|---|---|---|---|---|--:|",
     ]
     for name, known in patches.items():
-        topic, title = (name[:2], name[5:]) if name[:4].isdigit() else ("", name)
+        topic, title = (name[:2], name[3:]) if name[:2].isdigit() else ("", name)
         before, after = (f"+{add} -{remove}" for add, remove in known.get("lines", [[0, 0], [0, 0]]))
         files = ", ".join(f"{path}: {n}" for path, n in sorted(known["conflicts"].items()))
         outcome = known["outcome"] or "**to be solved**"

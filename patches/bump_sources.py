@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,3 +46,9 @@ def unpacked(archive: Path, folder: Path) -> Path:
         tar.extractall(folder)
     (inside,) = folder.iterdir()
     return inside
+
+
+def run(output: Any, *command: str | Path) -> None:
+    """Raises BumpError."""
+    if subprocess.run(list(map(str, command)), stdout=output, stderr=output, check=False).returncode != 0:
+        raise BumpError(f"{' '.join(map(str, command))} failed; see {output.name}")

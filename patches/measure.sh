@@ -8,7 +8,7 @@
 #
 #     operators   test-backend-ops of the changed operators, eager and in CUDA graphs           about 160 s
 #     products    which kernel is fastest for which number of columns, by type and shape         about  60 s
-#     waterfall   llama-batched-bench, patch by patch (by switches): 1, 8, 64 sequences          about  40 s a round
+#     waterfall   llama-batched-bench, change by change (by switches): 1, 8, 64 sequences          about  40 s a round
 #     prompt      llama-batched-bench, prompts of 2,048 and 8,192 tokens (the first warm up)     about  20 s a round
 #     held        steps of 1, 8, 64 sequences beside 128k cells that others hold                 about  20 s a step
 #     crossover   llama-batched-bench, 1 to 64 sequences by kernel                               about  90 s
@@ -16,10 +16,10 @@
 #                 DRAFT_MODEL, TEXT: a GGUF that drafts for MODEL and what prompts are cut from); not timed yet
 #     logits      rows.py: logits with all switches off and on, compared (needs llama-cpp-python)
 #
-# A step is a patch's name, such as kv-window: all patches up to it. -kv-window is all patches but that one, none those
-# without a switch alone, full all of them. Each part has the steps that it can tell apart: llama-batched-bench none of the
+# A step is a change's name (the patches' headers list them), such as kv-window: all changes up to it. -kv-window is all
+# changes but that one, none those without a switch alone, full all of them. Each part has the steps that it can tell apart: llama-batched-bench none of the
 # drafters' and seq-own-cells, since it has no drafts and takes nothing back. STEPS="none kv-window full" names others for all
-# parts, STEPS=all has every patch one after the other, STEPS=each leaves one out at a time.
+# parts, STEPS=all has every change one after the other, STEPS=each leaves one out at a time.
 #
 # SECONDS_MAX (default 520) is when parts that have not begun are left out. ROUNDS (default 3) are turns of each step in
 # waterfall, prompt and drafts. DRAFT_OPTIONS are for `engine drafts` (default: --input-tokens 64,2048 --concurrency 1).
@@ -37,8 +37,8 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export LD_LIBRARY_PATH=$bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# What takes each patch away; amx-broadcast, kq-mask-own-cells, ssm-out-2d, batch-invariant, batch-lean, sampled-rows and next-tokens have no switch.
-# Where two set the same variable, the older patch's value takes the newer one away, too.
+# What takes each change away; amx-broadcast, kq-mask-own-cells, ssm-out-2d, batch-invariant, batch-lean, sampled-rows and next-tokens have no switch.
+# Where two set the same variable, the older change's value takes the newer one away, too.
 declare -A off=(
     [seq-own-cells]=LLAMA_SEQ_ALL_CELLS=1
     [n-kv-steps]=LLAMA_N_KV_PAD_256=1
@@ -84,8 +84,7 @@ declare -A off=(
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
-    for patch in "$here"/llama.cpp/*.patch; do
-        name=${patch##*/????-} name=${name%.patch}
+    for name in $(sed -n 's/^Changes: //p' "$here"/llama.cpp/*.patch); do
         [ -n "${off[$name]:-}" ] && echo "$name"
     done
 )
@@ -103,11 +102,11 @@ steps() { # steps STEP...: those that STEPS names, or these
     esac
 }
 
-without() { # without PATCH...: none and the patches with a switch, but for these
+without() { # without CHANGE...: none and the changes with a switch, but for these
     printf '%s\n' none "${switched[@]}" | grep -vxFf <(printf '%s\n' "$@")
 }
 
-switches() { # switches STEP: what env(1) needs to take patches away, the oldest last; fails if the build cannot
+switches() { # switches STEP: what env(1) needs to take changes away, the oldest last; fails if the build cannot
     local taken patch i
     case " none full ${switched[*]} ${switched[*]/#/-} " in
     *" $1 "*) ;;

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "convert": "tests/test_doors.py",
     "server": "tests/test_doors.py",
     "qwen_serve/bench/checks": "tests/server/test_conformance.py",
+    "native": "tests/patches/test_queue.py",
     "quant_recipes": "tests/convert/test_recipes.py",
     "start_server.sh": "tests/server/test_scripts.py",
     "stop_server.sh": "tests/server/test_scripts.py",

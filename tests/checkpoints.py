@@ -50,6 +50,7 @@ def write_checkpoint(
     nested: bool = True,
     experts: Layout | None = None,
     vision: bool = False,
+    head_copy: bool = False,
     dtype: str = "BF16",
     seed: int = 0,
 ) -> Path:
@@ -57,7 +58,8 @@ def write_checkpoint(
 
     `nested` is the official Qwen3_5ForConditionalGeneration, a vision tower beside the text model; without
     it the text model stands alone, as Qwen3_5ForCausalLM. With `experts` it is a Qwen3_5Moe. With `vision`
-    the tower is a whole one, and a preprocessor configuration makes it usable.
+    the tower is a whole one, and a preprocessor configuration makes it usable. `head_copy` stores the tied
+    embedding twice.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prefix = "model.language_model." if nested else "model."
@@ -65,6 +67,8 @@ def write_checkpoint(
     tensors = [*_text_tensors(prefix, layers, dtype, seed, in_trunk)]
     if not tied:
         tensors.append(_matrix("lm_head.weight", (VOCAB, HIDDEN), dtype, seed))
+    if head_copy:
+        tensors.append(("lm_head.weight", dtype, tensors[0][2]))
     if mtp:
         tensors += _mtp_tensors(dtype, seed, experts)
     if mtp_embedding:
@@ -80,6 +84,18 @@ def write_checkpoint(
         _write_json(folder / "preprocessor_config.json", PREPROCESSOR)
     _write_json(folder / "generation_config.json", {"temperature": 0.7, "top_p": 0.8, "top_k": 20})
     write_tokenizer(folder)
+    return folder
+
+
+def set_tied(folder: Path, outer: bool | None, inner: bool | None) -> Path:
+    """Sets `tie_word_embeddings` on both levels, or on the inner one of a text model; None removes it."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config")
+    for level, value in [(config, inner)] if text is None else [(config, outer), (text, inner)]:
+        level.pop("tie_word_embeddings", None)
+        if value is not None:
+            level["tie_word_embeddings"] = value
+    _write_json(folder / "config.json", config)
     return folder
 
 

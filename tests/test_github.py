@@ -101,3 +101,10 @@ def test_the_release_has_what_the_documentation_names() -> None:
     assert {Released.named(label).kind.name for label in labels} == {"x86_64", "x86_64-avx512", "aarch64"}
     page = (ROOT / "docs" / "installation.md").read_text()
     assert "8.0, 8.6, 8.9 and 9.0" in page
+
+
+def test_a_kept_llama_cpp_is_of_all_that_it_is_built_from() -> None:
+    """A cache that is found has the patches and kernels of the commit."""
+    text = (ROOT / ".github" / "workflows" / "ci.yaml").read_text(encoding="utf-8")
+    [key] = re.findall(r"hashFiles\((.*)\)", text)
+    assert {"patches/**", "native/**"} <= set(re.findall(r"'([^']+)'", key))

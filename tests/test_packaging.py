@@ -139,7 +139,7 @@ def test_the_images_build_the_server_s_llama_cpp(name: str) -> None:
     names = [name.replace(".", "/") for name in loaded if name.partition(".")[0] == "qwen_serve"]
     modules = [f"{name}/__init__.py" if (ROOT / name).is_dir() else f"{name}.py" for name in names]
     assert len(modules) > 3
-    for needed in ("pyproject.toml", "patches", *modules):
+    for needed in ("pyproject.toml", "patches", "native", *modules):
         assert re.search(rf"^COPY .*{re.escape(needed)} ", before, re.MULTILINE), needed
 
 
@@ -293,7 +293,7 @@ from qwen_serve.server.variant import known_variants
 from qwen_serve.server.weights import PROMPTS
 assert len(known_variants()) == 5
 print(recipes.known_recipes() != [], CHAT_TEMPLATE.is_file())
-for folder in (about.data_folder("patches"), about.data_folder("models/nano"), PROMPTS.parent):
+for folder in (*map(about.data_folder, ("patches", "native", "models/nano")), PROMPTS.parent):
     print(folder.is_dir(), folder)
 """
     done = run(
@@ -307,6 +307,11 @@ for folder in (about.data_folder("patches"), about.data_folder("models/nano"), P
     assert all(line.startswith(f"True {image}/") for line in lines[1:]), lines
     queue = {path.name for path in (ROOT / "patches" / "llama.cpp").glob("*.patch")}
     assert {path.name for path in (image / "qwen_serve/server/patches/llama.cpp").iterdir()} == queue
+    digest = "from qwen_serve.server.llama_build import sources_digest; print(sources_digest())"
+    here, there = (
+        run([sys.executable, "-c", digest], cwd=folder, check=True).stdout for folder in (ROOT, image)
+    )
+    assert here == there, "an installed package asks for the same wheel of llama.cpp"
     for name in ("config.json", "tokenizer.json", "model.safetensors-00002-of-00002.safetensors"):
         assert (image / "qwen_serve/server/models/nano" / name).is_file()
     assert not (image / "qwen_serve/server/models/nano/train").exists()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import numpy as np
 
-from qwen_serve.convert.checkpoint import read_json
+from qwen_serve.convert.checkpoint import read_config, read_json
 from qwen_serve.convert.config import ModelConfig, is_positive
 from qwen_serve.convert.errors import CheckpointError, ConvertError
 from qwen_serve.convert.gguf_file import write_file
@@ -46,7 +46,10 @@ if TYPE_CHECKING:
     from qwen_serve.convert.transforms import Array
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-VERSION = 1
+BASE_LAYER = ".base_layer.weight"
+"""End of the name of a copy of the model's own weight. PEFT saves it for an adapted embedding or head, in
+case the vocabulary was resized (`save_embedding_layers`)."""
+VERSION = 2
 """Part of every output's fingerprint: raise it whenever the same adapter would be converted differently."""
 
 NAME = re.compile(
@@ -134,7 +137,7 @@ def convert_adapter(
     except ConvertError as error:
         hint = "" if base else f" ({CONFIG} names it; --base names another folder or hub id)"
         raise ConvertError(f"--base {named}: {error}{hint}") from None
-    adapter = Adapter.open(source.path, ModelConfig.from_json(read_json(config)), outtype)
+    adapter = Adapter.open(source.path, read_config(config), outtype)
     made_from = {
         "adapter": VERSION,
         "type": outtype,
@@ -200,6 +203,8 @@ def _pairs(weights: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """Each module's A and B, in the file's order."""
     parts: dict[str, dict[str, StoredTensor]] = {}
     for tensor in read_header(weights):
+        if tensor.name.endswith(BASE_LAYER):
+            continue
         if (found := NAME.fullmatch(tensor.name)) is None:
             raise CheckpointError(
                 f"{weights}: tensor {tensor.name} is neither A nor B of an adapter; what was trained whole "

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from qwen_serve.convert.config import ModelConfig
+from qwen_serve.convert.config_levels import INNER, TIED
 from qwen_serve.convert.errors import CheckpointError
-from qwen_serve.convert.prequantized import with_weights
+from qwen_serve.convert.floats import to_f32
+from qwen_serve.convert.prequantized import method_of, with_weights
 from qwen_serve.convert.safetensors import StoredTensor, read_header
 from qwen_serve.convert.stages import file_digest, fingerprint
 
@@ -17,7 +23,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SMALL_SHARD = 64_000_000  # bytes; a shard up to this size is hashed quickly
+HEAD_CHUNK = 1 << 20  # elements of embedding and head that are compared at a time
 INDEX = "model.safetensors.index.json"
+SHARDS = "model*.safetensors"
+SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+HEAD, EMBEDDINGS = "lm_head.weight", ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight")
+NAMES = (
+    (re.compile(r"(?:(?:model|language_model)\.)*(?=(?:lm_head|mtp)\.)"), ""),
+    (re.compile(r"(?:(?:model|language_model)\.)*(?=visual\.)"), "model."),
+    (re.compile(r"(?:model\.)?language_model\.(?:model\.)?"), "model.language_model."),
+)
+"""Beginnings of names, and the official ones in their place. llama.cpp's converter takes all of them
+(conversion/base.py, `filter_tensors`; qwen.py)."""
 TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "config.json",
     "generation_config.json",
@@ -49,8 +66,8 @@ class Checkpoint:
         """
         values = read_json(folder / "config.json")
         config = ModelConfig.from_json(values)
-        method = values.get("text_config", {}).get("quantization_config") or values.get("quantization_config")
-        return cls(folder, config, with_weights(read_tensors(folder), method))
+        tensors = with_weights(official_names(read_tensors(folder)), method_of(values))
+        return cls(folder, _with_own_head(config, values, tensors), tensors)
 
     @property
     def used_experts(self) -> int | None:
@@ -64,6 +81,71 @@ class Checkpoint:
             name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
         }
         return fingerprint({"shards": shard_stamps(self.tensors), "texts": texts})
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The configuration in `path`, a `config.json`. If the weights lie beside it, they decide whether there
+    is a head of its own.
+
+    Raises:
+        CheckpointError: as `Checkpoint.open`.
+    """
+    if any(path.parent.glob(SHARDS)):
+        return Checkpoint.open(path.parent).config
+    return ModelConfig.from_json(read_json(path))
+
+
+def official_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors under the names of the official layout; each knows its own.
+
+    Raises:
+        CheckpointError: two have the same.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        for pattern, prefix in NAMES:
+            if match := pattern.match(name):
+                name = prefix + name[match.end() :]
+                break
+        if name in found:
+            raise CheckpointError(
+                f"{tensor.path}: tensors {found[name].name} and {tensor.name} are both {name}"
+            )
+        found[name] = tensor
+    return found
+
+
+def _with_own_head(
+    config: ModelConfig, values: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> ModelConfig:
+    """`config`, tied only if the head is the embedding, whatever the configuration says."""
+    head, said = tensors.get(HEAD), config.tied_embeddings
+    embedding = next((tensors[name] for name in EMBEDDINGS if name in tensors), None)
+    if said and head is not None and embedding is not None and not _is_equal(head, embedding):
+        remark = (
+            f"config.json: {TIED} is true, and {HEAD} differs from the embedding: it is kept as the head, as "
+            "in transformers"
+        )
+        return replace(config, tied_embeddings=False, remarks=(*config.remarks, remark))
+    if head is None and not said and any(v.get(TIED) is True for v in (values, values.get(INNER) or {})):
+        remark = (
+            f"config.json: {TIED} is true on one level alone, where transformers does not read it; as there "
+            f"is no {HEAD}, the embedding is the head"
+        )
+        return replace(config, tied_embeddings=True, remarks=(*config.remarks, remark))
+    return config
+
+
+def _is_equal(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors have the same values; reads them until they differ."""
+    if a.shape != b.shape:
+        return False
+    for start in range(0, a.n_elements, HEAD_CHUNK):
+        count = min(HEAD_CHUNK, a.n_elements - start)
+        left, right = (to_f32(each.read(start, count), each.dtype) for each in (a, b))
+        if not np.array_equal(left, right, equal_nan=True):
+            return False
+    return True
 
 
 def shard_stamps(tensors: Mapping[str, StoredTensor]) -> list[tuple[str, int, str | int]]:
@@ -99,7 +181,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
 def read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON object; a missing or malformed file is a CheckpointError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin files with a BOM
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}; is this a Qwen3.5 checkpoint?") from None
     except ValueError as error:
@@ -113,6 +195,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX}: weight_map must map tensor names to shard names")
+    for tensor, shard in weight_map.items():
+        path = PurePosixPath(shard) if isinstance(shard, str) else None
+        if path is None or path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{folder / INDEX}: weight_map has {shard!r:.80} for {tensor}; want the name of a file in "
+                "this folder, *.safetensors"
+            )
     return weight_map
 
 
@@ -125,9 +214,15 @@ def _shards(folder: Path) -> list[Path]:
                 f"{', '.join(missing)}"
             )
         return [folder / name for name in names]
-    if not (single := folder / "model.safetensors").is_file():
-        raise CheckpointError(f"{folder} has neither {INDEX} nor {single.name}")
-    return [single]
+    if (single := folder / "model.safetensors").is_file():
+        return [single]
+    if not (shards := sorted(folder.glob(SHARDS))):
+        raise CheckpointError(f"{folder} has neither {INDEX} nor {single.name}, nor others {SHARDS}")
+    parts = [SHARD.fullmatch(path.name) for path in shards]
+    counts = {int(part[2]) for part in parts if part}
+    if len(counts) == 1 and all(parts) and len(shards) != (count := counts.pop()):
+        raise CheckpointError(f"{folder}: {len(shards)} of {count} shards are there; download the others")
+    return shards
 
 
 def _check_against_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:

@@ -74,6 +74,7 @@ Files in --out; a file gets its final name when it is complete:
   <name>-F16.gguf           the unquantized model, from which everything else is made
   <name>.calibration.txt    text that the model wrote itself, for the importance matrix
   <name>.evaluation.txt     the same from other prompts, for the KL divergence
+  <name>.prose.txt, .code.txt, .chat.txt  texts unlike these, for the same
   <name>.imatrix.gguf       the importance matrix, in llama.cpp's format
   <name>-<QUANT>.gguf       a quantized model, one for each --quant
   <name>-<QUANT>.json       its size, bits per weight, types, method, sha256, and KL divergence
@@ -157,7 +158,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     if whole is not None or not is_draft(source.path):
         if arguments.target is not None:
             raise ConvertError(f"--target is for block drafters, and {arguments.src} is none")
-        model = whole or Checkpoint.open(source.path)
+        model = whole or _opened(source.path)
         if arguments.dry_run:
             print_plan(source, model, options)
             return
@@ -176,7 +177,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     target_source = resolve(arguments.target)
     if target_source.is_gguf:
         raise ConvertError(f"--target {arguments.target}: is a file; want the checkpoint that it drafts for")
-    target = Checkpoint.open(target_source.path)
+    target = _opened(target_source.path)
     DraftPipeline(source, DraftCheckpoint.open(source.path, target), options).run()
 
 
@@ -231,6 +232,14 @@ def check_distillation(*, quantized: bool) -> None:
         raise ConvertError("--distill wants a --quant that is quantized, not a float type")
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise ConvertError(f"--distill needs {' and '.join(missing)}: pip install 'qwen-serve[distill]'")
+
+
+def _opened(folder: Path) -> Checkpoint:
+    """The checkpoint, after its remarks were printed."""
+    checkpoint = Checkpoint.open(folder)
+    for remark in checkpoint.config.remarks:
+        print(remark, file=sys.stderr)
+    return checkpoint
 
 
 def search_command(target: Target | None, source: str, arguments: argparse.Namespace) -> str:

@@ -8,8 +8,9 @@ from math import log
 from typing import Any, TypeGuard
 
 from qwen_serve.convert.config_keys import check_config, check_rope
+from qwen_serve.convert.config_levels import OFTEN_ASKED, TIED, text_values
 from qwen_serve.convert.errors import CheckpointError
-from qwen_serve.convert.prequantized import check_method
+from qwen_serve.convert.prequantized import check_method, method_of
 
 DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
@@ -20,6 +21,8 @@ LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULT_INTERVAL = 4  # transformers' default: every 4th layer is full attention
 DEFAULT_MROPE_SECTION = (11, 11, 10)
 DEFAULT_ROTARY = 0.25
+DEFAULT_THETA = 10_000.0  # transformers' where none is given
+SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 MAX_LAYERS, MAX_EXPERTS = 512, 1024  # llama-hparams.h
 MAX_INTEGER = 2**31 - 1
 TINY, HUGE = 1e-37, 1e38
@@ -65,6 +68,8 @@ class ModelConfig:
     rms_norm_eps: float
     rope: Mapping[str, Any] = field(hash=False)
     special_token_ids: Mapping[str, int] = field(hash=False)
+    remarks: tuple[str, ...] = field(default=(), compare=False)
+    """What is in the configuration and has no effect, for the user."""
 
     @property
     def n_layers(self) -> int:
@@ -100,14 +105,17 @@ class ModelConfig:
                 f"config.json: text_config must be an object, got {config['text_config']!r}"
             )
         if not set(named) & set(ARCHITECTURES):
+            asked = next((f" ({OFTEN_ASKED[name]})" for name in named if name in OFTEN_ASKED), "")
             raise CheckpointError(
-                f"config.json: architectures is {', '.join(map(str, named))}; "
-                f"this converter knows {', '.join(ARCHITECTURES)} (Qwen3.5, dense and with experts)"
+                f"config.json: architectures is {', '.join(map(str, named))}{asked}; "
+                f"this converter knows {', '.join(ARCHITECTURES)} (Qwen3.5 to 3.8, dense and with experts)"
             )
-        text = {**config, **config.get("text_config", {})}
-        if method := text.get("quantization_config"):
+        has_experts = bool(set(named) & set(MOE_ARCHITECTURES))
+        text, remarks = text_values(config, named, has_experts)
+        if method := method_of(config):
             check_method(method)
-        check_config(config)
+        remarks += check_config(config)
+        _Fields(config.get("text_config") or {}).boolean(TIED)  # it may be unread, and is wrong all the same
         fields = _Fields(text)
         interval = fields.integer("full_attention_interval", DEFAULT_INTERVAL)
         n_layers = fields.integer("num_hidden_layers")
@@ -131,9 +139,9 @@ class ModelConfig:
                 "the MTP block included"
             )
         head_dim = fields.integer("head_dim", fields.integer("hidden_size") // heads)
-        rope = rope_parameters(text)
+        rope, rope_remarks = rope_parameters(text)
         _check_rotary(rope, head_dim)
-        has_experts = bool(set(named) & set(MOE_ARCHITECTURES))
+        special, special_remarks = _special_token_ids(config, fields.integer("vocab_size"))
         return cls(
             vocab_size=fields.integer("vocab_size"),
             hidden_size=fields.integer("hidden_size"),
@@ -156,7 +164,8 @@ class ModelConfig:
             max_positions=fields.integer("max_position_embeddings"),
             rms_norm_eps=fields.positive("rms_norm_eps"),
             rope=rope,
-            special_token_ids=_special_token_ids(config, fields.integer("vocab_size")),
+            special_token_ids=special,
+            remarks=(*remarks, *rope_remarks, *special_remarks),
         )
 
 
@@ -292,24 +301,43 @@ def _mtp_layers(text: Mapping[str, Any]) -> int:
     return int(count)
 
 
-def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding's settings, checked; `rope_type` is among them.
+def rope_parameters(text: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The rotary embedding's settings, checked, with `rope_type` among them; and remarks.
+
+    `rope_scaling` replaces `rope_parameters` as a whole, as in transformers (modeling_rope_utils.py,
+    `convert_rope_params_to_dict`).
 
     Raises: CheckpointError: a kind that llama.cpp does not know, or a number is missing.
     """
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(text.get(name) or {}, Mapping):
             raise CheckpointError(f"config.json: {name} must be an object, got {text[name]!r}")
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    remarks: list[str] = []
+    rope = dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
     for key in ("rope_theta", "partial_rotary_factor"):  # older configs have them one level up
         if key not in rope and key in text:
             rope[key] = text[key]
+    rope.setdefault("rope_theta", DEFAULT_THETA)
+    if text.get("rope_scaling") and (before := text.get("rope_parameters")):
+        same = {"rope_type", "mrope_interleaved"} | {key for key in rope if rope[key] == before.get(key)}
+        if lost := [f"{key} {value!r}" for key, value in before.items() if key not in same]:
+            remarks.append(
+                "config.json: rope_scaling replaces rope_parameters, as in transformers, so without effect "
+                f"are {', '.join(lost)} (rope_theta is {rope['rope_theta']:g}); put what should hold into "
+                "rope_scaling"
+            )
     if "attn_factor" in rope:  # llama.cpp's converter treats it as `attention_factor`
         rope.setdefault("attention_factor", rope.pop("attn_factor"))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "yarn"):
         raise CheckpointError(f"config.json: rope_type is {kind!r}; known are default, linear and yarn")
     rope["rope_type"] = kind
+    if kind == "yarn":
+        original = "original_max_position_embeddings"
+        if original in text:  # transformers prefers the one beside
+            rope[original] = text[original]
+        elif "max_position_embeddings" in text:
+            rope.setdefault(original, text["max_position_embeddings"])
     needed = {"default": (), "linear": ("factor",), "yarn": ("factor", "original_max_position_embeddings")}[
         kind
     ]
@@ -332,8 +360,7 @@ def rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"config.json: rope_parameters.factor must be at least 1, got {rope['factor']!r}"
         )
-    check_rope(rope)
-    return rope
+    return rope, remarks + check_rope(rope)
 
 
 def attention_factor_ratio(rope: Mapping[str, Any]) -> float:
@@ -353,17 +380,20 @@ def attention_factor_ratio(rope: Mapping[str, Any]) -> float:
     return 1.0 if said is None else float(said / mscale(1.0))
 
 
-def _special_token_ids(config: Mapping[str, Any], vocab_size: int) -> dict[str, int]:
+def _special_token_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[dict[str, int], list[str]]:
+    """The ids of `SPECIAL_TOKENS` that are in the vocabulary, and remarks about the others."""
     ids: dict[str, int] = {}
-    for values in (config.get("text_config", {}), config):  # the outer level takes precedence
-        for key, value in values.items():
-            if (
-                key.endswith("_token_id")
-                and isinstance(value, int)
-                and not isinstance(value, bool)
-                and value >= 0
-            ):
-                if value >= vocab_size:
-                    raise CheckpointError(f"config.json: {key} is {value}, vocab_size {vocab_size}")
-                ids[key.removesuffix("_token_id")] = value
-    return ids
+    remarks: list[str] = []
+    for values in (config.get("text_config") or {}, config):  # the outer level takes precedence
+        for kind in SPECIAL_TOKENS:
+            value = values.get(f"{kind}_token_id")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                continue
+            if value < vocab_size:
+                ids[kind] = value
+            else:
+                remarks.append(
+                    f"config.json: {kind}_token_id is {value}, which has no row in the embedding (vocab_size "
+                    f"{vocab_size}): ignored"
+                )
+    return ids, remarks

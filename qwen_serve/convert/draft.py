@@ -130,7 +130,7 @@ class DraftConfig:
             draft_vocab_size=drafted,
             max_positions=whole("max_position_embeddings", config.get("max_position_embeddings")),
             rms_norm_eps=eps,
-            rope=rope_parameters(config),
+            rope=rope_parameters(config)[0],
             block_size=whole("block_size", own.get("block_size", config.get("block_size", DEFAULT_BLOCK))),
             mask_token=mask,
             target_layers=tuple(layers),

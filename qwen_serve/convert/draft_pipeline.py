@@ -150,7 +150,7 @@ class DraftPipeline:
                 reference=None,
                 recipe=recipe,
                 imatrix=None,
-                text=None,
+                texts={},
                 runtime=self._options.runtime,
                 provenance=provenance,
             ),

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_serve.common.interrupts import held
+from qwen_serve.convert.dequantize import Dequantized, Words
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.floats import RangeError, convert, first_not_finite, to_f32
 from qwen_serve.convert.metadata import add_general, add_hyperparameters, add_tokenizer
-from qwen_serve.convert.prequantized import Dequantized
 from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.prune_vocab import SOURCE_TOKENS, prune
 from qwen_serve.convert.safetensors import NUMPY_TYPES
@@ -168,7 +168,8 @@ def _jobs(plan: TensorPlan, data_start: int) -> Iterator[_Job]:
     for tensor in plan.tensors:
         n = tensor.n_elements
         # reordering and computing need the whole tensor, but are rare for the largest, embedding and FFN
-        whole = tensor.reorder or tensor.compute or isinstance(tensor.stored, Dequantized)
+        computed = isinstance(tensor.stored, Dequantized) and isinstance(tensor.stored.weight, Words)
+        whole = tensor.reorder or tensor.compute or computed
         step = n if whole else CHUNK_ELEMENTS
         for start in range(0, n, step):
             yield _Job(tensor, start, min(step, n - start), position + tensor.n_bytes(start))
@@ -181,6 +182,9 @@ def _run(job: _Job, config: ModelConfig, fd: int) -> int:
     if dtype not in NUMPY_TYPES:  # quantized already
         _pwrite(fd, values, job.position)
         return values.nbytes
+    if dtype == "F64":  # as torch converts it, by way of F32
+        with np.errstate(over="ignore"):
+            values, dtype = to_f32(values, dtype), "F32"
     if tensor.reorder:
         values = tensor.reorder(values.reshape(stored.shape), config).reshape(-1)
     if tensor.compute:

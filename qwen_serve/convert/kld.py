@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.evaluation import EvalContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.model import Model
     from qwen_serve.llamacpp.probe import Floats
 
+OWN: Final = "evaluation"
+"""Name of the model's own text, which is of the kind of the calibration text."""
+
 MIN_TOKENS = 32_768
+UNLIKE_CHUNKS = 8
 MAX_BATCH = 2048
 LOGIT_BYTES = 256 * 2**20  # bytes of one model's logits at a time, which bounds memory for any vocabulary
 ROWS_AT_ONCE = 32  # rows of a thread: a block of both models' logits that fits the cache
@@ -83,21 +87,37 @@ class Scores:
     loss: NDArray[np.float64]
 
 
-def measure_divergence(reference: Path, quantized: Path, *, text: Path, runtime: Runtime) -> Divergence:
-    """Runs `text` through both models in chunks of 512 tokens, scoring every position.
+def measure_divergence(
+    reference: Path, quantized: Path, *, texts: Mapping[str, Path], runtime: Runtime
+) -> dict[str, Divergence]:
+    """Runs texts through both models in chunks of 512 tokens, scoring every position.
 
     Both models are loaded at once; logits are compared immediately and never stored.
 
+    Args:
+        texts: by name. `OWN`, the model's own text, is read whole; of texts of other kinds, `UNLIKE_CHUNKS`
+            chunks, evenly spaced.
+
     Raises:
-        ConvertError: the text has fewer than `MIN_TOKENS` tokens, or the vocabularies do not fit.
+        ConvertError: the model's own text has fewer than `MIN_TOKENS` tokens, or the vocabularies do not fit.
         LlamaError: a model cannot be loaded or run.
     """
     with runtime.load(reference) as whole, runtime.load(quantized) as model:
-        columns = shared_tokens(whole, model)
-        chunks = read_chunks(model, text)
-        if chunks.size < MIN_TOKENS:
-            raise ConvertError(f"{text}: {chunks.size} tokens in whole chunks; {MIN_TOKENS} are needed")
-        return Divergence.of(compare(whole, model, chunks, columns=columns, threads=runtime.n_threads))
+        columns, found = shared_tokens(whole, model), {}
+        for name, text in texts.items():
+            chunks = read_chunks(model, text)
+            if name != OWN:
+                chunks = spaced(chunks, UNLIKE_CHUNKS)
+            elif chunks.size < MIN_TOKENS:
+                raise ConvertError(f"{text}: {chunks.size} tokens in whole chunks; {MIN_TOKENS} are needed")
+            scores = compare(whole, model, chunks, columns=columns, threads=runtime.n_threads)
+            found[name] = Divergence.of(scores)
+    return found
+
+
+def spaced(chunks: NDArray[np.int32], most: int) -> NDArray[np.int32]:
+    """At most so many chunks, evenly spaced."""
+    return chunks[:: max(1, len(chunks) // most)][:most]
 
 
 def shared_tokens(reference: Model, candidate: Model) -> NDArray[np.int64] | None:

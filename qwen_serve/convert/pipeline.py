@@ -1,7 +1,7 @@
 """The stages from a checkpoint to quantized files; a stage with a finished output is skipped.
 
     checkpoint        -> <name>-F16.gguf, unless the source is a GGUF
-    F16               -> <name>.calibration.txt, <name>.evaluation.txt
+    F16               -> <name>.calibration.txt, <name>.evaluation.txt, and texts unlike them
     F16 + calibration -> <name>.imatrix.gguf
     F16 + imatrix     -> <name>-<QUANT>.gguf; --method compensated, --distill read the text, too
     F16 + evaluation  -> <name>-<QUANT>.json
@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import shlex
 import sys
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.convert.calibration import TEXT_VERSION, Purpose, write_text
+from qwen_serve.convert.calibration import TEXT_VERSION, Purpose
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.compensation import COMPENSATION_VERSION
 from qwen_serve.convert.cut import WHOLE, Cut
 from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.evaluation import KINDS, Kind, write_any
 from qwen_serve.convert.gguf_file import write_gguf
 from qwen_serve.convert.imatrix import Resume, check_fits, collect_imatrix
 from qwen_serve.convert.mmproj import Mmproj, left_out
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from qwen_serve.convert.source import Source
 
 # Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 MOST_BITS = 9.0  # of a searched recipe: every tensor at 8.5, some in F32
 HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB; the rest is for small files
 
@@ -163,7 +164,7 @@ class Pipeline:
             parts["kept_regular_tokens"] = cut.tokens
         return Output(self._path(f"{self._stem(cut)}-{float_type}.gguf"), fingerprint(parts))
 
-    def _text(self, purpose: Purpose) -> Output:
+    def _text(self, purpose: Purpose | Kind) -> Output:
         parts = {"text": TEXT_VERSION, "purpose": purpose, "model": self._reference.fingerprint}
         return Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
 
@@ -258,12 +259,10 @@ class Pipeline:
 
         return self._record.make(self._base(float_type, cut), write)
 
-    def _make_text(self, purpose: Purpose) -> Output:
-        writer = self._make_base(self._options.outtype, WHOLE)
-        return self._record.make(
-            self._text(purpose),
-            lambda part: write_text(writer.path, part, purpose=purpose, runtime=self._options.runtime),
-        )
+    def _make_text(self, purpose: Purpose | Kind) -> Output:
+        writer, runtime = self._make_base(self._options.outtype, WHOLE), self._options.runtime
+        write = partial(write_any, writer.path, purpose=purpose, runtime=runtime)
+        return self._record.make(self._text(purpose), write)
 
     def _make_imatrix(self, cut: Cut) -> Output:
         base, output = self._make_base(self._options.outtype, cut), self._imatrix(cut)
@@ -359,9 +358,10 @@ class Pipeline:
         """Size, types and sha256, and the KL divergence from the whole model in the base type."""
         cut = self._cut(recipe)
         measured = (recipe is not None or cut != WHOLE) and self._options.measure
-        text = self._make_text("evaluation") if measured else None
+        texts = {what: self._make_text(what) for what in ("evaluation", *KINDS)} if measured else {}
         provenance = self._provenance(quantized, recipe)
-        parts = {"provenance": provenance, "text": text.fingerprint if text else None, "llama": LLAMA_VERSION}
+        parts = {"provenance": provenance, "llama": LLAMA_VERSION}
+        parts["texts"] = [text.fingerprint for text in texts.values()]
         output = Output(self._path(f"{self._name(name, recipe)}.json"), fingerprint(parts))
         self._record.make(
             output,
@@ -371,7 +371,7 @@ class Pipeline:
                 reference=self._reference.path if measured else None,
                 recipe=recipe,
                 imatrix=imatrix,
-                text=text.path if text else None,
+                texts={what: text.path for what, text in texts.items()},
                 runtime=self._options.runtime,
                 provenance=provenance,
             ),

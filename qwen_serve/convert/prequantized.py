@@ -1,82 +1,151 @@
-"""Reads quantized checkpoints, FP8, GPTQ and AWQ, as floats.
+"""Recognizes quantized checkpoints, and puts weights in place of their quantized parts.
 
-- FP8 (Qwen's own, after DeepSeek's): `X.weight` in E4M3, and `X.weight_scale_inv`, a scale for each block of
-  `weight_block_size`.
+- FP8 in blocks (Qwen's own, after DeepSeek's: `weight_scale_inv`), by row, or by tensor (`weight_scale`), of
+  fp8, fbgemm_fp8, modelopt and compressed-tensors; `input_scale` is about activations and not needed.
+- compressed-tensors: integers packed along the inputs (`weight_packed`, `weight_scale`, `weight_shape`, with
+  `weight_zero_point` and `weight_g_idx`), INT8, FP8, NVFP4, MXFP4.
+- modelopt: FP8, NVFP4 (`weight_scale`, `weight_scale_2`).
 - GPTQ (AutoGPTQ, GPTQModel): `X.qweight` [in / 8, out], `X.qzeros` and `X.scales` [groups, out], `X.g_idx`
-  [in], the group of each row.
-- AWQ (AutoAWQ's GEMM version): `X.qweight` [in, out / 8], eight columns to a word in an order of their own.
+  [in], the group of each row. AWQ (AutoAWQ's GEMM version): `X.qweight` [in, out / 8], eight columns to a
+  word in an order of their own. auto-round's own format is one of them by its `packing_format`.
 
-FP8 and GPTQ are computed as in llama.cpp's conversion/base.py (`dequant_simple`, `dequant_gptq`), AWQ as in
-AutoAWQ's utils/packing_utils.py. The result is F32.
+Which codes a weight has follows from its parts, which groups from their shapes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import numpy as np
-
+from qwen_serve.convert.dequantize import (
+    SMALL_FLOATS,
+    WORD,
+    Dequantized,
+    RowWise,
+    Scales,
+    Words,
+    decoded,
+    from_fp4,
+    signed,
+    unpacked_rows,
+    unsigned,
+)
 from qwen_serve.convert.errors import CheckpointError
-from qwen_serve.convert.floats import to_f32
-from qwen_serve.convert.safetensors import StoredTensor
+from qwen_serve.convert.safetensors import WEIGHT_TYPES, StoredTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from numpy.typing import NDArray
+CODES = ("F8_E4M3", "F8_E5M2", "I8")
+SCALE_TYPES = (*WEIGHT_TYPES, *SMALL_FLOATS)
+SCALE_NAMES = ("_scale", "_scale_inv")
+AUXILIARY = ("_scale", "_scale_inv", "_scale_2", "_global_scale", "_zero_point", "_shape", "_g_idx")
+"""Ends of the names of a weight's other parts."""
+ABOUT_ACTIVATIONS = (
+    *(
+        f".{which}_{what}"
+        for which in ("input", "output")
+        for what in ("scale", "global_scale", "zero_point")
+    ),
+    *(f".{which}_scale" for which in "qkv"),
+    "activation_scale",
+)
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "auto-round")
+ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+BITS = (2, 4, 8)
 
-FP8, FP8_SCALE = "F8_E4M3", "_scale_inv"
-WORD = 32
-"""Bits of a word into which GPTQ and AWQ pack codes."""
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The column of each of a word's eight codes, from the lowest bits on."""
+
+def method_of(config: Mapping[str, Any]) -> Any:
+    """The `quantization_config` of a parsed `config.json`, on either level."""
+    for values in (config, config.get("text_config") or {}):
+        if method := values.get("quantization_config"):
+            return method
+    return None
 
 
 def check_method(method: Any) -> None:
     """Raises CheckpointError for an unsupported `quantization_config`, naming the supported ones."""
     given = method if isinstance(method, dict) else {}
-    name, bits = given.get("quant_method", method), given.get("bits", given.get("w_bit", 4))
-    problem = None
-    if name == "fp8":
-        block = given.get("weight_block_size")
-        if not (
-            isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-        ):
-            problem = f"weight_block_size is {block!r}; want two lengths, such as [128, 128]"
-    elif name == "gptq":
-        if bits not in (4, 8):
-            problem = f"bits is {bits!r}; 4 and 8 are known"
-        elif (form := given.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
-            problem = f"checkpoint_format is {form!r}; gptq and gptq_v2 are known"
-    elif name == "awq":
-        if bits != 4:
-            problem = f"bits is {bits!r}; 4 is known"
-        elif str(version := given.get("version", "gemm")).lower() != "gemm":
-            problem = f"version is {version!r}; gemm is known"
-    else:
-        problem = f"quant_method is {name!r}; fp8, gptq and awq are known"
-    if problem is not None:
+    if (problem := next(_problems(_name(given) if given else method, given), None)) is not None:
         raise CheckpointError(
             f"config.json: quantization_config: {problem}; or convert the BF16, F16 or F32 checkpoint that "
             "this one was made from"
         )
 
 
-@dataclass(frozen=True)
-class Dequantized(StoredTensor):
-    """A weight that is computed from `parts`; `shape` is that of the weight."""
+def _name(method: Mapping[str, Any]) -> Any:
+    name = method.get("quant_method")
+    return "auto-round" if name in ("auto_round", "intel/auto-round") else name
 
-    parts: tuple[StoredTensor, ...]
-    compute: Callable[..., NDArray[np.float32]]
-    """Computes the weight from the parts' values, floats as F32."""
 
-    def read(self, start: int = 0, count: int | None = None) -> NDArray[np.float32]:
-        """Elements `start` to `start + count` of the flat weight; computes all of it."""
-        values = [_values(part) for part in self.parts]
-        weight = self.compute(*values).reshape(-1)
-        return weight[start : None if count is None else start + count]
+def _problems(name: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    bits = given.get("bits", given.get("w_bit", 4))
+    if name not in METHODS:
+        yield f"quant_method is {name!r}; {', '.join(METHODS)} are known"
+    block = given.get("weight_block_size")
+    if name == "fp8" and block is not None and not _is_block(block):
+        yield f"weight_block_size is {block!r}; want two lengths, such as [128, 128]"
+    if name == "gptq" and bits not in (4, 8):
+        yield f"bits is {bits!r}; 4 and 8 are known"
+    if name == "gptq" and (form := given.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
+        yield f"checkpoint_format is {form!r}; gptq and gptq_v2 are known"
+    if name == "awq" and bits != 4:
+        yield f"bits is {bits!r}; 4 is known"
+    if name == "awq" and str(version := given.get("version", "gemm")).lower() != "gemm":
+        yield f"version is {version!r}; gemm is known"
+    if name == "auto-round":
+        if bits not in BITS:
+            yield f"bits is {bits!r}; {', '.join(map(str, BITS))} are known"
+        form = str(given.get("packing_format", given.get("backend", "auto_round:auto_gptq")))
+        if not form.startswith("auto_round"):
+            yield f"packing_format is {form!r}; auto_round, auto_round:auto_gptq and the like are known"
+    if name == "modelopt" and (algorithm := given.get("quant_algo", "FP8")) not in ALGORITHMS:
+        yield f"quant_algo is {algorithm!r}; {', '.join(ALGORITHMS)} are known"
+    if name == "compressed-tensors":
+        yield from _compressed_problems(given)
+
+
+def _compressed_problems(given: Mapping[str, Any]) -> Iterator[str]:
+    if (status := given.get("quantization_status", "compressed")) != "compressed":
+        yield f"quantization_status is {status!r}; compressed is known"
+    sparse = given.get("sparsity_config") or {}
+    if not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense":
+        yield "sparsity_config is set; sparse weights are not known"
+    if given.get("transform_config"):
+        yield "transform_config is set: the model transforms activations, which llama.cpp does not"
+    groups = given.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        yield f"config_groups is {groups!r:.80}; want an object of objects"
+        return
+    for form in (given.get("format"), *(group.get("format") for group in groups.values())):
+        if form is not None and form not in FORMATS:
+            yield f"format is {form!r}; {', '.join(FORMATS)} are known"
+    for weights in _weights_of(given):
+        if (bits := weights.get("num_bits", 8)) not in BITS:
+            yield f"config_groups: num_bits is {bits!r}; {', '.join(map(str, BITS))} are known"
+        if (block := weights.get("block_structure")) is not None and not _is_block(block):
+            yield f"config_groups: block_structure is {block!r}; want two lengths, such as [128, 128]"
+
+
+def _is_block(block: Any) -> TypeGuard[list[int]]:
+    return isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+
+
+def _weights_of(method: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How each of compressed-tensors' groups quantizes weights."""
+    groups = (method.get("config_groups") or {}).values()
+    return [group["weights"] for group in groups if isinstance(group.get("weights"), dict)]
 
 
 def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[str, StoredTensor]:
@@ -91,132 +160,220 @@ def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[st
     made: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         stem, _, end = name.rpartition(".")
-        if method["quant_method"] == "fp8":
-            if name.endswith(FP8_SCALE) and name.removesuffix(FP8_SCALE) in tensors:
-                continue
-            made[name] = _fp8(tensor, tensors, method) if tensor.dtype == FP8 else tensor
-        elif end == "qweight":
-            made[f"{stem}.weight"] = _packed(f"{stem}.weight", stem, tensors, method)
-        elif end not in ("qzeros", "scales", "g_idx") or f"{stem}.qweight" not in tensors:
+        if end == "qweight":
+            made[f"{stem}.weight"] = _words(f"{stem}.weight", stem, tensors, method)
+        elif (end in ("qzeros", "scales", "g_idx") and f"{stem}.qweight" in tensors) or name.endswith(
+            ABOUT_ACTIVATIONS
+        ):
+            continue
+        elif name.endswith("_packed"):
+            base = name.removesuffix("_packed")
+            made[base] = _packed(base, tensor, tensors, method)
+        elif _is_auxiliary(name, tensors):
+            continue
+        elif tensor.dtype in CODES or (tensor.dtype == "U8" and f"{name}_scale" in tensors):
+            made[name] = _scaled(name, tensor, tensors, method)
+        else:
             made[name] = tensor
     return made
 
 
-def _fp8(
-    tensor: StoredTensor, tensors: Mapping[str, StoredTensor], method: Mapping[str, Any]
-) -> StoredTensor:
-    scale = _part(tensors, tensor.name + FP8_SCALE)
-    block = tuple(method["weight_block_size"])
-    blocks = tuple(-(-n // size) for n, size in zip(tensor.shape[-2:], block, strict=True))
-    if scale.shape != (*tensor.shape[:-2], *blocks):
+def _is_auxiliary(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether it belongs to a quantized weight. Raises CheckpointError: to one that is not quantized."""
+    for end in AUXILIARY:
+        base = name.removesuffix(end)
+        if base == name:
+            continue
+        if f"{base}_packed" in tensors:
+            return True
+        if (weight := tensors.get(base)) is not None:
+            if weight.dtype in WEIGHT_TYPES:
+                raise CheckpointError(
+                    f"{weight.path}: tensor {weight.name} is {weight.dtype} and has {name}: its weights are "
+                    f"not stored as codes ({', '.join(CODES)}); save the compressed checkpoint"
+                )
+            return True
+    return False
+
+
+def _part(tensors: Mapping[str, StoredTensor], name: str, dtypes: tuple[str, ...]) -> StoredTensor:
+    """Raises CheckpointError: there is none, or it is of another type."""
+    if (part := tensors.get(name)) is None:
+        raise CheckpointError(f"config.json: quantization_config: the checkpoint has no tensor {name}")
+    if part.dtype not in dtypes:
         raise CheckpointError(
-            f"{scale.path}: {scale.name} has shape {list(scale.shape)}; {list(tensor.shape)} weights in "
-            f"blocks of {list(block)} want {[*tensor.shape[:-2], *blocks]}"
+            f"{part.path}: tensor {part.name} is {part.dtype}; it must be {' or '.join(dtypes)}"
         )
-    compute = partial(dequantize_fp8, block=block)
-    return Dequantized(tensor.name, "F32", tensor.shape, tensor.path, tensor.offset, (tensor, scale), compute)
+    return part
+
+
+def _scaled(
+    name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor], method: Mapping[str, Any]
+) -> StoredTensor:
+    """FP8 and INT8, which are as large as their weight, and NVFP4 of modelopt."""
+    if codes.dtype == "U8":
+        return _fp4(name, codes, tensors)
+    found = [f"{name}{end}" for end in SCALE_NAMES if f"{name}{end}" in tensors]
+    scale = _part(tensors, found[0] if found else f"{name}{SCALE_NAMES[1]}", SCALE_TYPES)
+    if len(codes.shape) < 2:
+        raise CheckpointError(f"{codes.path}: tensor {codes.name} is {codes.dtype} of {list(codes.shape)}")
+    if f"{name}_zero_point" in tensors:
+        raise CheckpointError(
+            f"{codes.path}: tensor {codes.name} has zero points; of {codes.dtype} those without are known"
+        )
+    is_int = codes.dtype == "I8"
+    weight = RowWise(
+        codes,
+        prod(codes.shape[:-1]),
+        codes.shape[-1],
+        unsigned if is_int else signed,
+        _scales(scale, codes.shape, method),
+        bits=8 if is_int else None,
+    )
+    return Dequantized(codes.name, "F32", codes.shape, codes.path, codes.offset, weight)
 
 
 def _packed(
+    name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor], method: Mapping[str, Any]
+) -> StoredTensor:
+    """compressed-tensors' packed integers, and its FP4."""
+    if codes.dtype == "U8":
+        return _fp4(name, codes, tensors)
+    _part(tensors, f"{name}_packed", ("I32",))
+    given = _part(tensors, f"{name}_shape", ("I64", "I32"))
+    shape = tuple(int(n) for n in given.read())
+    known = {int(weights.get("num_bits", 8)) for weights in _weights_of(method)}
+    fitting = [bits for bits in sorted(known) if codes.shape[-1:] == (-(-shape[-1] * bits // WORD),)]
+    if len(shape) < 2 or min(shape) < 1 or codes.shape[:-1] != shape[:-1] or len(fitting) != 1:
+        raise CheckpointError(
+            f"{codes.path}: tensor {codes.name} is {list(codes.shape)}; weights of {list(shape)} "
+            f"({given.name}) in {' or '.join(map(str, sorted(known)))} bits take rows of "
+            f"{', '.join(str(-(-shape[-1] * bits // WORD)) for bits in sorted(known))} words"
+        )
+    bits, n_rows = fitting[0], prod(shape[:-1])
+    scales = _scales(_part(tensors, f"{name}_scale", SCALE_TYPES), shape, method)
+    zeros = g_idx = None
+    if f"{name}_zero_point" in tensors:
+        zeros = _part(tensors, f"{name}_zero_point", ("I32",))
+        wanted = (-(-n_rows * bits // WORD), scales.shape[1])
+        if zeros.shape != wanted or len(shape) != 2:
+            raise CheckpointError(
+                f"{zeros.path}: tensor {zeros.name} is {list(zeros.shape)}; it must be {list(wanted)}"
+            )
+    if f"{name}_g_idx" in tensors:
+        g_idx = _part(tensors, f"{name}_g_idx", ("I32", "I64"))
+        order = g_idx.read()
+        if g_idx.shape != shape[-1:] or order.min() < -1 or order.max() >= scales.shape[1]:
+            raise CheckpointError(
+                f"{g_idx.path}: tensor {g_idx.name} must give each of {shape[-1]} columns one of "
+                f"{scales.shape[1]} groups"
+            )
+        if (order == -1).all():  # what AutoGPTQ calls no order
+            g_idx = None
+    weight = RowWise(
+        codes,
+        n_rows,
+        shape[-1],
+        partial(unpacked_rows, bits=bits),
+        scales,
+        bits=bits,
+        zeros=zeros,
+        g_idx=g_idx,
+    )
+    return Dequantized(codes.name, "F32", shape, codes.path, codes.offset, weight)
+
+
+def _fp4(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
+    """NVFP4 (16 columns share an E4M3, the tensor a factor) and MXFP4 (32 columns share a power of two)."""
+    scale = _part(tensors, f"{name}_scale", (*SCALE_TYPES, "U8"))
+    if scale.dtype == "U8":  # the bits of E8M0, which torch had no type for
+        scale = StoredTensor(scale.name, "F8_E8M0", scale.shape, scale.path, scale.offset)
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if len(codes.shape) > 1 else codes.shape
+    scales = _scales(scale, shape, {})
+    ends = {f"{name}_global_scale": True, f"{name}_scale_2": False}
+    for other, divides in ends.items():
+        if other in tensors:
+            factor = decoded(_part(tensors, other, SCALE_TYPES)).reshape(-1)
+            if len(factor) != 1:
+                raise CheckpointError(f"{tensors[other].path}: tensor {other} must be one number")
+            scales = Scales(
+                scale, scales.n_rows, scales.shape, scales.height, scales.width, factor[0], divides
+            )
+    weight = RowWise(codes, prod(shape[:-1]), shape[-1], from_fp4, scales)
+    return Dequantized(codes.name, "F32", shape, codes.path, codes.offset, weight)
+
+
+def _scales(scale: StoredTensor, shape: tuple[int, ...], method: Mapping[str, Any]) -> Scales:
+    """How a weight's scales lie over it: in blocks, by group of columns, by row, or one for a matrix.
+
+    Raises:
+        CheckpointError: in none of these ways.
+    """
+    rows, columns = shape[-2:]
+    n_lead = len(shape) - 2
+    blocks = _blocks(method)
+    if prod(scale.shape) == 1:
+        return Scales(scale, prod(shape[:-1]), (1, 1), prod(shape[:-1]), columns)
+    if scale.shape[:n_lead] == shape[:-2]:
+        own = scale.shape[n_lead:]
+        for height, width in blocks:
+            if own == (along := (-(-rows // height), -(-columns // width))):
+                return Scales(scale, rows, along, height, width)
+        if prod(own) == 1:
+            return Scales(scale, rows, (1, 1), rows, columns)
+        across = own[1] if len(own) == 2 else 1
+        only_blocks = "weight_block_size" in method
+        if own[:1] == (rows,) and len(own) <= 2 and columns % across == 0 and not only_blocks:
+            return Scales(scale, rows, (rows, across), 1, columns // across)
+    known = f" in blocks of {list(blocks[0])}" if blocks else ""
+    wanted = [-(-n // size) for n, size in zip((rows, columns), blocks[0], strict=True)] if blocks else []
+    raise CheckpointError(
+        f"{scale.path}: {scale.name} has shape {list(scale.shape)}; {list(shape)} weights{known} want "
+        f"{[*shape[:-2], *wanted] if blocks else f'[], [{rows}, 1], or [{rows}, groups]'}"
+    )
+
+
+def _blocks(method: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Rows and columns of the blocks that a configuration speaks of."""
+    blocks = [method.get("weight_block_size"), *(w.get("block_structure") for w in _weights_of(method))]
+    if _name(method) == "modelopt":  # FP8_PB_WO has these
+        blocks.append([128, 128])
+    return [(block[0], block[1]) for block in blocks if _is_block(block)]
+
+
+def _words(
     name: str, stem: str, tensors: Mapping[str, StoredTensor], method: Mapping[str, Any]
 ) -> StoredTensor:
-    is_gptq = method["quant_method"] == "gptq"
-    bits = int(method.get("bits", method.get("w_bit", 4)))
-    weight, zeros, scales = (_part(tensors, f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
+    method_name, form = _name(method), str(method.get("packing_format", method.get("backend", "gptq")))
+    awq = method_name == "awq" or (method_name == "auto-round" and "awq" in form)
+    extra: Mapping[str, Any] = method.get("extra_config") or {}
+    own: Mapping[str, Any] = extra.get(stem) or {}
+    bits = int(own.get("bits") or method.get("bits", method.get("w_bit", 4)))
+    if (
+        method_name == "auto-round"
+    ):  # auto_round's extension for torch: only its GPTQ kind stores zeros less one
+        offset = int("gptq" in form and "gptqmodel" not in form)
+    else:
+        offset = int(method.get("checkpoint_format", "gptq") == "gptq") if not awq else 0
+    weight, zeros = (_part(tensors, f"{stem}.{part}", ("I32",)) for part in ("qweight", "qzeros"))
+    scales = _part(tensors, f"{stem}.scales", SCALE_TYPES)
     per_word = WORD // bits
     groups, width = scales.shape if len(scales.shape) == 2 else (0, 0)
-    rows = weight.shape[0] * (per_word if is_gptq else 1)
+    rows = weight.shape[0] * (1 if awq else per_word)
     wanted = {
-        weight.name: (weight.shape[0], width if is_gptq else width // per_word),
+        weight.name: (weight.shape[0], width // per_word if awq else width),
         zeros.name: (groups, width // per_word),
     }
     for part in (weight, zeros):
-        if part.dtype != "I32" or part.shape != wanted[part.name] or not groups:
+        if part.shape != wanted[part.name] or not groups:
             raise CheckpointError(
                 f"{part.path}: {part.name} is {part.dtype} of {list(part.shape)}; with {bits} bits and "
                 f"scales of {list(scales.shape)} it must be I32 of {list(wanted[part.name])}"
             )
-    parts: tuple[StoredTensor, ...] = (weight, zeros, scales)
-    compute: Callable[..., NDArray[np.float32]] = dequantize_awq
-    if is_gptq:
-        offset = int(method.get("checkpoint_format", "gptq") == "gptq")
-        compute = partial(dequantize_gptq, bits=bits, offset=offset)
-        if (g_idx := tensors.get(f"{stem}.g_idx")) is not None:
-            parts = (*parts, g_idx)
-    if rows % groups and len(parts) == 3:
+    g_idx = None
+    if not awq and f"{stem}.g_idx" in tensors:
+        g_idx = _part(tensors, f"{stem}.g_idx", ("I32", "I64"))
+    if rows % groups and g_idx is None:
         raise CheckpointError(f"{scales.path}: {scales.name} has {groups} groups for {rows} rows")
-    return Dequantized(name, "F32", (width, rows), weight.path, weight.offset, parts, compute)
-
-
-def dequantize_fp8(
-    codes: NDArray[np.uint8], scales: NDArray[np.float32], *, block: tuple[int, int]
-) -> NDArray[np.float32]:
-    """[..., rows, columns] from E4M3, with a scale for each block."""
-    rows, columns = codes.shape[-2:]
-    spread = scales.repeat(block[0], -2)[..., :rows, :].repeat(block[1], -1)[..., :columns]
-    return E4M3[codes] * spread
-
-
-def dequantize_gptq(
-    codes: NDArray[np.int32],
-    zeros: NDArray[np.int32],
-    scales: NDArray[np.float32],
-    g_idx: NDArray[np.int32] | None = None,
-    *,
-    bits: int,
-    offset: int,
-) -> NDArray[np.float32]:
-    """[out, in] from codes packed along `in`; `offset`: what the file's format subtracts from zero points.
-
-    Raises:
-        CheckpointError: an unknown group.
-    """
-    values = np.moveaxis(_unpacked(codes, bits), -1, 1).reshape(-1, codes.shape[1])
-    points = _unpacked(zeros, bits).reshape(scales.shape) + offset
-    if g_idx is None:
-        g_idx = np.arange(len(values), dtype=np.int32) // (len(values) // len(scales))
-    if g_idx.shape != (len(values),) or g_idx.min() < 0 or g_idx.max() >= len(scales):
-        raise CheckpointError(f"g_idx must give each of {len(values)} rows one of {len(scales)} groups")
-    weight: NDArray[np.float32] = scales[g_idx] * (values - points[g_idx]).astype(np.float32)
-    return weight.T
-
-
-def dequantize_awq(
-    codes: NDArray[np.int32], zeros: NDArray[np.int32], scales: NDArray[np.float32]
-) -> NDArray[np.float32]:
-    """[out, in] from codes packed along `out`."""
-    values, points = (_unpacked(words, 4)[..., AWQ_ORDER].reshape(len(words), -1) for words in (codes, zeros))
-    group = len(values) // len(scales)
-    weight: NDArray[np.float32] = (values - points.repeat(group, 0)).astype(np.float32) * scales.repeat(
-        group, 0
-    )
-    return weight.T
-
-
-def _unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.int32]:
-    """[..., codes of a word], the lowest bits first."""
-    shifts = np.arange(0, WORD, bits, dtype=np.int32)
-    return (words[..., None] >> shifts) & np.int32(2**bits - 1)
-
-
-def _e4m3() -> NDArray[np.float32]:
-    """Every value of FP8 E4M3 (with NaN, without infinities), by its bits."""
-    codes = np.arange(256)
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    sizes = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
-    sizes[(codes & 127) == 127] = np.nan
-    return np.where(codes < 128, sizes, -sizes).astype(np.float32)
-
-
-E4M3 = _e4m3()
-
-
-def _part(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor:
-    if name not in tensors:
-        raise CheckpointError(f"config.json: quantization_config: the checkpoint has no tensor {name}")
-    return tensors[name]
-
-
-def _values(part: StoredTensor) -> NDArray[Any]:
-    values = part.read().reshape(part.shape)
-    return values if part.dtype in (FP8, "I32") else to_f32(values, part.dtype)
+    words = Words(weight, zeros, scales, g_idx, bits, offset, awq)
+    return Dequantized(name, "F32", (width, rows), weight.path, weight.offset, words)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
-from qwen_serve.convert.kld import Divergence, measure_divergence
+from qwen_serve.convert.kld import OWN, Divergence, measure_divergence
 from qwen_serve.convert.progress import BYTES, Progress, size
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
@@ -43,7 +43,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """The JSON file beside a GGUF. `divergence` is None if none was measured."""
+    """The JSON file beside a GGUF. `divergence` is None if none was measured. It is on the model's own text,
+    `unlike` on texts of other kinds than any that the file was fitted to."""
 
     file: str
     n_bytes: int
@@ -58,6 +59,7 @@ class Report:
     llama_cpp_python: str
     coverage: Coverage | None = None
     """Coverage of the experts, if the model has any and an importance matrix was used."""
+    unlike: Mapping[str, Divergence] = field(default_factory=dict)
 
     @property
     def bits_per_weight(self) -> float:
@@ -79,6 +81,7 @@ class Report:
             del group["bits_per_weight"]
         data["groups"] = tuple(Group(**group) for group in data["groups"])
         data["divergence"] = Divergence(**data["divergence"]) if data["divergence"] else None
+        data["unlike"] = {name: Divergence(**one) for name, one in data.get("unlike", {}).items()}
         data["coverage"] = Coverage(**data["coverage"]) if data.get("coverage") else None
         return cls(**data)
 
@@ -112,18 +115,19 @@ def write_report(
     reference: Path | None,
     recipe: Recipe | None,
     imatrix: Path | None,
-    text: Path | None,
+    texts: Mapping[str, Path],
     runtime: Runtime,
     provenance: Mapping[str, Any],
 ) -> None:
-    """Examines `gguf` and writes the report to `out`; with `reference` and `text`, measures the divergence.
+    """Examines `gguf` and writes the report to `out`; with `reference` and `texts`, measures the
+    divergence.
 
     Raises:
         ConvertError: see `measure_divergence`.
     """
-    divergence = None
-    if reference is not None and text is not None:
-        divergence = measure_divergence(reference, gguf, text=text, runtime=runtime)
+    found: dict[str, Divergence] = {}
+    if reference is not None and texts:
+        found = measure_divergence(reference, gguf, texts=texts, runtime=runtime)
     groups = tensor_groups(gguf)
     report = Report(
         file=gguf.name,
@@ -134,10 +138,11 @@ def write_report(
         groups=groups,
         recipe=recipe.model_dump(by_alias=True) if recipe else None,
         reference=reference.name if reference else None,
-        divergence=divergence,
+        divergence=found.pop(OWN, None),
         provenance=provenance,
         llama_cpp_python=LLAMA_VERSION,
         coverage=expert_coverage(Imatrix.load(imatrix)) if imatrix else None,
+        unlike=found,
     )
     out.write_text(report.to_json(), encoding="utf-8")
 
@@ -159,6 +164,8 @@ def print_report(path: Path) -> None:
         print(f"  same top    {100 * d.same_top:.2f}% of tokens")
         if d.dropped:
             print(f"  dropped     {100 * d.dropped:.4f}% of the reference's probability, by --keep-vocab")
+    for name, one in report.unlike.items():
+        print(f"  on {name:<9}{one.mean:.6f} nats over {one.tokens:,} tokens unlike the calibration text")
     if (c := report.coverage) is not None:
         print(f"  experts     {c.experts:,}; half of them read {c.median_rows:,.0f} calibration rows or more")
         print(f"              none at all: {_experts(c.unreached)}")
@@ -175,11 +182,16 @@ def print_table(paths: Sequence[Path]) -> None:
     """Prints report files as one table, with a warning about experts that calibration hardly reached."""
     reports = [Report.from_json(path.read_text(encoding="utf-8")) for path in paths]
     width = max((len(report.file) for report in reports), default=0)
-    print(f"\n{'file':<{width}}  {'size':>9}  {'bits':>6}  {'mean KLD':>9}  {'same top':>8}")
+    kinds = list(dict.fromkeys(name for report in reports for name in report.unlike))
+    heads = "".join(f"  {f'on {name}':>9}" for name in kinds)
+    print(f"\n{'file':<{width}}  {'size':>9}  {'bits':>6}  {'mean KLD':>9}  {'same top':>8}{heads}")
     for report in reports:
         measured = f"{'':>9}  {'':>8}"
         if (d := report.divergence) is not None:
             measured = f"{d.mean:9.6f}  {100 * d.same_top:7.2f}%"
+            measured += "".join(
+                f"  {report.unlike[name].mean:9.6f}" for name in kinds if name in report.unlike
+            )
         row = f"{report.file:<{width}}  {size(report.n_bytes):>9}  {report.bits_per_weight:6.3f}  {measured}"
         print(row.rstrip())
     for report in reports:

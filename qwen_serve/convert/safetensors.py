@@ -27,16 +27,21 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 
-# numpy has neither bfloat16 nor FP8: their bits are handled as uint16 and uint8
+# numpy has neither bfloat16 nor types of 8 bits: their bits are handled as uint16 and uint8
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<f2"),
     "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
     "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
 }
-WEIGHT_TYPES = ("BF16", "F16", "F32")
+WEIGHT_TYPES = ("BF16", "F16", "F32", "F64")
 TABLE_TYPES = ("I32", "I64")
 
 

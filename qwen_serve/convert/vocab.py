@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import gguf
 
 from qwen_serve.convert.checkpoint import read_json
+from qwen_serve.convert.config import SPECIAL_TOKENS
 from qwen_serve.convert.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ PRE_TOKENIZERS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
 }
-SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 BYTE_LEVEL_SPACE = chr(ord(" ") + 256)  # how byte-level BPE writes a space
 
 
@@ -51,7 +52,7 @@ class Vocab:
         model = tokenizer.get("model") or {}
         if model.get("type") != "BPE":
             raise CheckpointError(f"tokenizer.json: model.type must be BPE, got {model.get('type')!r}")
-        added = _added_tokens(tokenizer, settings)
+        added = _added_tokens(tokenizer, settings, config.vocab_size)
         tokens, types = _tokens(model.get("vocab") or {}, added, config.vocab_size)
         special_ids = _special_ids(settings, added, config)
         merges = [_merge(entry) for entry in model.get("merges") or []]
@@ -71,10 +72,36 @@ class Vocab:
         )
 
 
-def _added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Id -> {content, special}; `tokenizer.json` takes precedence over `tokenizer_config.json`."""
-    added = {int(id_): entry for id_, entry in (settings.get("added_tokens_decoder") or {}).items()}
-    return added | {int(entry["id"]): entry for entry in tokenizer.get("added_tokens") or []}
+def _added_tokens(
+    tokenizer: Mapping[str, Any], settings: Mapping[str, Any], vocab_size: int
+) -> dict[int, dict[str, Any]]:
+    """Id -> {content, special}; `tokenizer.json` takes precedence over `tokenizer_config.json`.
+
+    Tokens that were added without a row in the embedding, which no model can read, are left out.
+    """
+    places = [
+        ("tokenizer_config.json: added_tokens_decoder", (settings.get("added_tokens_decoder") or {}).items()),
+        ("tokenizer.json: added_tokens", ((None, entry) for entry in tokenizer.get("added_tokens") or [])),
+    ]
+    added: dict[int, dict[str, Any]] = {}
+    for where, entries in places:
+        for key, entry in entries:
+            try:
+                id_ = int(entry["id"] if key is None else key)
+                added[id_] = {**entry, "content": str(entry["content"])}
+            except (KeyError, TypeError, ValueError):
+                raise CheckpointError(
+                    f"{where}: each token must have an id and content, got {entry!r:.80}"
+                    + (f" for {key!r}" if key is not None else "")
+                ) from None
+    for id_ in [id_ for id_ in added if id_ >= vocab_size]:
+        print(
+            f"tokenizer: token {added[id_]['content']!r} has id {id_}, which has no row in the embedding "
+            f"(vocab_size {vocab_size}): left out",
+            file=sys.stderr,
+        )
+        del added[id_]
+    return added
 
 
 def _tokens(

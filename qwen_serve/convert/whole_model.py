@@ -18,6 +18,7 @@ from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.safetensors import NUMPY_TYPES
 from qwen_serve.convert.stages import fingerprint
 from qwen_serve.convert.tensors import EMBEDDING, FLOAT_TYPES
+from qwen_serve.llamacpp.file_checks import check_model
 from qwen_serve.llamacpp.gguf import read_header
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class WholeModel:
         """
         header = read_header(path)
         arch = _check(path, header)
+        check_model(header)
         counts: Counter[FloatType] = Counter()
         for tensor in header.tensors.values():
             kind = next((kind for kind in FLOAT_TYPES if kind == tensor.type_name), None)

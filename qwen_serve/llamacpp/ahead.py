@@ -35,7 +35,10 @@ MOST_ROWS = 64
 class _SampledRows(ctypes.Structure):
     """`struct llama_sampled_rows` of llama-ext.h."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("probs", "logits", "candidates")]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("probs", "logits", "candidates")),
+        ("n_last", ctypes.c_int32),
+    ]
 
 
 if HAS_NEXT_TOKENS:
@@ -56,6 +59,8 @@ class Outputs:
     probs: int
     logits: int
     candidates: int
+    n_last: int
+    """How many of the rows the last pass computed. Only their tokens can be read by the next step."""
 
 
 def outputs_of(context: int, call: int, kinds: Sequence[DeviceSampler]) -> Outputs | None:
@@ -64,7 +69,7 @@ def outputs_of(context: int, call: int, kinds: Sequence[DeviceSampler]) -> Outpu
     found = _SampledRows()
     if not HAS_NEXT_TOKENS or not _sampled_rows(context, ctypes.byref(found)):
         return None
-    return Outputs(call, tuple(kinds), found.probs, found.logits, found.candidates)
+    return Outputs(call, tuple(kinds), found.probs, found.logits, found.candidates, found.n_last)
 
 
 class NextTokens:

@@ -18,7 +18,7 @@ from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
 from .patches import BATCH_INVARIANT, brings
 from .ragged import most_lengths
-from .rows import Rows, matrix
+from .rows import READS_LOGITS, Rows, keep_logits, matrix
 from .snapshots import Snapshots, n_rs_seq
 
 if TYPE_CHECKING:
@@ -162,13 +162,15 @@ class Context:
         batch.pos = self._flat_planes.ctypes.data_as(ctypes.POINTER(C.llama_pos))
         return batch
 
-    def decode(self, n_tokens: int, *, of_pictures: bool = False, next_rows: Tokens | None = None) -> None:
+    def decode(
+        self, n_tokens: int, *, of_pictures: bool = False, next_rows: Tokens | None = None, keep: bool = False
+    ) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap,
         except after a picture.
 
         With `of_pictures` the batch reads `embeddings`, a picture's rows. `next_rows`: for each token the row
         of the last batch from which the device chose it, or -1 if it is in `tokens`. Such a batch must be one
-        pass (`in_one_pass`) and needs `runs_ahead`.
+        pass (`in_one_pass`) and needs `runs_ahead`. `keep`: for `Rows.fetch`, rows of all passes.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -193,6 +195,7 @@ class Context:
         chosen = self.samplers.next_tokens
         if next_rows is not None and not (self.runs_ahead and chosen and chosen.read(next_rows)):
             raise LlamaError("the token embedding is not where tokens are chosen")
+        keep_logits(self._handle, keep=keep)
         status = C.llama_decode(self._handle, batch)
         if self.samplers.error is not None:
             raise LlamaError("a device sampler could not be built") from self.samplers.error
@@ -261,10 +264,9 @@ class Context:
             return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
         kinds = [(self.samplers if ahead is None else ahead).kinds[i] for i in sequences]
         if ahead is not None and ahead.call < self._n_decoded:  # the last decode waited for these
-            return self._rows.fill(kinds, indices, None, None, ahead, chosen=chosen)
+            return self._rows.fill(kinds, indices, None, ahead, chosen=chosen)
         C.llama_synchronize(self._handle)
-        kept = self.samplers if self.outputs[self._batch.n_tokens - 1] else None
-        return self._rows.fill(kinds, indices, None, kept, chosen=chosen)
+        return self._rows.fill(kinds, indices, None, chosen=chosen)
 
     def keep_hidden(self, keep: bool = True) -> None:
         """Keep, or stop keeping, the hidden row of every decoded token, which the draft head reads. The next
@@ -283,8 +285,10 @@ class Context:
     def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:
         """Whether a further batch of `n_tokens` tokens and `n_rows` rows of logits leaves the last batch's
         hidden rows on the host intact from index `place` on. A batch writes its rows over the first ones
-        (`output_reserve` in llama-context.cpp)."""
-        return n_tokens <= place and max(n_rows, self._n_seq) == self._n_reserved
+        (`output_reserve` in llama-context.cpp). Builds without READS_LOGITS then forget the order of rows
+        that were not read yet, which with one pool of cells is the batch's."""
+        intact = n_tokens <= place and max(n_rows, self._n_seq) == self._n_reserved
+        return intact and (READS_LOGITS or self.unified)
 
     def open_ring(self, which: Sequence[int], ring: layers.Ring) -> None:
         """Keep the inputs of these layers on the device, if this llama.cpp and the device's memory allow

@@ -27,7 +27,6 @@ from . import ggml
 from .ahead import HAS_NEXT_TOKENS, MOST_ROWS, NextTokens
 from .errors import LlamaError
 from .guessed_draws import LINES, DrawTable, guess
-from .patches import STEPS_APART, brings
 from .sampler_constants import Constants
 from .top_k import at_places, best_places, lowest_of_best, top_k
 
@@ -37,13 +36,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .model import Model
-
-HAS_LOGITS_TENSOR = brings(STEPS_APART, "llama_get_logits_tensor")
-"""Whether this build says where the logits of the last pass are."""
-
-if HAS_LOGITS_TENSOR:
-    _logits_tensor = C._lib.llama_get_logits_tensor
-    _logits_tensor.restype, _logits_tensor.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
 N_CANDIDATES = 64
 """Number of candidates that TOP_K returns."""
@@ -189,28 +181,6 @@ class DeviceSamplers:
             else:
                 self.attach(context, sequence, kind)
         self.active = bool(self.kinds) and kind is not None
-
-    def fetch(self, context: int, row: int, n_rows: int) -> npt.NDArray[np.float32] | None:
-        """All logits [n_vocab] of one of the last call's `n_rows` rows, or None if they are gone. The call's
-        last token must have a row.
-
-        llama.cpp keeps the rows of a call's last pass on the device until the next call: they are outputs of
-        its graph (`llm_graph_result::set_outputs`), whose memory is not reused.
-        """
-        whole = self._whole
-        if whole is None or not whole.padded:
-            return None
-        tensor, n = whole.logits, whole.n_rows
-        if HAS_LOGITS_TENSOR:  # llama.cpp then keeps two graphs, and either may be the last pass's
-            tensor = _logits_tensor(context) or 0
-            if not tensor:
-                return None
-            n = ggml.Tensor.from_address(tensor).ne[1]
-        if (index := row - (n_rows - n)) < 0:
-            return None
-        logits = np.empty(whole.n_vocab, np.float32)
-        ggml.tensor_get(tensor, logits.ctypes.data, whole.row_bytes * index, whole.row_bytes)
-        return logits
 
     def close(self) -> None:
         """Free the samplers and their device memory. Idempotent."""

@@ -36,6 +36,8 @@ LONGEST_ARRAY = 2**16
 _SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
 """Value type -> its code in the `struct` module."""
 _U32, _STRING, _ARRAY, _U64 = 4, 8, 9, 10
+_KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "string", "array", "u64", "i64", "f64")
+"""Names of the value types, by number."""
 
 MAX_DIMENSIONS = 4
 """`GGML_MAX_DIMS`."""
@@ -96,6 +98,8 @@ class Header:
     """The setting that names the file, for messages."""
     lengths: Mapping[str, int] = field(default_factory=dict)
     """Lengths of the metadata's arrays."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Types of the metadata's values: `u32`, of arrays `[u32]`."""
     tables: Mapping[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     """The I64 tensors, whole and flat."""
     keys_end: int = 0
@@ -224,8 +228,10 @@ class _Reader:
         n_tensors, n_keys = self._count(_TENSOR, "tensors"), self._count(_KEY, "metadata keys")
         metadata: dict[str, Value] = {}
         lengths: dict[str, int] = {}
+        kinds: dict[str, str] = {}
         for _ in range(n_keys):
             key = self._name(metadata, "key")
+            kinds[key] = self._kind()
             metadata[key], length = self._value()
             if length is not None:
                 lengths[key] = length
@@ -249,7 +255,7 @@ class _Reader:
             for name, tensor in tensors.items()
             if tensor.type == I64
         }
-        return Header(path, status, metadata, tensors, setting, lengths, tables, keys_end)
+        return Header(path, status, metadata, tensors, setting, lengths, kinds, tables, keys_end)
 
     def _tensor(self, name: str) -> TensorInfo:
         """A tensor's entry; its offset is relative to the start of the data."""
@@ -265,6 +271,14 @@ class _Reader:
                 else f"{self._file}: tensor {name} has rows of no values (at byte {at:,})"
             )
         return TensorInfo(name, shape, ggml_type, offset)
+
+    def _kind(self) -> str:
+        """The name of the next value's type, without skipping it."""
+        before, kind = self._at, self._integer(_U32)
+        item = self._integer(_U32) if kind == _ARRAY else None
+        self._at = before
+        names = [_KINDS[n] if n < len(_KINDS) else str(n) for n in (kind, item) if n is not None]
+        return f"[{names[1]}]" if item is not None else names[0]
 
     def _value(self) -> tuple[Value, int | None]:
         """A value and, for an array, its length."""

@@ -78,6 +78,7 @@ class Model:
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse or writable else mode
         params.no_alloc = rehearse
+        params.check_tensors = not rehearse  # NaN in a weight or scale is an error, not an answer of NaN
         params.load_mtp = load_mtp
         params.use_extra_bufts = amx_is_right() and not writable
         with tapped_log() as lines:

@@ -1,4 +1,4 @@
-"""The patches in the loaded libllama (patches/README.md)."""
+"""What the loaded libllama has of our changes (patches/README.md)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snap
 F16_COPIES, BATCH_INVARIANT, STEPS_APART = "f16-copies", "batch-invariant", "steps-apart"
 NEXT_TOKENS, REPACKED_WEIGHTS = "next-tokens", "repacked-weights"
 RAGGED_PASSES = "ragged-passes"
-"""Patches that change what the server does."""
+"""Changes to llama.cpp that change what the server does."""
 
 NUMBER = re.compile(r"^\d+-")
-"""The number that begins a patch's file name."""
+"""Begins each name in a libllama of the days when each change was a patch of its own."""
 
 HIDE = "LLAMA_PATCHES_HIDE"
-"""Environment variable with patches, separated by commas, that the server does not use."""
+"""Environment variable with changes, separated by commas, that the server does not use."""
 
 
 def patches() -> tuple[str, ...]:
-    """The names of the patches in order, such as `kv-window`, without the file numbers, which change with the
-    queue; empty for stock llama.cpp.
+    """The names of the changes in order, such as `kv-window`, which the headers of the patches list; empty
+    for stock llama.cpp.
 
-    Patches in LLAMA_PATCHES_HIDE are left out. Source: `llama_patches()`, which patches/apply.cmake adds to
+    Changes in LLAMA_PATCHES_HIDE are left out. Source: `llama_patches()`, which patches/apply.cmake adds to
     libllama.
     """
     try:

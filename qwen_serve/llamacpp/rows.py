@@ -14,6 +14,8 @@ import numpy as np
 
 from . import ggml
 from .device_sampler import N_CANDIDATES, DeviceSampler, n_blocks
+from .errors import LlamaError
+from .patches import STEPS_APART, brings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,11 +23,20 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .ahead import Outputs
-    from .device_sampler import DeviceSamplers
 
     Tokens = npt.NDArray[np.int32]
     Numbers = npt.NDArray[np.float32]
 
+
+READS_LOGITS = brings(STEPS_APART, "llama_read_logits")
+"""Whether this build returns whole rows that were sampled on the device. It finds a row by its index in the
+batch, in whatever pass it was computed."""
+
+if READS_LOGITS:
+    _read_logits = ggml.declare(
+        "llama_read_logits", ctypes.c_bool, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p
+    )
+    _set_keep_logits = ggml.quick("llama_set_keep_logits", None, ctypes.c_void_p, ctypes.c_bool)
 
 _ITH = {
     "candidates": ggml.sampled_candidates,
@@ -85,6 +96,13 @@ def log_sums(figures: Numbers) -> Numbers:
     return found
 
 
+def keep_logits(context: int, *, keep: bool) -> None:
+    """Have the next batches keep the whole rows of all passes: those of the last one on the device, copies of
+    the others on the host. Otherwise only the last one's are kept. No effect without READS_LOGITS."""
+    if READS_LOGITS:
+        _set_keep_logits(context, keep)
+
+
 class Rows:
     """Outputs of the last batch, in order; valid until the next. A row's kind decides which methods can be
     called for it.
@@ -115,7 +133,6 @@ class Rows:
         self._chosen = False
         self._indices: Sequence[int] = ()
         self._raw: Numbers | None = None
-        self._samplers: DeviceSamplers | None = None
         self._reduced = False
         """Whether `_tokens` and `_checks` are computed."""
         self._tokens: list[int] = []
@@ -132,19 +149,17 @@ class Rows:
         kinds: Sequence[DeviceSampler],
         indices: Sequence[int],
         raw: Numbers | None,
-        samplers: DeviceSamplers | None = None,
         ahead: Outputs | None = None,
         *,
         chosen: bool = False,
     ) -> Rows:
         """Set the rows of a batch: each row's kind and index in the batch; `raw` logits if the host samples.
 
-        `samplers` can fetch whole rows of the batch's last pass. `ahead`: the batch's outputs, if another
-        batch was decoded since. With `chosen` the next step reads `next_tokens` on the device; if all rows
-        are BEST, these are their best tokens.
+        `ahead`: the batch's outputs, if another batch was decoded since. With `chosen` the next step reads
+        `next_tokens` on the device; if all rows are BEST, these are their best tokens.
         """
         self.kinds, self._indices, self._raw, self._reduced = kinds, indices, raw, False
-        self._samplers, self._ahead, self._chosen = samplers, ahead, chosen
+        self._ahead, self._chosen = ahead, chosen
         self._outputs.clear()
         self._candidates = []
         return self
@@ -170,10 +185,20 @@ class Rows:
         logits: Numbers = whole[row]
         return logits
 
-    def fetch(self, row: int) -> Numbers | None:
-        """All logits of a row that was sampled on the device, which waits for a copy. None if the device no
-        longer has them: it keeps only those of a call's last pass."""
-        return None if self._samplers is None else self._samplers.fetch(self._context, row, len(self.kinds))
+    def fetch(self, row: int) -> Numbers:
+        """All logits of a row that was sampled on the device, which waits for a copy. Needs READS_LOGITS, and
+        a batch that was decoded with `keep` and is the last one. Raises LlamaError if the row is not
+        there, or if its own candidates have other logits."""
+        logits, index = np.empty(self._n_vocab, np.float32), self._indices[row]
+        kept = READS_LOGITS and self._ahead is None
+        if not (kept and _read_logits(self._context, index, logits.ctypes.data)):
+            raise LlamaError(f"the logits of token {index} of the batch were not kept")
+        if self.kinds[row] in (DeviceSampler.TOP_K, DeviceSampler.LOGPROBS):
+            ids, values = self.candidates(row)
+            real = values > -np.inf  # padding is banned among the candidates only
+            if not np.array_equal(logits[ids[real]], values[real]):
+                raise LlamaError(f"the logits read for token {index} of the batch are those of another token")
+        return logits
 
     def best(self, row: int) -> int:
         """The best token. For BEST and GUESS. Raises FloatingPointError if the logits are unusable."""

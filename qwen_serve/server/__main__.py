@@ -109,6 +109,11 @@ def load(settings: Settings, **forced: Any) -> Backend:
         if settings.chat_template is not None or template is None:
             template = (settings.chat_template or CHAT_TEMPLATE).read_text(encoding="utf-8")
         prompter = Prompter(engine.vocab, template)
+        if prompter.spelt_tags:
+            logger.warning(
+                "%s: no tokens of this vocabulary, so text that looks like these tags is taken for them",
+                ", ".join(prompter.spelt_tags),
+            )
         defaults = sampling_defaults(
             engine.metadata, greedy=settings.greedy, source=settings.sampling_defaults
         )

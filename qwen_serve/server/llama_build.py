@@ -20,6 +20,8 @@ from qwen_serve.server.about import data_folder
 from qwen_serve.server.build_machine import cards, first_line, nvcc, processor
 
 PACKAGE = "llama-cpp-python"
+SOURCES = (".c", ".cpp", ".cu", ".cuh", ".h", ".inc")
+"""Of the files in `native/`, those that a compiler reads."""
 
 
 class SetupError(Exception):
@@ -71,7 +73,7 @@ class Build:
         return {
             "package": self.requirement,
             "backend": self.backend,
-            "patches": self.patches_digest() if self.patched else "none",
+            "patches": sources_digest() if self.patched else "none",
             "processor": processor() if self.native else platform.machine(),
             "system": " ".join([sys.platform, *platform.libc_ver()]),
             "compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
@@ -143,13 +145,21 @@ class Build:
                 args.append(f"-DLLAMA_CUDA_LIBRARIES=../../{cuda_wheels.ROOT / 'lib'}")
         return [*args, *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
 
-    def patches_digest(self) -> str:
-        """Digest of the patches in `patches/`, 16 hexadecimal digits."""
-        digest = hashlib.sha256()
-        files = [*self._patches.glob("*.cmake"), *(self._patches / "llama.cpp").glob("*.patch")]
-        for path in sorted(files, key=lambda path: path.name):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        return digest.hexdigest()[:16]
+
+def sources_digest() -> str:
+    """Digest of what makes llama.cpp ours, 16 hexadecimal digits: the patches, their CMake files and the
+    sources in `native/`."""
+    patches, native = data_folder("patches"), data_folder("native")
+    parts = {
+        patches: [*patches.glob("*.cmake"), *(patches / "llama.cpp").glob("*.patch")],
+        native: [path for path in native.rglob("*") if path.suffix in SOURCES],
+    }
+    digest = hashlib.sha256()
+    for folder, files in parts.items():
+        for path in sorted(files):
+            name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
+            digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def requirement() -> str:

@@ -1,9 +1,10 @@
 """Wheels of the patched llama-cpp-python from a release, for machines without a compiler.
 
 A released wheel fits any processor of a kind. Its name, `KEY.TAG.whl`, is derived from its inputs (the pinned
-version, the patches, CMake's options); TAG is that of a wheel's file name. `qwen-serve setup` computes the
-same name and looks it up in SHA256SUMS of the folder or URL in QWEN_SERVE_WHEELS. So it never takes a wheel
-with other patches. `.ci/wheel` builds the wheels. This module needs only the standard library.
+version, the patches and kernels, CMake's options); TAG is that of a wheel's file name. `qwen-serve setup`
+computes the same name and looks it up in SHA256SUMS of the folder or URL in QWEN_SERVE_WHEELS. So it never
+takes a wheel with other patches or kernels. `.ci/wheel` builds the wheels. This module needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from urllib.request import urlopen
 
 from qwen_serve.server.about import WHEELS_VARIABLE, cache_folder, data_folder
 from qwen_serve.server.build_machine import cards, nvcc, output_of, processor_features
-from qwen_serve.server.llama_build import PACKAGE, Build, SetupError, requirement
+from qwen_serve.server.llama_build import PACKAGE, Build, SetupError, requirement, sources_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +121,7 @@ class Released(Build):
         return {
             "package": self.requirement,
             "backend": self.backend,
-            "patches": self.patches_digest(),
+            "patches": sources_digest(),
             "processor": self.kind.name,
             "system": sys.platform,
             "nvcc": CUDA if self.cuda else "none",

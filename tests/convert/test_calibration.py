@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+HI = Prompt("x", False, "Hi").messages
 
 
 def test_about_a_hundred_prompts_of_every_kind() -> None:
@@ -48,15 +49,15 @@ def test_the_template_is_told_whether_to_think() -> None:
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{{ '<think>' if enable_thinking else '<no>' }}{% endif %}"
     )
-    assert template.render(Prompt("x", True, "Hi")) == "[user]Hi[assistant]<think>"
-    assert template.render(Prompt("x", False, "Hi")) == "[user]Hi[assistant]<no>"
+    assert template.render(HI, thinking=True) == "[user]Hi[assistant]<think>"
+    assert template.render(HI, thinking=False) == "[user]Hi[assistant]<no>"
 
 
 def test_templates_that_do_not_work() -> None:
     with pytest.raises(ConvertError, match="does not compile"):
         ChatTemplate("{% for %}")
     with pytest.raises(ConvertError, match="rejects a user message: no users here"):
-        ChatTemplate("{{ raise_exception('no users here') }}").render(Prompt("x", False, "Hi"))
+        ChatTemplate("{{ raise_exception('no users here') }}").render(HI, thinking=False)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from llama_cpp import llama_cpp
 
 from qwen_serve.convert.calibration.prompts import PROMPTS
 from qwen_serve.convert.imatrix import Imatrix, collect_imatrix
-from qwen_serve.convert.kld import measure_divergence
+from qwen_serve.convert.kld import OWN, measure_divergence
 from qwen_serve.convert.search.groups import Type
 from qwen_serve.convert.search.measure import Meter
 from qwen_serve.llamacpp.evaluation import Runtime
@@ -40,7 +40,8 @@ def test_the_divergence_is_that_of_the_cpu(nano_f16: Path, nano_q4_k_m: Path, tm
     text = tmp_path / "text.txt"
     text.write_text(PROMPTS.read_text(encoding="utf-8") * 6, encoding="utf-8")  # it wants 32k tokens
     on_cpu, on_gpu = (
-        measure_divergence(nano_f16, nano_q4_k_m, text=text, runtime=runtime) for runtime in (CPU, GPU)
+        measure_divergence(nano_f16, nano_q4_k_m, texts={OWN: text}, runtime=runtime)[OWN]
+        for runtime in (CPU, GPU)
     )
     assert on_gpu.tokens == on_cpu.tokens
     assert on_gpu.mean == pytest.approx(on_cpu.mean, rel=0.1)

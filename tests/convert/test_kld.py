@@ -9,7 +9,7 @@ import pytest
 from qwen_serve.convert import kld
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.kld import measure_divergence
+from qwen_serve.convert.kld import OWN, measure_divergence
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp.evaluation import Runtime
@@ -48,7 +48,7 @@ def expected(nano_f16: Path, nano_q2_k: Path, text: Path) -> float:
 
 
 def test_of_a_file_with_itself_is_zero(nano_f16: Path, text: Path) -> None:
-    divergence = measure_divergence(nano_f16, nano_f16, text=text, runtime=RUNTIME)
+    divergence = measure_divergence(nano_f16, nano_f16, texts={OWN: text}, runtime=RUNTIME)[OWN]
     assert divergence.tokens >= CHUNKS * 512
     assert (divergence.mean, divergence.maximum, divergence.same_top) == (0.0, 0.0, 1.0)
 
@@ -59,7 +59,7 @@ def test_fewer_bits_are_further_away(nano_f16: Path, text: Path, tmp_path: Path)
     for level in ("Q8_0", "Q4_K_S", "Q2_K"):
         out = tmp_path / f"{level}.gguf"
         quantize(nano_f16, out, recipe=load_recipe(level), imatrix=None, runtime=RUNTIME)
-        means.append(measure_divergence(nano_f16, out, text=text, runtime=RUNTIME).mean)
+        means.append(measure_divergence(nano_f16, out, texts={OWN: text}, runtime=RUNTIME)[OWN].mean)
     assert 0 < means[0] < means[1] < means[2]
 
 
@@ -75,7 +75,7 @@ def test_no_batching_changes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kld, "MAX_BATCH", batch)
-    measured = measure_divergence(nano_f16, nano_q2_k, text=text, runtime=RUNTIME)
+    measured = measure_divergence(nano_f16, nano_q2_k, texts={OWN: text}, runtime=RUNTIME)[OWN]
     assert measured.mean == pytest.approx(expected, rel=0.02)
 
 
@@ -87,7 +87,7 @@ def test_memory_is_bounded_by_the_batch_and_not_by_the_text() -> None:
 def test_a_text_too_short_is_refused(nano_f16: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kld, "MIN_TOKENS", 10**6)
     with pytest.raises(ConvertError, match=r"text\.txt: \d+ tokens in whole chunks; 1000000 are needed"):
-        measure_divergence(nano_f16, nano_f16, text=text, runtime=RUNTIME)
+        measure_divergence(nano_f16, nano_f16, texts={OWN: text}, runtime=RUNTIME)[OWN]
 
 
 def test_over_the_tokens_that_both_have() -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from qwen_serve.convert import kld
-from qwen_serve.convert.kld import Divergence
+from qwen_serve.convert.kld import OWN, Divergence
 from qwen_serve.convert.recipes import load_recipe
-from qwen_serve.convert.report import Report, print_report, tensor_groups, write_report
+from qwen_serve.convert.report import Report, print_report, print_table, tensor_groups, write_report
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
@@ -57,7 +58,7 @@ def test_arithmetic_and_digest(small: Path, tmp_path: Path) -> None:
         reference=None,
         recipe=load_recipe("Q4_K_M"),
         imatrix=None,
-        text=None,
+        texts={},
         runtime=RUNTIME,
         provenance={"source": "here"},
     )
@@ -81,6 +82,7 @@ def test_json_round_trip_and_print(capsys: pytest.CaptureFixture[str], small: Pa
         tokens=33_280, mean=0.0123456, median=0.01, p99=0.1, maximum=1.5, same_top=0.98765
     )
     report = Report("a.gguf", 1_234_567, "ab" * 32, 112, 256, groups, None, "a-F16.gguf", divergence, {}, "0")
+    report = replace(report, unlike={"code": replace(divergence, mean=0.25)})
     assert Report.from_json(report.to_json()) == report
     (tmp_path / "r.json").write_text(report.to_json())
     print_report(tmp_path / "r.json")
@@ -97,6 +99,10 @@ def test_json_round_trip_and_print(capsys: pytest.CaptureFixture[str], small: Pa
         assert expected in out
     for group in groups:
         assert group.name in out
+    assert "on code     0.250000 nats over 33,280 tokens" in out
+    print_table([tmp_path / "r.json"])
+    head, row = capsys.readouterr().out.strip().splitlines()
+    assert (head.split()[-2:], row.split()[-1]) == (["on", "code"], "0.250000")
 
 
 def test_the_divergence_is_measured_and_kept(
@@ -111,7 +117,7 @@ def test_the_divergence_is_measured_and_kept(
         reference=nano_f16,
         recipe=load_recipe("Q2_K"),
         imatrix=None,
-        text=text,
+        texts={OWN: text, "code": text},
         runtime=RUNTIME,
         provenance={},
     )
@@ -119,6 +125,7 @@ def test_the_divergence_is_measured_and_kept(
     assert report.reference == nano_f16.name
     assert report.divergence is not None
     assert report.divergence.tokens >= 512
+    assert list(report.unlike) == ["code"], "what is not the model's own text has an entry of its own"
     assert 0 < report.divergence.median < report.divergence.p99 <= report.divergence.maximum
 
 

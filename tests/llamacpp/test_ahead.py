@@ -10,7 +10,7 @@ import pytest
 
 from qwen_serve.llamacpp import Context, DeviceSampler
 from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
-from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from tests.contexts import exact_options
 
 if TYPE_CHECKING:
@@ -75,4 +75,24 @@ def test_a_batch_that_is_refused_leaves_nothing_behind(model: Model) -> None:
             decode(context, {0: 7, 1: 7}, position, [0, 1])
     context.clear()
     assert decode(context, {0: 300, 1: 400}, 0) == expected
+    context.close()
+
+
+def test_tokens_on_the_device_are_those_of_one_pass(model: Model) -> None:
+    """A batch in several passes is refused before anything is computed, and says how many rows are the
+    last's."""
+    options = exact_options(n_ctx=64 * 6, n_batch=16, n_outputs=8, n_seq=6)
+    how = replace(options, n_samplers=6, sampler=DeviceSampler.BEST, ahead=True, unified=False)
+    context = Context(model, how)
+    first = {0: 300, 1: 400, 3: 500}
+    expected = decode(context, first, 0)
+    outputs = context.outputs_ahead()
+    assert outputs is not None
+    assert outputs.n_last == 1
+    with pytest.raises(LlamaError, match="llama_decode returned -1"):
+        decode(context, first, 1, [0, 1, 2])
+    again = decode(context, dict(zip(first, expected, strict=True)), 1)
+    context.clear()
+    assert decode(context, first, 0) == expected
+    assert decode(context, dict(zip(first, expected, strict=True)), 1) == again
     context.close()

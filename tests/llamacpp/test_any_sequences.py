@@ -42,7 +42,6 @@ def test_a_step_of_other_sequences_has_the_graph_of_the_step_before(
             rows = context.rows(some, range(n))
             for row, sequence in enumerate(some):
                 logits = rows.logits(row) if kind is None else rows.fetch(row)
-                assert logits is not None
                 found[sequence, held[sequence]] = logits.copy()
                 held[sequence] += 1
             if index:

@@ -21,9 +21,9 @@ from qwen_serve.llamacpp import (
     ggml,
     supports_gpu,
 )
-from qwen_serve.llamacpp.device_sampler import HAS_LOGITS_TENSOR, DeviceSamplers, n_blocks
+from qwen_serve.llamacpp.device_sampler import DeviceSamplers, n_blocks
 from qwen_serve.llamacpp.devices import _dev_get
-from qwen_serve.llamacpp.rows import best_but_ends, best_tokens, guesses, log_sums
+from qwen_serve.llamacpp.rows import READS_LOGITS, best_but_ends, best_tokens, guesses, log_sums
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
 from qwen_serve.server.engine.sampling.logprobs import Logprobs, Scores, log_softmax
 from qwen_serve.server.engine.vocab import Vocab
@@ -207,7 +207,7 @@ def test_a_step_behind_a_prompt_has_the_graph_of_the_step_before(
     model: Model, kind: DeviceSampler | None
 ) -> None:
     """And whole rows are those of the last pass, not of the graph that was built last."""
-    if not HAS_LOGITS_TENSOR:
+    if not READS_LOGITS:
         pytest.skip("llama.cpp has no patch steps-apart")
     tokens = np.random.default_rng(1).integers(256, 2000, 100)
     context = make(model, kind)
@@ -219,9 +219,7 @@ def test_a_step_behind_a_prompt_has_the_graph_of_the_step_before(
         context.outputs[n - 1] = 1
         context.decode(n)
         rows = context.rows([sequence], [n - 1])
-        found = rows.logits(0) if kind is None else rows.fetch(0)
-        assert found is not None
-        return found.copy()
+        return (rows.logits(0) if kind is None else rows.fetch(0)).copy()
 
     def step(end: int) -> npt.NDArray[np.float32]:
         return row(0, end - 1, end)

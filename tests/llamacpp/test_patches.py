@@ -1,14 +1,26 @@
-"""LLAMA_PATCHES_HIDE: the server without some of its libllama's patches."""
+"""The names of the changes in libllama, and LLAMA_PATCHES_HIDE, which the server does without."""
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from qwen_serve.llamacpp import HAS_RING, SHARES_SNAPSHOTS, patches
 from qwen_serve.llamacpp.patches import HIDE, RING, SHARED_SNAPSHOTS
+from tests.patches.changes import changes
 from tests.processes import run
+
+PATCHES = Path(__file__).parents[2] / "patches" / "llama.cpp"
+TOLD = """
+import ctypes, sys
+import llama_cpp.llama_cpp as C
+C._lib.llama_patches = ctypes.CDLL(sys.argv[1]).llama_patches
+from qwen_serve.llamacpp.patches import READS_OWN_CELLS, amx_is_right, patches
+print(READS_OWN_CELLS, amx_is_right(), *patches())
+"""
+"""With another library's answer."""
 
 TELL = (
     "from qwen_serve.llamacpp import HAS_RING, SHARES_SNAPSHOTS, patches; "
@@ -39,3 +51,15 @@ def test_what_the_server_cannot_do_without_is_refused() -> None:
         "amx-broadcast, batch-invariant, f16-copies, layer-inputs-ring, repacked-weights, shared-snapshots"
     )
     assert f"LLAMA_PATCHES_HIDE: mmq-thin: want some of {known}" in done.stderr
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["this one", "one of the days of a patch a change"])
+def test_a_library_tells_its_changes_by_name(tmp_path: Path, numbered: bool) -> None:
+    """What the server does, and which stored measurements it takes, depends on the names."""
+    names = changes(PATCHES)
+    answer = " ".join(f"{number:04}-{name}" if numbered else name for number, name in enumerate(names, 101))
+    (tmp_path / "a.c").write_text(f'const char * llama_patches(void) {{ return "{answer}"; }}\n')
+    library = tmp_path / "a.so"
+    run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "a.c"], check=True)
+    done = run([sys.executable, "-c", TOLD, library], check=True)
+    assert done.stdout.split() == ["True", "True", *names]

@@ -1,4 +1,4 @@
-"""patches/measure.sh with programs that print their environment: each step disables all later patches."""
+"""patches/measure.sh with programs that print their environment: each step disables all later changes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.patches.changes import changes
 from tests.processes import run
 
 PATCHES = Path(__file__).parents[2] / "patches"
 SCRIPT = PATCHES / "measure.sh"
-QUEUE = [path.stem[5:] for path in sorted((PATCHES / "llama.cpp").glob("*.patch"))]
+QUEUE = changes(PATCHES / "llama.cpp")
 OFF = dict(re.findall(r"^    \[([a-z0-9-]+)\]=(\S+)$", SCRIPT.read_text(), re.MULTILINE))
 SWITCHED = [name for name in QUEUE if name in OFF]
 VARIABLES = sorted({setting.partition("=")[0] for setting in OFF.values()} - {"LLAMA_PATCHES_HIDE"})
@@ -63,7 +64,7 @@ def settings(tmp_path: Path) -> dict[str, set[str]]:
     return {row["label"]: set(row["set"].split()) for row in map(json.loads, lines)}
 
 
-def test_every_patch_but_seven_has_a_switch() -> None:
+def test_every_change_but_seven_has_a_switch() -> None:
     without = {"amx-broadcast", "kq-mask-own-cells", "ssm-out-2d", "batch-invariant"}
     without |= {"batch-lean", "sampled-rows", "next-tokens"}
     assert set(QUEUE) - set(OFF) == without
@@ -71,9 +72,9 @@ def test_every_patch_but_seven_has_a_switch() -> None:
 
 
 def test_switches_are_read_by_someone_and_documented() -> None:
-    sources = "".join(
-        path.read_text() for path in [PATCHES / "switches.patch", *PATCHES.glob("llama.cpp/*.patch")]
-    )
+    hooks = [PATCHES / "switches.patch", *PATCHES.glob("llama.cpp/*.patch")]
+    kernels = (PATCHES.parent / "native").rglob("*.c*")
+    sources = "".join(path.read_text() for path in [*hooks, *kernels])
     table = (PATCHES / "README.md").read_text()
     for name in VARIABLES:
         assert f'"{name}"' in sources

@@ -1,5 +1,5 @@
-"""The patch queue: its documentation is complete, and patched llama.cpp computes what stock llama.cpp
-does."""
+"""The patches and our own sources: their documentation is complete, and patched llama.cpp computes what stock
+llama.cpp does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import llama_cpp
 import numpy as np
@@ -20,37 +19,64 @@ import pytest
 from qwen_serve.bench.servers.builds import build_programs, llama_cpp_sources
 from qwen_serve.llamacpp.patches import patches
 from qwen_serve.server.build_machine import processors
+from qwen_serve.server.llama_build import SOURCES
 from tests.conftest import nano_gguf
+from tests.patches.changes import changes, changes_of
 from tests.patches.rows import RUNS
 from tests.processes import run
 
 PATCHES = Path(__file__).parents[2] / "patches"
+NATIVE = PATCHES.parent / "native"
 QUEUE = sorted(Path(os.environ.get("PATCH_QUEUE", PATCHES / "llama.cpp")).glob("*.patch"))
 """patches/bump.py has the queue that it moved tested before it is the tree's."""
 ROWS = Path(__file__).parent / "rows.py"
 
 
 @pytest.mark.parametrize("patch", QUEUE, ids=lambda path: path.stem)
-def test_a_header_says_what_why_measured_and_upstream(patch: Path) -> None:
-    header = patch.read_text().split("\ndiff --git ")[0]
+def test_a_patch_only_hooks_and_its_header_says_what_changes(patch: Path) -> None:
+    """What is new is a file in native/, so that it is read as source."""
+    header, _, diff = patch.read_text().partition("\ndiff --git ")
     assert re.search(r"^From: .+$", header, re.MULTILINE), "git am needs it"
     assert re.search(r"^Subject: \[PATCH\] \S.* : \S.+", header, re.MULTILINE), "[PATCH] module : what"
-    assert re.search(r"\b([Mm]easured)\b", header)
-    assert re.search(r"^Upstream: ", header, re.MULTILINE)
+    assert re.findall(r"^([a-z0-9-]+): \S", header, re.MULTILINE) == changes_of(patch)
+    assert f"patches/notes/{patch.stem}.md" in header
+    assert not re.search(r"^(new file|deleted file|--- /dev/null)", diff, re.MULTILINE)
 
 
 def test_the_order_is_that_of_the_numbers() -> None:
     assert QUEUE, "no queue"
-    assert all(re.fullmatch(r"\d{4}-[a-z0-9-]+\.patch", patch.name) for patch in QUEUE)
-    assert len({patch.name[:4] for patch in QUEUE}) == len({patch.name[5:] for patch in QUEUE}) == len(QUEUE)
+    assert all(re.fullmatch(r"\d\d-[a-z0-9-]+\.patch", patch.name) for patch in QUEUE)
+    assert len({patch.name[:2] for patch in QUEUE}) == len(QUEUE)
+    names = changes(QUEUE[0].parent)
+    assert len(set(names)) == len(names)
 
 
-def test_every_topic_has_a_page_that_names_its_patches() -> None:
-    """The first two digits of a patch's number are its topic's."""
-    pages = {page.name[:2]: page.read_text() for page in (PATCHES / "topics").glob("*.md")}
-    assert sorted(pages) == sorted({patch.name[:2] for patch in QUEUE})
+def test_every_topic_has_pages_that_name_its_changes() -> None:
+    """The notes say what was measured of each, and what upstream has."""
+    for folder in ("topics", "notes"):
+        assert {page.stem for page in (PATCHES / folder).glob("*.md")} >= {patch.stem for patch in QUEUE}
     for patch in QUEUE:
-        assert f"`{patch.stem[5:]}`" in pages[patch.name[:2]]
+        page = (PATCHES / "topics" / f"{patch.stem}.md").read_text()
+        parts = re.split(r"^## ", (PATCHES / "notes" / f"{patch.stem}.md").read_text(), flags=re.MULTILINE)
+        notes = dict(part.split("\n", 1) for part in parts[1:])
+        assert list(notes) == changes_of(patch)
+        for name, note in notes.items():
+            assert f"`{name}`" in page
+            assert re.search(r"\b[Mm]easured\b", note)
+            assert re.search(r"^Upstream: ", note, re.MULTILINE)
+
+
+def test_every_own_source_is_compiled_or_included() -> None:
+    """patches/apply.cmake compiles those of these folders."""
+    files = {path.relative_to(NATIVE) for path in NATIVE.rglob("*") if path.is_file()}
+    compiled = {path for path in files if path.suffix in {".c", ".cpp", ".cu"}}
+    assert {path for path in files if path.suffix not in SOURCES} <= {Path("README.md")}
+    assert {path.parent.as_posix() for path in compiled} <= {"ggml/src/ggml-cuda", "src", "tests"}
+    text = "".join(path.read_text() for path in [*QUEUE, *(NATIVE / path for path in files)])
+    text += (PATCHES / "apply.cmake").read_text()
+    included = files - compiled - {Path("README.md")}
+    assert included
+    assert not [path for path in included if not re.search(rf'#include ".*\b{re.escape(path.name)}"', text)]
 
 
 def test_the_loaded_library_tells_what_it_has() -> None:
@@ -65,7 +91,7 @@ FOLDERS = ("include", "ggml", "src", "common", "vendor", "tests")
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, Path]:
     """The folders of libllama: stock (llama-quantize brings it), and the installed one, which is patched."""
-    assert patches() == tuple(patch.stem[5:] for patch in QUEUE), "another queue is installed: make setup"
+    assert patches() == tuple(changes(QUEUE[0].parent)), "another queue is installed: make setup"
     return {
         "stock": build_programs(["llama-quantize"], patched=False),
         "patched": Path(llama_cpp.__file__).parent / "lib",
@@ -85,10 +111,11 @@ def stock(libraries: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def patched(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with the queue applied."""
+    """A copy with the queue applied, and our own sources where a compiler finds them beside upstream's."""
     made = shutil.copytree(stock, tmp_path_factory.mktemp("patched"), dirs_exist_ok=True)
     for patch in QUEUE:
         apply(patch, made)
+    shutil.copytree(NATIVE, made, dirs_exist_ok=True)
     return made
 
 
@@ -160,7 +187,7 @@ def test_padded_steps_have_the_bits_of_others(
 
 @pytest.mark.reference
 def test_masks_are_those_of_stock(libraries: dict[str, Path], patched: Path, tmp_path: Path) -> None:
-    """A patch adds this test to llama.cpp: with random cells, every mask equals the original function's."""
+    """With random cells, every mask equals the original function's."""
     library, program = libraries["patched"], tmp_path / "test-kv-mask"
     command = ["c++", "-std=c++17", "-O1", "-Iinclude", "-Iggml/include", "-o", str(program)]
     command += ["tests/test-kv-mask.cpp", f"-L{library}", "-lllama", "-lggml-base", f"-Wl,-rpath,{library}"]
@@ -290,40 +317,26 @@ INCLUDED = ("include", "ggml/include", "ggml/src", "common", "ggml/src/ggml-cpu"
 
 @pytest.mark.reference
 @pytest.mark.timeout(3600)
-def test_each_patch_compiles_on_those_before_it(stock: Path, tmp_path: Path) -> None:
-    """Compiles the sources that a patch changes and libllama's sources that include them; after the last
-    patch, others that include them, too. CUDA is not compiled."""
-    sources = shutil.copytree(stock, tmp_path / "llama.cpp")
-    touched = {patch: re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE) for patch in QUEUE}
-    some = {path for paths in touched.values() for path in paths if COMPILED.fullmatch(path)}
-    included: dict[str, set[str]] = {}  # known once it is compiled
-    stale: set[str] = set()
+def test_what_includes_a_hooked_file_compiles(patched: Path) -> None:
+    """libllama's sources, and those of llama.cpp's tests that the build of a wheel leaves out. CUDA is not
+    compiled."""
+    touched = {
+        path for patch in QUEUE for path in re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
+    }
+    touched |= {path.relative_to(NATIVE).as_posix() for path in NATIVE.rglob("*")}
+    sources = sorted(path for path in touched if COMPILED.fullmatch(path))
+    assert len(sources) > 20
     with ThreadPoolExecutor(processors()) as pool:
-        for patch, paths in touched.items():
-            apply(patch, sources)
-            headers = {path for path in paths if path.endswith(".h")}
-            stale |= {path for path in some if path in paths or headers & included.get(path, headers)}
-            now = sorted(
-                path
-                for path in stale
-                if (sources / path).is_file()
-                and (patch == QUEUE[-1] or path in paths or path.startswith("src/"))
-            )
-            stale.difference_update(now)
-            for path, (error, files) in zip(now, pool.map(partial(compiled, sources), now), strict=True):
-                assert not error, f"{patch.stem}: {error[:2000]}"
-                included[path] = files
-    assert not stale
+        for path, error in zip(sources, pool.map(partial(compiled, patched), sources), strict=True):
+            assert not error, f"{path}: {error[:2000]}"
 
 
-def compiled(sources: Path, path: str) -> tuple[str, set[str]]:
-    """The compiler's errors in a source, and the files that it was made of."""
-    with NamedTemporaryFile(suffix=".d") as made_of:
-        flags = ["-std=c++17", "-fsyntax-only", "-w", "-MMD", "-MF", made_of.name]
-        command = [os.environ.get("CXX", "c++"), *flags, *(f"-I{folder}" for folder in INCLUDED), path]
-        done = run(command, cwd=sources)
-        names = Path(made_of.name).read_text().replace("\\\n", " ").split()[1:]
-    return done.stderr if done.returncode else "", {os.path.normpath(name) for name in names}
+def compiled(sources: Path, path: str) -> str:
+    """The compiler's errors in a source."""
+    folders = [f"-I{folder}" for folder in INCLUDED]
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", "-w", *folders, path]
+    done = run(command, cwd=sources)
+    return done.stderr if done.returncode else ""
 
 
 @pytest.mark.reference

@@ -10,7 +10,7 @@ from gguf import GGUFReader
 from qwen_serve.bench.servers.builds import build_programs
 from qwen_serve.convert.calibration import write_text
 from qwen_serve.convert.imatrix import collect_imatrix
-from qwen_serve.convert.kld import measure_divergence
+from qwen_serve.convert.kld import OWN, measure_divergence
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import Recipe, load_recipe
 from qwen_serve.llamacpp.evaluation import Runtime
@@ -69,7 +69,7 @@ def test_the_importance_matrix_lowers_the_divergence(nano_f16: Path, tmp_path: P
     for taken in (None, imatrix):
         out = tmp_path / "q.gguf"
         quantize(nano_f16, out, recipe=load_recipe("Q2_K"), imatrix=taken, runtime=RUNTIME)
-        divergence = measure_divergence(nano_f16, out, text=evaluation, runtime=RUNTIME)
+        divergence = measure_divergence(nano_f16, out, texts={OWN: evaluation}, runtime=RUNTIME)[OWN]
         assert divergence.tokens >= 32_768
         means.append(divergence.mean)
     without, with_ = means

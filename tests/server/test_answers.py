@@ -66,6 +66,23 @@ def test_an_answer_is_the_same_alone_in_company_and_with_all_drafts(
         assert sum(cell.get("accepted_tokens", 0) for cell in found["servers"][way].values()) > 0, way
 
 
+@pytest.mark.parametrize("budget", [0, 512])
+def test_sampled_on_the_device_too(nano_q4_k_m: Path, tmp_path: Path, budget: int) -> None:
+    """As on every GPU: rows that candidates do not settle are fetched. With chunks of 512 as there, too."""
+    how: dict[str, Any] = {
+        "deterministic": True,
+        "sampling": "device",
+        "parallel": 32,
+        "prefill_budget": budget,
+    }
+    servers: dict[str, dict[str, Any]] = {"alone": {**how, "speculation": "off", "prefix_cache": False}}
+    servers["drafts"] = {**how, "speculation": "ngram", "draft_always": True}
+    words = ["--requests", "66", "--levels", "32,8", "--aborts", "0.2"]
+    status, found = asked(nano_q4_k_m, tmp_path, servers, *words)
+    assert (status, found["errors"], found["differences"]) == (0, [], [])
+    assert found["compared"] > 300
+
+
 def test_experts_too(nano_moe_q4_k_m: Path, tmp_path: Path) -> None:
     servers = {
         way: {"speculation": way, "draft_always": way != "off", "deterministic": True, "parallel": 16}

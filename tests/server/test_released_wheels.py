@@ -149,8 +149,8 @@ def test_names_say_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
     assert Released.named("cpu-x86_64").key == before
     (tmp_path / "patches" / "llama.cpp").mkdir(parents=True)
-    (tmp_path / "patches" / "llama.cpp" / "0001-a.patch").write_text("a")
-    monkeypatch.setattr(released_wheels, "data_folder", lambda name: tmp_path / name)
+    (tmp_path / "patches" / "llama.cpp" / "01-a.patch").write_text("a")
+    monkeypatch.setattr(llama_build, "data_folder", lambda name: tmp_path / name)
     assert Released.named("cpu-x86_64").key != before
 
 
@@ -229,7 +229,7 @@ def test_a_wheel_of_other_patches_does_not_match(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = release(tmp_path / "wheels", "cpu-x86_64-avx512")
-    monkeypatch.setattr(Released, "patches_digest", lambda self: "another")
+    monkeypatch.setattr(released_wheels, "sources_digest", lambda: "another")
     assert setup_llama.main(["--wheels", str(where)]) == 1
     said = capsys.readouterr()
     assert f"no ready-made wheel: {where} has no {ask().key}\n" in said.out

@@ -289,16 +289,34 @@ def test_what_differs_has_another_key(machine: Path, monkeypatch: pytest.MonkeyP
     assert keys[0].startswith(requirement().partition("==")[2] + "-cpu-")
 
 
-def test_a_changed_patch_is_another_build(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+OURS = (
+    "patches/llama.cpp/01-a.patch",
+    "patches/apply.cmake",
+    "native/src/a.cpp",
+    "native/src/a.h",
+    "native/tests/a.inc",
+)
+OURS += ("native/ggml/src/ggml-cuda/a.cu", "native/ggml/src/ggml-cuda/a.cuh")
+
+
+@pytest.mark.parametrize("changed", OURS)
+def test_a_changed_byte_is_another_build_and_another_release(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
 ) -> None:
-    patches = tmp_path / "patches"
-    (patches / "llama.cpp").mkdir(parents=True)
-    (patches / "llama.cpp" / "0001-a.patch").write_text("a")
-    monkeypatch.setattr(llama_build, "data_folder", lambda name: tmp_path / name)
-    first = build().key
-    (patches / "llama.cpp" / "0001-a.patch").write_text("b")
-    assert build().key != first
+    for name in OURS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a")
+    for module in (llama_build, released_wheels):
+        monkeypatch.setattr(module, "data_folder", lambda name: tmp_path / name)
+
+    def keys() -> set[str]:
+        return {build().key, released_wheels.Released.named("cpu-x86_64").key}
+
+    first = keys()
+    (tmp_path / "native" / "notes.md").write_text("nothing that is compiled")
+    assert keys() == first
+    (tmp_path / changed).write_text("b")
+    assert not keys() & first
 
 
 def test_a_kept_wheel_is_taken_from_a_folder_that_nobody_may_write(machine: Path, tmp_path: Path) -> None:

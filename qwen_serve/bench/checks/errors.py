@@ -71,7 +71,7 @@ ROWS = (
     Row("content_number", "content", [{"role": "user", "content": 5}], "messages"),
     Row("content_part_unknown", "content", [{"role": "user", "content": [IMAGE]}], "messages"),
     Row("max_tokens_zero", "max_tokens", 0),
-    Row("max_tokens_negative", "max_tokens", -1),
+    Row("max_tokens_negative", "max_tokens", -2),
     Row("max_tokens_fraction", "max_tokens", 1.5),
     Row("max_tokens_string", "max_tokens", "ten"),
     Row("max_tokens_boolean", "max_tokens", True),

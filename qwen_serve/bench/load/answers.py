@@ -3,7 +3,8 @@
 The first server answers requests of all kinds one by one. Then each server answers them one by one and many
 at once, each time in another order, while other clients disconnect in the middle of their answers. The whole
 choice is compared: text, reasoning, tool calls, and the log-probabilities of every token and its
-alternatives, to the last digit. One kind of request wants no log-probabilities, one those of its prompt.
+alternatives, to the last digit. Some kinds of requests (`kinds.py`) want no log-probabilities, since a server
+then computes less and launches steps ahead; one wants those of its prompt.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from qwen_serve.bench.errors import BenchError, ServerError
 from qwen_serve.bench.load.cell import Supply
 from qwen_serve.bench.load.client import clip, error_text
 from qwen_serve.bench.load.generator import Job, Sender, Target
+from qwen_serve.bench.load.kinds import KINDS, TURNS, job_of, prefixes_of
 from qwen_serve.bench.load.prompts import Prompts
 from qwen_serve.bench.load.protocol import at_concurrency
 from qwen_serve.bench.load.soak import leave
@@ -32,52 +34,16 @@ from qwen_serve.bench.servers.peers import PeerOptions, contestants, make_setup
 from qwen_serve.bench.servers.programs import SYNTAX
 from qwen_serve.bench.servers.turns import Contender
 from qwen_serve.bench.store import Run
-from qwen_serve.bench.terminal import Bar
+from qwen_serve.bench.terminal import Bar, Table
 from qwen_serve.common.files import write_text
 
 WORKLOAD = "answers"
 VERDICT = "verdict.json"
-PREFIXES = 3
-LIKELIEST = 3
-"""Alternative tokens at each position whose log-probabilities are compared."""
 SHOWN = 10
 """Differences that the verdict lists."""
-TURNS = 3
-"""Turns of a chat."""
 
 SPECULATION = ("off", "ngram", "mtp", "both")
 """Values of --speculation; each has a server of its own."""
-
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 20},
-        "days": {"type": "integer", "minimum": 1, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["sea", "snow", "sun"]}, "maxItems": 3},
-    },
-    "required": ["city", "days", "tags"],
-    "additionalProperties": False,
-}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "trip", "strict": True, "schema": SCHEMA}}
-TOOL = {"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}
-UNSCORED = "unscored"
-"""Kind of greedy request without log-probabilities, whose steps a server may launch ahead."""
-FIELDS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    UNSCORED: {"ignore_eos": True},
-    "scored prompt": {"prompt_logprobs": 1},
-    "seeded": {"temperature": 1.0},
-    "prefix": {},
-    "repeats": {"ignore_eos": True},
-    "chat": {},
-    "seeded chat": {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
-    "schema": {"temperature": 1.0, "response_format": FORMAT},
-    "thinking": {"chat_template_kwargs": {"enable_thinking": True}},
-    "tools": {"tools": [TOOL], "tool_choice": "required"},
-}
-"""Kind of request -> its fields, besides the seed and log-probabilities."""
-COMPLETIONS = frozenset({"greedy", UNSCORED, "scored prompt", "repeats"})
-"""Kinds without a chat template."""
 
 Share = Annotated[float, Parameter(validator=Number(gte=0, lt=1))]
 
@@ -188,24 +154,12 @@ async def converse(sender: Sender, job: Job) -> list[str]:
 async def conversations(made: Prompts, count: int, tokens: int, rng: random.Random) -> list[Asked]:
     """``count`` conversations of all kinds, with up to ``tokens`` tokens a turn. They depend only on the
     state of ``rng``."""
-    prefixes = [await made.make(tokens, rng) for _ in range(PREFIXES)]
-    found = []
-    for number in range(count):
-        kind = [*FIELDS][number % len(FIELDS)]
-        text = await made.make(rng.randint(max(1, tokens // 8), tokens), rng)
-        turns: tuple[str, ...] = (text,)
-        if kind == "prefix":
-            turns = (f"{rng.choice(prefixes)}\n\n{text}",)
-        elif kind == "repeats":
-            turns = (f"{text}\n\n{text}",)
-        elif kind.endswith("chat"):
-            turns = (text, *[await made.make(max(1, tokens // 8), rng) for _ in range(TURNS - 1)])
-        chat = kind not in COMPLETIONS
-        wanted = {"logprobs": True, "top_logprobs": LIKELIEST} if chat else {"logprobs": LIKELIEST}
-        if kind == UNSCORED:
-            wanted = {}
-        found.append(Asked(kind, Job(turns, chat, fields={**FIELDS[kind], **wanted, "seed": number})))
-    return found
+    prefixes, names = await prefixes_of(made, tokens, rng), [*KINDS]
+    return [
+        Asked(name, await job_of(name, made, tokens, prefixes, rng, number))
+        for number in range(count)
+        for name in [names[number % len(names)]]
+    ]
 
 
 def usual_peers(draft_model: Path | None, flags: str) -> tuple[str, ...]:
@@ -283,12 +237,12 @@ answers.__doc__ = f"""Check that answers do not depend on other requests: alone 
 
 The first server answers each request alone. Then every server answers the same requests at each level of
 concurrency. The requests are greedy and seeded: chats, shared prefixes, texts that repeat, schemas,
-thinking, tool calls and scored prompts. Each server is started on a free port, and stopped before the
-next. Without --peer the first is `server --deterministic` without drafts and prefix cache; the others
-have a value of --speculation each.
+grammars, thinking, tool calls, penalties, biases and scored prompts. Each server is started on a free
+port, and stopped before the next. Without --peer the first is `server --deterministic` without drafts and
+prefix cache; the others have a value of --speculation each.
 
-The last line is the verdict. {VERDICT} in the run's folder has the details, even if the run is stopped. The
-exit status is 0 if nothing differs.
+A table says what was sent, compared and refused. The last line is the verdict. {VERDICT} in the run's
+folder has the details, even if the run is stopped. The exit status is 0 if nothing differs.
 
 {SYNTAX}
 
@@ -351,6 +305,24 @@ async def _levels(
             run.add(target.name, WORKLOAD, cell, 1, one.counters)
 
 
+def _table(told: Mapping[str, Mapping[str, Compared]]) -> Table:
+    """What each server was sent at each level, and what became of it."""
+    lines: list[dict[str, str | int]] = [
+        {
+            "server": server,
+            "at once": cell.removesuffix(" concurrent"),
+            "sent": one.compared + len(one.errors) + one.left,
+            "compared": one.compared,
+            "differ": one.compared - one.same,
+            "refused": len(one.errors),
+            "clients left": one.left,
+        }
+        for server, cells in told.items()
+        for cell, one in cells.items()
+    ]
+    return Table.of(lines, title="Answers compared with those given alone")
+
+
 def _verdict(
     run: Run, told: Mapping[str, Mapping[str, Compared]], levels: Sequence[int], *, stopped: bool = False
 ) -> int:
@@ -391,6 +363,7 @@ def _verdict(
         "errors": errors[:SHOWN],
     }
     write_text(run.folder / VERDICT, json.dumps(whole, indent=1) + "\n")
+    _table(told).print()
     for error in errors[:1]:
         print(f"the first failure: {error}")
     for each in differences[:1]:

@@ -50,7 +50,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished generation. ``arrivals``: seconds from the start to each streamed piece of text."""
+    """A finished generation. ``arrivals``: seconds from the start to each streamed piece of text. ``calls``:
+    names and arguments of the tools that it calls."""
 
     text: str
     reasoning: str
@@ -59,6 +60,7 @@ class Completion:
     started: float
     seconds: float
     arrivals: list[float] = field(default_factory=list)
+    calls: str = ""
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -141,6 +143,7 @@ class Client:
                 usage=read_usage(answer),
                 started=started,
                 seconds=reply.seconds,
+                calls="".join(map(_called, (message or {}).get("tool_calls") or ())),
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ServerError(f"POST {path}: no completion in the answer: {clip(reply.text)}", 200) from error
@@ -151,6 +154,7 @@ class Client:
         """
         text: list[str] = []
         reasoning: list[str] = []
+        calls: list[str] = []
         arrivals: list[float] = []
         finish_reason: str | None = None
         usage: Usage | None = None
@@ -172,12 +176,15 @@ class Client:
                 thought = reasoning_of(delta)
                 if piece or thought or delta.get("tool_calls"):
                     arrivals.append(at)
+                calls += map(_called, delta.get("tool_calls") or ())
                 text.append(piece)
                 reasoning.append(thought)
                 finish_reason = choice.get("finish_reason") or finish_reason
         if not done:
             raise ServerError(f"POST {path}: the stream ended without [DONE]", 200)
-        return Completion("".join(text), "".join(reasoning), finish_reason, usage, started, last, arrivals)
+        return Completion(
+            "".join(text), "".join(reasoning), finish_reason, usage, started, last, arrivals, "".join(calls)
+        )
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[tuple[float, str], None]:
         """The stream's events as they arrive: (seconds since the request was sent, text after ``data:``).
@@ -283,6 +290,12 @@ def clip(text: str, limit: int = 200) -> str:
     """The text on one line, cut to ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def _called(call: Mapping[str, Any]) -> str:
+    """What a whole tool call, or a piece of one, says; without its id, which is always new."""
+    function = call.get("function") or {}
+    return f"{function.get('name') or ''}{function.get('arguments') or ''}"
 
 
 def _decode_event(path: str, data: str) -> Mapping[str, Any]:

@@ -61,8 +61,9 @@ class Sent:
 
     @property
     def text(self) -> str | None:
-        """All generated text, thinking included; None without an answer."""
-        return None if self.answer is None else self.answer.reasoning + self.answer.text
+        """All generated text, thinking and tool calls included; None without an answer."""
+        answer = self.answer
+        return None if answer is None else answer.reasoning + answer.text + answer.calls
 
 
 OnDone = Callable[[Sent], None]

@@ -3,8 +3,9 @@
 Clients send growing chats, new prompts and prompts behind a shared prefix, of random lengths. Some disconnect
 in the middle of a stream. Each window of time is a round. At the end the last quarter of the windows is
 compared with the first quarter after the warm-up: rates, latencies, and the server's memory from /metrics.
-With ``--deterministic`` some requests are first answered one by one; under load their answers must have the
-same text.
+With ``--deterministic`` half of the requests are of the kinds of `kinds.py`, with schemas, grammars, tools,
+penalties, biases and log-probabilities. Some requests are first answered one by one; under load their answers
+must have the same text and tool calls.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from qwen_serve.bench.arguments import Positive, PromptOptions, ServerOptions, S
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.load.cell import LOADED, Supply, measuring
 from qwen_serve.bench.load.generator import Job, Sender, Sent, Target, closed_loop, values_of
+from qwen_serve.bench.load.kinds import KINDS, job_of, prefixes_of
 from qwen_serve.bench.load.prompts import Prompts
 from qwen_serve.bench.load.protocol import at_concurrency
 from qwen_serve.bench.metrics import METRICS
@@ -34,7 +36,6 @@ from qwen_serve.bench.store import Results, Run
 from qwen_serve.bench.terminal import Bar, Table
 
 WORKLOAD = "soak"
-PREFIXES = 4
 REFERENCES = 150
 """Jobs that are first answered alone, as references."""
 KNOWN = 0.7
@@ -81,6 +82,8 @@ class MixedLoad:
     output_tokens: int
     rng: random.Random
     prefixes: Sequence[str] = ()
+    all_kinds: bool = False
+    """Whether half of the jobs are of any kind of ``KINDS``, which only this server has."""
     references: list[Task] = field(default_factory=list)
 
     async def task(self) -> Task:
@@ -90,7 +93,10 @@ class MixedLoad:
         return Task(await self._job(), self.rng.randint(1, self.output_tokens))
 
     async def _job(self) -> Job:
-        """A chat of one to four turns, a question behind a shared prefix, or a new prompt."""
+        """A chat of one to four turns, a question behind a shared prefix, a new prompt, or any kind."""
+        if self.all_kinds and self.rng.random() < 0.5:
+            name, seed = self.rng.choice([*KINDS]), self.rng.getrandbits(31)
+            return await job_of(name, self.prompts, self.input_tokens, self.prefixes, self.rng, seed)
         make, length = self.prompts.make, self.rng.randint(max(1, self.input_tokens // 8), self.input_tokens)
         kind = self.rng.choice(("chat", "shared", "alone"))
         if kind == "chat":
@@ -152,8 +158,9 @@ async def soak(
     aborts
         Share of requests whose client disconnects in the middle of the answer.
     deterministic
-        Compare answers with those to the same requests sent alone, which takes some minutes at the start. The
-        server must run with --deterministic.
+        Compare answers with those to the same requests sent alone, which takes some minutes at the start.
+        Half of the requests have schemas, grammars, tools, penalties, biases or log-probabilities. The server
+        must run with --deterministic.
     """
     settings = {
         "minutes": minutes,
@@ -168,8 +175,8 @@ async def soak(
     other = 0
     async with measuring("soak", server, store, prompts, settings, chat=True) as (run, target, supply):
         made, rng = await supply.prompts(), random.Random(prompts.seed)
-        prefixes = [await made.make(input_tokens, rng) for _ in range(PREFIXES)]
-        mixed = MixedLoad(target, made, input_tokens, output_tokens, rng, prefixes)
+        prefixes = await prefixes_of(made, input_tokens, rng)
+        mixed = MixedLoad(target, made, input_tokens, output_tokens, rng, prefixes, all_kinds=deterministic)
         if deterministic:
             with Bar("answers alone", total=REFERENCES, unit="jobs") as bar:
                 for _ in range(REFERENCES):

@@ -4,11 +4,10 @@
 
 builds programs (with CUDA if there is an NVIDIA GPU and nvcc) and prints their folder. pip fetches the sdist
 and cmake builds it, once, in `.work/llama.cpp` of the checkout. The programs of this command have the
-server's patches (patches/README.md); those of `qwen-bench peers` are stock. PATCHES=0 or 1 in the environment
-overrides that. Each kind of build has a folder of its own.
+server's patches and kernels (patches/README.md); those of `qwen-bench peers` are stock. PATCHES=0 or 1 in the
+environment overrides that. Each kind of build has a folder of its own.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -26,7 +25,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.server import build_machine
+from qwen_serve.server import build_machine, llama_build
+from qwen_serve.server.about import data_folder
 
 Flavour = Literal["cpu", "cuda"]
 
@@ -41,7 +41,6 @@ CMAKE_OPTIONS = (
 TARGET = re.compile(r"(?:set\s*\(\s*TARGET|add_executable\s*\()\s*(llama-[\w-]+)")
 """Matches the name of a program in llama.cpp's cmake files."""
 CACHE = Path(__file__).resolve().parents[3] / ".work" / "llama.cpp"
-PATCHES = Path(__file__).resolve().parents[3] / "patches"
 
 
 def llama_cpp_sources() -> Path:
@@ -101,11 +100,10 @@ def _backend(flavour: Flavour) -> list[str]:
 
 def _patches(patched: bool) -> tuple[str, list[str]]:
     """(suffix of the build folder's name, options for cmake)."""
-    options = [f"-DCMAKE_PROJECT_INCLUDE={PATCHES / 'apply.cmake'}"]
+    options = [f"-DCMAKE_PROJECT_INCLUDE={data_folder('patches') / 'apply.cmake'}"]
     if os.environ.get("PATCHES", str(int(patched))) == "0":
         return "", [*options, "-DLLAMA_PATCHES=OFF"]
-    queue = b"".join(patch.read_bytes() for patch in sorted((PATCHES / "llama.cpp").glob("*.patch")))
-    return f"-patched-{hashlib.sha256(queue).hexdigest()[:12]}", [*options, "-DLLAMA_PATCHES=ON"]
+    return f"-patched-{llama_build.sources_digest()}", [*options, "-DLLAMA_PATCHES=ON"]
 
 
 @contextmanager

@@ -5,12 +5,17 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen_serve.convert.errors import ConvertError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from qwen_serve.llamacpp.model import Model
 
 Purpose = Literal["calibration", "search", "evaluation"]
 
@@ -25,6 +30,11 @@ class Prompt:
     subject: str
     thinking: bool
     text: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation that it opens."""
+        return [{"role": "user", "content": self.text}]
 
 
 def load_prompts(purpose: Purpose) -> list[Prompt]:
@@ -52,17 +62,35 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConvertError(f"the model's chat template does not compile: {error}") from None
 
-    def render(self, prompt: Prompt) -> str:
-        """The text up to the beginning of the assistant's answer.
+    @classmethod
+    def of(cls, model: Model) -> ChatTemplate:
+        """The template of a model. Raises `ConvertError` if it has none."""
+        if source := model.metadata().get("tokenizer.chat_template"):
+            return cls(source)
+        raise ConvertError(
+            f"{model.path}: no tokenizer.chat_template, so the model cannot be prompted to write its own "
+            "text; add chat_template.jinja to the checkpoint, or use --calibration FILE and --no-kld"
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool,
+        answered: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The conversation's text, unless it is `answered` up to the beginning of the assistant's answer.
 
         Raises:
-            ConvertError: the template rejects a plain user message.
+            ConvertError: the template rejects the messages.
         """
         try:
             return self._template.render(
-                messages=[{"role": "user", "content": prompt.text}],
-                add_generation_prompt=True,
-                enable_thinking=prompt.thinking,
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=not answered,
+                enable_thinking=thinking,
             )
         except TemplateError as error:
             raise ConvertError(f"the model's chat template rejects a user message: {error}") from None

@@ -49,7 +49,8 @@ class ApiError(Exception):
         self.message = _cut(message)
         self.param = None if param is None else _cut(param)
         self.code = code
-        self.headers = headers
+        # OpenAI's and Anthropic's packages ask again after a 5xx, unless this header says that it is no use
+        self.headers = {"x-should-retry": "false", **(headers or {})} if status == 501 else headers
 
     @property
     def type(self) -> str:

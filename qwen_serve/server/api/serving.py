@@ -24,7 +24,7 @@ from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
 from qwen_serve.server.engine import InvalidGrammar, Progress, TokenBudget
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 
     from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.errors import ApiError
@@ -40,7 +40,7 @@ class ServedRequest:
 
     The constructor submits them. If `Engine.submit` raises, it ends those already running and raises the
     same. All answers to a prompt share it, and all answers share `stops` and the limits of `thinking`.
-    `constrain` returns each answer's constraint.
+    `constrain` returns each answer's constraint. `tags` are the tokens marked in their text.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ServedRequest:
         prefix: str,
         constrain: Callable[[], Constraint] | None = None,
         thinking: ThinkingLimits | None = None,
+        tags: Mapping[int, str] | None = None,
     ) -> None:
         self._context = context
         service = context.service
@@ -86,7 +87,7 @@ class ServedRequest:
                         progress=Progress() if request.stream and request.reports_progress else None,
                     )
                     spell_control = request.skip_special_tokens is False
-                    detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control)
+                    detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control, tags=tags)
                     self.generations.append(TextGeneration(generation, detokenizer))
         except BaseException:
             self.close()
@@ -249,13 +250,18 @@ async def compiled(
         await until_gone(context.http, in_thread(partial(dries.of, params), 0))
     if wanted is None:
         return None
-    compiling = context.service.backend.engine.grammars.compile(wanted.text)
-    try:
-        grammar = await until_gone(context.http, asyncio.wrap_future(compiling))
-    except InvalidGrammar as error:
-        message = f"{wanted.param} cannot be enforced: {error}"
-        raise bad_request(message, wanted.param, "invalid_value") from error
-    return partial(grammar.begin, wanted.param)
+    while True:
+        compiling = context.service.backend.engine.grammars.compile(wanted.text)
+        try:
+            grammar = await until_gone(context.http, asyncio.wrap_future(compiling))
+        except InvalidGrammar as error:
+            looser = wanted.loosened(str(error))
+            if looser is None:
+                message = f"{wanted.param} cannot be enforced: {error}"
+                raise bad_request(message, wanted.param, "invalid_value") from error
+            wanted = looser
+        else:
+            return partial(grammar.begin, wanted.param)
 
 
 def check_fields(context: RequestContext, request: GenerationRequest) -> None:

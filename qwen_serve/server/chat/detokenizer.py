@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import codecs
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from typing import TYPE_CHECKING
 
+from .markup import MARK, marked
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from qwen_serve.server.engine import Vocab
 
 
 class Detokenizer:
-    """Detokenizes one sequence, cut before the first stop string.
+    """Detokenizes one sequence; `feed` cuts it before the first stop string, `decode` does not.
 
     A character whose bytes span several tokens appears with its last byte. Invalid UTF-8 becomes U+FFFD, but
     an unfinished character at the end is left out. Text that may begin a stop string is held back until it is
@@ -22,24 +24,30 @@ class Detokenizer:
     """
 
     def __init__(
-        self, vocab: Vocab, stops: StopStrings | None = None, *, spell_control: bool = False
+        self,
+        vocab: Vocab,
+        stops: StopStrings | None = None,
+        *,
+        spell_control: bool = False,
+        tags: Mapping[int, str] | None = None,
     ) -> None:
-        """With `spell_control` the text includes control tokens by name."""
+        """With `spell_control` the text includes control tokens by name. `tags` are the tokens that are
+        marked in the text (`markup`), with their names."""
         self._bytes_of = vocab.spelling if spell_control else vocab.token_bytes
+        self._tags = {token: marked(tag) for token, tag in (tags or {}).items()}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._stops = stops
-        self._node = 0  # state of the stop strings' automaton after the text so far
-        self._held = ""
+        self.stops = None if stops is None else StopFilter(stops, self._arrived_with)
+        """What cuts the text; the caller's of `decode` to use."""
         self._length = 0  # characters decoded so far
         self._starts: list[int] = []  # the length at each token's arrival, if there are stop strings
         self._tokens = 0
-        self._flushed = False
-        self.stop_string: str | None = None
+        self.ended = False
+        """Whether no token follows."""
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete. Later tokens are ignored."""
-        return self.stop_string is not None
+    def stop_string(self) -> str | None:
+        """The stop string that is complete, if one is. Later tokens are ignored."""
+        return None if self.stops is None else self.stops.stop_string
 
     @property
     def completion_tokens(self) -> int:
@@ -49,56 +57,82 @@ class Detokenizer:
         unless they also have text before it. Without a stop, every token counts. So the count agrees with the
         tokenizer's count for the returned text, unless the model generated the text in other tokens.
         """
-        return self._tokens
+        return self._tokens if self.stop_string is None else self._settled
 
     @property
     def certain_tokens(self) -> int:
         """Number of tokens that begin in the returned text: no stop string can remove them any more."""
-        if self._stops is None or self.stopped or self._flushed:
-            return self._tokens
-        return bisect_left(self._starts, self._length - len(self._held))
+        return self.completion_tokens if self.stops is None or self.ended else self._settled
+
+    @property
+    def _settled(self) -> int:
+        return 0 if self.stops is None else bisect_left(self._starts, self.stops.settled)
+
+    def _arrived_with(self, position: int) -> int:
+        """Number of tokens up to the one that completed the character at `position`."""
+        return bisect_right(self._starts, position)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Takes the next tokens; returns their text, which may be empty."""
+        self._tokens += len(tokens)
+        if self.stops is None and self._tags.keys().isdisjoint(tokens):
+            return self._decoder.decode(b"".join(map(self._bytes_of, tokens)))
+        pieces = []
+        for token in tokens:
+            if self.stops is not None:
+                self._starts.append(self._length)
+            tag = self._tags.get(token)
+            text = self._decoder.decode(b"" if tag else self._bytes_of(token), final=tag is not None)
+            pieces.append(text + (tag or ""))
+            self._length += len(pieces[-1])
+        return "".join(pieces)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is now final, which may be empty."""
-        if self.stopped:
-            return ""
-        if self._stops is None:
-            self._tokens += len(tokens)
-            return self._decoder.decode(b"".join(map(self._bytes_of, tokens)))
-        ready = []
-        for token in tokens:
-            self._starts.append(self._length)
-            self._tokens += 1
-            text = self._decoder.decode(self._bytes_of(token))
-            self._length += len(text)
-            ready.append(self._release(text, self._stops))
-            if self.stopped:
-                break
-        return "".join(ready)
+        text = self.decode(tokens)
+        return text if self.stops is None else self.stops.feed(text, self._length - len(text))
 
     def flush(self) -> str:
         """Ends the sequence; returns the text held back."""
-        held, self._held, self._flushed = self._held, "", True
-        return held
+        self.ended = True
+        return "" if self.stops is None else self.stops.flush()
 
-    def _release(self, text: str, stops: StopStrings) -> str:
-        pending = self._held + text
-        early = self._tokens <= stops.min_tokens
+
+class StopFilter:
+    """Cuts a text, or the parts of one in which stop strings count, before the first stop string."""
+
+    def __init__(self, stops: StopStrings, arrived_with: Callable[[int], int]) -> None:
+        """`arrived_with` gives the number of tokens up to the one that completed a character."""
+        self._stops, self._arrived_with = stops, arrived_with
+        self._node = 0  # state of the stop strings' automaton after the text so far
+        self._held = ""
+        self.settled = 0
+        """The place before which no text can be cut, in characters of the whole text; in the end, the cut."""
+        self.stop_string: str | None = None
+
+    def feed(self, text: str, place: int) -> str:
+        """Takes more text, which begins at `place`; returns what is now final, which may be empty."""
+        if self.stop_string is not None:
+            return ""
+        stops, pending = self._stops, self._held + text
         for index, character in enumerate(text):
-            self._node = stops.step(self._node, character)
-            if early:
+            self._node = stops.step(self._node, "<" if character == MARK else character)
+            found = stops.match(self._node)
+            if found is None or (stops.min_tokens and self._arrived_with(place + index) <= stops.min_tokens):
                 continue
-            self.stop_string = stops.match(self._node)
-            if self.stop_string is not None:
-                cut = len(self._held) + index + 1
-                if not stops.included:
-                    cut -= len(self.stop_string)
-                self._tokens = bisect_left(self._starts, self._length - len(pending) + cut)
-                self._held = ""
-                return pending[:cut]
+            cut = len(self._held) + index + 1 - (0 if stops.included else len(found))
+            self.settled = place - len(self._held) + cut
+            self.stop_string, self._held = found, ""
+            return pending[:cut]
         certain = len(pending) - stops.held(self._node)
+        self.settled = place - len(self._held) + certain
         self._held = pending[certain:]
         return pending[:certain]
+
+    def flush(self) -> str:
+        """Ends a part of the text; returns what was held back."""
+        held, self._held, self._node = self._held, "", 0
+        return held
 
 
 class StopStrings:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs
 
-    from .detokenizer import Detokenizer
+    from .detokenizer import Detokenizer, StopFilter
 
 
 class TextGeneration:
@@ -23,7 +23,6 @@ class TextGeneration:
     def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
         self.generation = generation
         self._detokenizer = detokenizer
-        self._exhausted = False
         self._scored = 0
         """Tokens whose log-probabilities were returned."""
         self.tokens: list[int] | None = None
@@ -49,13 +48,29 @@ class TextGeneration:
 
     def flush(self) -> str:
         """Ends the tokens; returns the text held back."""
-        self._exhausted = True
+        self.end()
         return self._detokenizer.flush()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Takes the next tokens; returns their text, with marked tags (`markup`). The caller applies
+        `stops`."""
+        if self.tokens is not None:
+            self.tokens += tokens
+        return self._detokenizer.decode(tokens)
+
+    def end(self) -> None:
+        """Ends the tokens."""
+        self._detokenizer.ended = True
+
+    @property
+    def stops(self) -> StopFilter | None:
+        """What cuts the text, if anything does."""
+        return self._detokenizer.stops
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete; later tokens are not part of the text."""
-        return self._detokenizer.stopped
+        return self._detokenizer.stop_string is not None
 
     def cancel(self) -> None:
         """Frees the sequence. May be called at any time, and again."""
@@ -66,7 +81,7 @@ class TextGeneration:
         """Why the text ended; None until all text has been read. `cancelled` if the rest will not be read."""
         if self.stopped:
             return "stop"
-        if self._exhausted or self.generation.finish_reason == "cancelled":
+        if self._detokenizer.ended or self.generation.finish_reason == "cancelled":
             return self.generation.finish_reason
         return None
 

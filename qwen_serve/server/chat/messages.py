@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from .documents import text_of_file
 from .errors import PromptError
 from .pictures import MAX_IMAGES, GivenPicture
+from .values import read_object
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NEEDS_CONTENT = ("system", "user")
 _SHOW = ("user", "tool")
 """Roles whose content may have pictures."""
@@ -22,7 +23,8 @@ vLLM."""
 
 def check_messages(messages: object, pictures: list[GivenPicture] | None = None) -> list[dict[str, Any]]:
     """Return the messages as new dicts, in which roles are known, contents are text, and tool-call arguments
-    are objects.
+    are objects. Arguments that are no object, as those of a call that a limit cut off, become a parameter of
+    the name `arguments`, unless their beginning can be read.
 
     `developer` becomes `system`, `reasoning` becomes `reasoning_content`, and JSON strings in `arguments` are
     parsed. All system messages are joined into one at the beginning, with a blank line between them, because
@@ -76,19 +78,21 @@ def separate_reasoning(text: str) -> tuple[str, str] | None:
     return pieces[0].rstrip("\n").split("<think>")[-1].lstrip("\n"), pieces[-1].lstrip("\n")
 
 
-def begun_reply(message: Mapping[str, Any]) -> tuple[str, str]:
-    """The reasoning and the answer of a checked assistant message that is to be continued.
+def begun_reply(message: Mapping[str, Any]) -> tuple[str, str, bool]:
+    """The reasoning and the answer of a checked assistant message that is to be continued, and whether it
+    has closed its think block.
 
-    Without an answer the message ends inside its reasoning. The reasoning may also be in the content, after
-    `<think>`.
+    An answer closes it, and so does a `</think>` in the content, where the reasoning may also be.
     """
     text = plain_text(message["content"])
     if "reasoning_content" in message:
-        return message["reasoning_content"], text
+        return message["reasoning_content"], text, bool(text)
     parts = separate_reasoning(text)
-    if parts is None and text.lstrip().startswith("<think>"):
-        return text.lstrip().removeprefix("<think>"), ""
-    return parts or ("", text)
+    if parts is not None:
+        return *parts, True
+    if text.lstrip().startswith("<think>"):
+        return text.lstrip().removeprefix("<think>"), "", False
+    return "", text, bool(text)
 
 
 def plain_text(content: str | list[dict[str, Any]] | None) -> str:
@@ -139,12 +143,13 @@ def _message(message: object, where: str, pictures: list[GivenPicture] | None) -
         raise PromptError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
     if role == "developer":
         role = checked["role"] = "system"
+    if role == "function":  # the older form of a tool's result, and of a call
+        role = checked["role"] = "tool"
     if role == "assistant":
-        for key in ("function_call", "audio"):
-            if checked.get(key) is not None:
-                raise PromptError(
-                    f"{where}.{key} is not served; tool_calls and content are", f"{where}.{key}"
-                )
+        if (older := checked.pop("function_call", None)) is not None and not checked.get("tool_calls"):
+            checked["tool_calls"] = [{"type": "function", "function": older}]
+        if checked.get("audio") is not None:
+            raise PromptError(f"{where}.audio is not served; content is", f"{where}.audio")
         if (refusal := checked.pop("refusal", None)) is not None and checked.get("content") is None:
             checked["content"] = refusal  # where OpenAI's API has the text of an answer that refuses
     shown = pictures if role in _SHOW else None
@@ -179,9 +184,13 @@ def _content(
             pictures.append(GivenPicture.of_part(part, f"{where}[{index}]"))
             parts.append({"type": "image"})
             continue
+        if kind == "file":
+            parts.append({"type": "text", "text": text_of_file(part.get("file"), f"{where}[{index}].file")})
+            continue
         key = _TEXTS.get(kind) if isinstance(kind, str) else None
         if key is None:
-            served = "only 'text' is served" if pictures is None else "'text' and 'image_url' are served"
+            served = "'text' and 'file'" if pictures is None else "'text', 'file' and 'image_url'"
+            served += " are served"
             raise PromptError(f"{where}[{index}].type is {kind!r}; {served}", f"{where}[{index}].type")
         if not isinstance(part.get(key), str):
             raise PromptError(f"{where}[{index}].{key} must be a string", f"{where}[{index}].{key}")
@@ -219,10 +228,9 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
         raise PromptError(f"{where}.name must be a string", f"{where}.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise PromptError(f"{where}.arguments is not valid JSON: {error}", f"{where}.arguments") from None
+        # a limit may have cut them; what is no object is shown as it is
+        found = read_object(arguments)
+        arguments = {"arguments": arguments} if found is None else found
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):

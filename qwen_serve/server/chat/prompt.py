@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from qwen_serve.server.engine.vocab import token_of
+
 from .errors import PromptError
+from .markup import Tags
 from .messages import begun_reply, check_messages, check_tools, plain_text, separate_reasoning
 from .provenance import AddedTokens, choose_sentinel
 from .template import ChatTemplate
@@ -15,6 +18,10 @@ if TYPE_CHECKING:
     from qwen_serve.server.engine import Vocab
 
     from .pictures import GivenPicture
+
+
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""Names of reasoning efforts, from the least to the most."""
 
 
 class ReplyOptions(TypedDict, total=False):
@@ -68,8 +75,19 @@ class Prompter:
         """The template's source."""
         self._template = ChatTemplate(template_source)
         self._added = AddedTokens(vocab.added_tokens)
+        found = {tag: token_of(vocab, tag) for tag in Tags()}
+        self.tags = {token: tag for tag, token in found.items() if token is not None}
+        """The tokens that are tags of a reply (`markup`)."""
+        self.spelt_tags = [tag for tag in Tags() if tag in template_source and tag not in self.tags.values()]
+        """The tags of replies that are no tokens."""
+        self.closes_thinking = Tags().end_think in template_source
+        """Whether the prompt closes the think block of a reply that does not think."""
+        self._needs_question = False
         self.can_think = self._leaves_thinking_open()
         """Whether a reply begins with reasoning if thinking is on; a no-think template closes the block."""
+        self._needs_question = self._refuses_without_a_question()
+        self.efforts = [effort for effort in EFFORTS if self.takes_effort(effort)]
+        """The reasoning efforts that the template takes, as newer ones do; from the least to the most."""
 
     def chat(
         self,
@@ -108,8 +126,8 @@ class Prompter:
         if not self.can_think:
             return False
         if continue_final_message:
-            reasoning, answer = begun_reply(_final(check_messages(messages, [])))
-            return not answer and (bool(reasoning) or enable_thinking)
+            reasoning, _, closed = begun_reply(_final(check_messages(messages, [])))
+            return not closed and (bool(reasoning) or enable_thinking)
         return enable_thinking and add_generation_prompt
 
     def raw(self, text: str, check: Callable[[int], None] = lambda _: None) -> list[int]:
@@ -117,6 +135,23 @@ class Prompter:
         ids = self._vocab.tokenize(text, special=True, check=check)
         bos = self._vocab.bos_id
         return ids if bos is None else [bos, *ids]
+
+    def takes_effort(self, effort: object) -> bool:
+        """Whether the template reads `reasoning_effort`, and takes this value."""
+        if "reasoning_effort" not in self._template.variables:
+            return False
+        question = [{"role": "user", "content": "Hi"}]
+        try:
+            self.render(question, enable_thinking=True, template_kwargs={"reasoning_effort": effort})
+        except PromptError:
+            return False
+        return True
+
+    def plain(self, text: str) -> list[int]:
+        """The token ids of a text in which added tokens are plain text."""
+        sentinel = choose_sentinel(text)
+        pieces = self._added.cut(self._added.mark(text, sentinel), sentinel)
+        return [token for piece in pieces for token in self._vocab.tokenize(piece, special=False)]
 
     def _pieces(
         self,
@@ -132,10 +167,13 @@ class Prompter:
     ) -> Iterator[str]:
         try:
             checked = check_messages(messages, pictures)
-            reasoning, answer = begun_reply(_final(checked)) if continue_final_message else ("", "")
+            begun = begun_reply(_final(checked)) if continue_final_message else ("", "", False)
+            reasoning, answer, closed = begun
             if reasoning and not self.can_think:
                 reasoning = ""
-            if reasoning or answer:
+            if self._needs_question and all(message["role"] != "user" for message in checked):
+                checked.insert(checked[0]["role"] == "system", {"role": "user", "content": ""})
+            if reasoning or closed:
                 enable_thinking = bool(reasoning)
             extra = {**(template_kwargs or {}), "enable_thinking": enable_thinking}
             given = checked, check_tools(tools), extra, reasoning, answer
@@ -153,7 +191,7 @@ class Prompter:
         rendered = self._template.render(variables, marked_extra, check)
         if reasoning:
             rendered += "" if rendered.rstrip().endswith("<think>") else "<think>\n"
-            rendered += reasoning.strip() + "\n</think>\n\n" if answer else reasoning.lstrip()
+            rendered += reasoning.strip() + "\n</think>\n\n" if closed else reasoning.lstrip()
         return self._added.cut(rendered + answer, sentinel)
 
     def _leaves_thinking_open(self) -> bool:
@@ -164,6 +202,15 @@ class Prompter:
         except PromptError:
             return True  # the template needs other variables, too; but it knows think blocks
         return not text.rstrip().endswith("</think>")
+
+    def _refuses_without_a_question(self) -> bool:
+        """Whether the template wants a user's message, as Qwen3.5's does. An empty one is then added to a
+        conversation without any."""
+        try:
+            self.render([{"role": "system", "content": "Hi"}])
+        except PromptError:
+            return True
+        return False
 
     def _separate_reasoning(self, message: dict[str, Any], sentinel: str) -> None:
         """Moves an assistant's inline think block out of the content, since the template cannot find it once

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 
 from .bounded_template import MOST_CHARACTERS, BoundedEnvironment, TakesLong
 from .errors import PromptError
@@ -44,6 +45,8 @@ class ChatTemplate:
                 f"the chat template does not compile: {error} (line {error.lineno})", "chat_template"
             ) from None
         self._reserved = _OURS | environment.globals.keys()
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+        """The variables that the template reads."""
 
     def render(
         self, variables: dict[str, Any], extra: dict[str, Any], check: Callable[[int], None] = lambda _: None

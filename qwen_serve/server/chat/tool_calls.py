@@ -8,58 +8,45 @@
     </function>
     </tool_call>
 
-Values are bare text. Their types come from the tool's JSON schema.
+Values are bare text. Their types come from the tool's JSON schema. Models drift from this form; a call of an
+offered tool is read as what it means where the schema leaves no doubt.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
+
+from .markup import spelled
+from .values import read_object, typed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .markup import Tags
     from .scanner import Parser, Scanner
+    from .tool_schemas import ToolSchemas
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
-
-_FUNCTION = "<function="
+FUNCTION = "<function="
 _END_FUNCTION = "</function>"
 _PARAMETER = "<parameter="
 _END_PARAMETER = "</parameter>"
-_IMPLIED = {
-    "properties": "object",
-    "additionalProperties": "object",
-    "items": "array",
-    "prefixItems": "array",
-}
-"""Keyword -> the type that a schema without a `type` means by it."""
+_DAMAGED_FUNCTION, _DAMAGED_PARAMETER = "</function", "</parameter"
+_SPOILT = re.compile(r"[/\w]{0,10}")
+"""What stands between a damaged `</parameter` and its `>`, as in `</parameter1>`, if there is a `>`."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class ToolSchemas:
-    """The parameter schemas of a request's tools (OpenAI's objects), which give call arguments their
-    types."""
+class Reading(NamedTuple):
+    """How calls are read."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        functions = [_dict(tool.get("function")) for tool in tools]
-        self._schemas = {function.get("name"): _dict(function.get("parameters")) for function in functions}
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a tool of this name is offered."""
-        return name in self._schemas
-
-    def types(self, name: str, parameter: str) -> set[str]:
-        """The JSON types of a tool's parameter; empty if its schema does not say."""
-        schema = self._schemas.get(name, {})
-        described: list[object] = []
-        for part in _parts(schema, schema):
-            given = _dict(part.get("properties"))
-            described.append(given[parameter] if parameter in given else part.get("additionalProperties"))
-        return {name for one in described for name in _types(one, schema)}
+    schemas: ToolSchemas
+    tags: Tags
+    drifts: bool
+    """Whether calls may have drifted from their form. Not where a grammar enforces it, and then a value may
+    contain what looks like the next parameter."""
 
 
 class CallReader:
@@ -67,64 +54,193 @@ class CallReader:
 
     A parameter's value may contain `</parameter>`. It ends only at a `</parameter>` that the next parameter
     or the function's end follows. If a parameter is given twice, the first value counts.
+
+    These drifts are understood, too, in the call of an offered tool: a missing `</parameter>` before
+    `</function>`, before `</tool_call>`, and before a line with a declared parameter that has no value yet; a
+    missing `</function>`; a missing `>`; quoted names; `<parameter=` in place of `<function=`; arguments, or
+    the whole call, as JSON.
     """
 
-    def __init__(self, scanner: Scanner, schemas: ToolSchemas) -> None:
+    def __init__(self, scanner: Scanner, reading: Reading) -> None:
         self._scanner = scanner
-        self._schemas = schemas
+        self._schemas, self._tags, self._drifts = reading
         self.name = ""
+        self.closed = False
+        """Whether the `</tool_call>` has been read."""
         self._key: str | None = None  # the next value's parameter, if there is one
+        self._whole: str | None = None  # all arguments, if they are written as JSON
+        self._written: set[str] = set()
+        self._quoted = 0  # calls quoted in the current value that are not closed yet
 
-    def begin(self) -> Parser[bool]:
-        """Reads up to the first parameter's value. Returns whether it is a call; its `name` is known then."""
-        yield from self._scanner.spaces()
-        if not (yield from self._scanner.tag(_FUNCTION)):
+    @property
+    def offered(self) -> bool:
+        """Whether the tool is offered."""
+        return self.name in self._schemas
+
+    @property
+    def _lenient(self) -> bool:
+        return self._drifts and self.offered
+
+    def begin(self, *, function: bool = False) -> Parser[bool]:
+        """Reads up to the first parameter's value; with `function` the `<function=` has been read. Returns
+        whether it is a call; its `name` is known then."""
+        tag = FUNCTION
+        if not function:
+            yield from self._scanner.spaces()
+            while self._drifts and (yield from self._scanner.tag(self._tags.call)):
+                yield from self._scanner.spaces()
+            openings = (FUNCTION, _PARAMETER, "{") if self._drifts else (FUNCTION,)
+            tag = yield from self._scanner.tag(*openings, take=False)
+            if not tag or tag == "{":
+                return bool(tag) and (yield from self._json())
+            yield from self._scanner.tag(tag)
+        self.name = yield from self._name(self._schemas.__contains__)
+        if not self.name or (tag == _PARAMETER and not self.offered):
             return False
-        self.name = yield from self._scanner.name()
-        if not self.name:
-            return False
         yield from self._scanner.spaces()
+        if self._lenient and (yield from self._scanner.tag("{", take=False)):
+            return (yield from self._json())
         return (yield from self._heading())
 
     def arguments(self, emit: Callable[[str], None]) -> Parser[bool]:
         """Reads up to the function's end and emits a JSON object in pieces. Returns whether the text got that
         far."""
+        if self._whole is not None:
+            emit(self._whole)
+            return True
         emit("{")
-        written: set[str] = set()
         while (key := self._key) is not None:
             types = self._schemas.types(self.name, key)
-            start = f"{', ' if written else ''}{json.dumps(key, ensure_ascii=False)}: "
+            start = f"{', ' if self._written else ''}{json.dumps(key, ensure_ascii=False)}: "
             value: _Text | _Typed
-            if key in written:
+            if key in self._written:
                 value = _Typed(start, types, lambda _: None)
             elif types <= {"string"}:
                 value = _Text(start, emit)
             else:
                 value = _Typed(start, types, emit)
-            written.add(key)
+            self._written.add(key)
             if not (yield from self._value(value)):
                 return False
         emit("}")
         return True
 
+    # --- tags ----------------------------------------------------------------------------------------------
+
+    def _name(self, known: Callable[[str], bool]) -> Parser[str]:
+        """Reads the rest of an opening tag. A `known` name may lack its `>`, and be quoted."""
+        if not self._drifts:
+            return (yield from self._scanner.name())
+        name = yield from self._scanner.name(known)
+        bare = name.strip("\"'")
+        return bare if known(bare) else name
+
+    def _declares(self, key: str) -> bool:
+        return self._schemas.declares(self.name, key)
+
     def _heading(self) -> Parser[bool]:
-        """Reads `<parameter=key>` or `</function>`. Returns whether either is there."""
-        tag = yield from self._scanner.tag(_PARAMETER, _END_FUNCTION)
-        self._key = (yield from self._scanner.name()) if tag == _PARAMETER else None
-        return bool(self._key or tag == _END_FUNCTION)
+        """Reads `<parameter=key>` or the function's end. Returns whether either is there."""
+        ends = (_DAMAGED_FUNCTION, self._tags.end_call) if self._lenient else (_END_FUNCTION,)
+        tag = yield from self._scanner.tag(_PARAMETER, *ends)
+        self._key = (yield from self._name(self._declares)) if tag == _PARAMETER else None
+        self.closed = tag == self._tags.end_call
+        if tag == _DAMAGED_FUNCTION and not (yield from self._scanner.tag(">")):
+            return (yield from self.ends_here())
+        return bool(self._key or (tag and tag != _PARAMETER))
+
+    def ends_here(self) -> Parser[bool]:
+        """Whether nothing of the call follows a `</function>`. Reads a `</tool_call>` that does."""
+        yield from self._scanner.spaces()
+        self.closed = bool((yield from self._scanner.tag(self._tags.end_call)))
+        if self.closed or (self._scanner.ended and self._scanner.empty):
+            return True
+        follows = self._tags.call, self._tags.end_think, FUNCTION
+        return bool((yield from self._scanner.tag(*follows, take=False)))
+
+    # --- values --------------------------------------------------------------------------------------------
 
     def _value(self, value: _Text | _Typed) -> Parser[bool]:
         """Reads a value and the heading after it. Returns whether they ended before the text did."""
         body = _Lines(value.add)
-        while (yield from self._scanner.until((_END_PARAMETER,), body.add, whole=False)):
+        self._quoted = 0
+        ends: tuple[str, ...] = (_END_PARAMETER,)
+        if self._lenient:
+            ends = (_DAMAGED_PARAMETER, _DAMAGED_FUNCTION, FUNCTION, _PARAMETER, self._tags.end_call)
+        while end := (yield from self._scanner.until(ends, body.add, whole=False)):
             with self._scanner.recording() as tape:
-                yield from self._scanner.spaces()
-                ended = yield from self._heading()
-            if ended or self._scanner.broke_off:
+                ended = yield from self._ended(end, on_line=body.on_line)
+            if ended or (end.startswith(_DAMAGED_PARAMETER) and self._scanner.broke_off):
                 value.close()
-                return ended
-            body.add(_END_PARAMETER + "".join(tape))
+                return ended or self._is_enough()
+            body.add(end + "".join(tape))
         return False
+
+    def _ended(self, end: str, *, on_line: bool) -> Parser[bool]:
+        """Whether the text at `end` ends the value. Reads what follows it to find out."""
+        scanner = self._scanner
+        if end == FUNCTION:
+            self._quoted += on_line
+            return False
+        if end == _PARAMETER:
+            return on_line and (yield from self._next_parameter())
+        if end == _DAMAGED_FUNCTION and self._quoted:
+            self._quoted -= 1
+            return False
+        if end == _DAMAGED_FUNCTION:
+            self._key = None
+            yield from scanner.tag(">")
+            return (yield from self.ends_here())
+        if end == self._tags.end_call:
+            self._key = None
+            yield from scanner.spaces()
+            self.closed = (scanner.ended and scanner.empty) or bool(
+                (yield from scanner.tag(self._tags.call, self._tags.end_think, take=False))
+            )
+            return self.closed
+        if end != _END_PARAMETER:
+            yield from scanner.matching(_SPOILT)
+            yield from scanner.tag(">")
+        yield from scanner.spaces()
+        if not (yield from self._heading()):
+            return False
+        if self._quoted and self._key is None and not self.closed:
+            return (yield from self.ends_here())
+        return not self._quoted or self._key is None or self._is_next(self._key)
+
+    def _next_parameter(self) -> Parser[bool]:
+        """Whether the name of the next parameter follows, where the value before it was not closed."""
+        key = yield from self._name(self._declares)
+        if self._quoted or not self._is_next(key):
+            return False
+        self._key = key
+        return True
+
+    def _is_next(self, key: str) -> bool:
+        return key not in self._written and self._declares(key)
+
+    def _is_enough(self) -> bool:
+        """Whether the call is complete although the model ended it after a value."""
+        scanner = self._scanner
+        enough = self._lenient and scanner.empty and not scanner.limited
+        if enough:
+            self._key = None
+        return enough and self._schemas.required(self.name) <= self._written
+
+    # --- JSON ----------------------------------------------------------------------------------------------
+
+    def _json(self) -> Parser[bool]:
+        """Reads arguments as a JSON object, or a whole call with `name` and `arguments`."""
+        scanner, pieces = self._scanner, list[str]()
+        end = yield from scanner.until((_END_FUNCTION, self._tags.end_call), pieces.append)
+        self.closed = end == self._tags.end_call
+        found = read_object(spelled("".join(pieces))) if end or not scanner.limited else None
+        if found is not None and not self.name:
+            name, found = found.get("name"), found.get("arguments", found.get("parameters"))
+            self.name = name if isinstance(name, str) and name in self._schemas else ""
+        if not isinstance(found, dict) or not self.name:
+            return False
+        self._whole = json.dumps(found, ensure_ascii=False)
+        return True
 
 
 class _Lines:
@@ -134,8 +250,12 @@ class _Lines:
         self._emit = emit
         self._begun = False
         self._held = ""
+        self.on_line = True
+        """Whether a line has just begun."""
 
     def add(self, text: str) -> None:
+        if text:
+            self.on_line = text.endswith("\n")
         if text and not self._begun:
             self._begun = True
             text = text.removeprefix("\n")
@@ -153,7 +273,7 @@ class _Text:
         emit(f'{start}"')
 
     def add(self, text: str) -> None:
-        self._emit(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._emit(json.dumps(spelled(text), ensure_ascii=False)[1:-1])
 
     def close(self) -> None:
         self._emit('"')
@@ -172,7 +292,7 @@ class _Typed:
         self._pieces.append(text)
 
     def close(self) -> None:
-        value = _typed("".join(self._pieces), self._types)
+        value = typed(spelled("".join(self._pieces)), self._types)
         # half a surrogate pair has no UTF-8 and stays an escape
         written = _SURROGATE.sub(
             lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
@@ -182,113 +302,4 @@ class _Typed:
 
 def begun_name(text: str) -> str:
     """The name in the beginning of a call, after its `<tool_call>`, as far as it is written."""
-    return text.partition(_FUNCTION)[2].strip()
-
-
-def _types(schema: object, root: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say."""
-    types: set[str] = set()
-    for part in _parts(schema, root):
-        declared = part.get("type")
-        names = {name for name in [declared, *_list(declared)] if isinstance(name, str)}
-        if not names:
-            options = [part["const"]] if "const" in part else _list(part.get("enum"))
-            names = {name for option in options for name in _names(option)}
-            names |= {_IMPLIED[key] for key in _IMPLIED.keys() & part.keys()}
-        types |= names
-    return types
-
-
-def _parts(schema: object, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """A schema, what it refers to and its alternatives, each once."""
-    seen: set[int] = set()  # `$ref` can be cyclic
-    unread = [schema]
-    while unread:
-        part = unread.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        yield part
-        unread += (option for key in ("anyOf", "oneOf", "allOf") for option in _list(part.get(key)))
-        if "$ref" in part:
-            unread.append(resolve(part["$ref"], root))
-
-
-def described_elsewhere(schema: Mapping[str, Any]) -> bool:
-    """Whether a tool's schema describes its parameters only elsewhere than in its `properties`."""
-    top = followed(schema, schema) or {}
-    others = top.keys() & {"allOf", "anyOf", "oneOf", "patternProperties"}
-    return not top.get("properties") and bool(others or top.get("additionalProperties"))
-
-
-def followed(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The schema at the end of a chain of references; None if it leads nowhere."""
-    for _ in range(16):
-        if "$ref" not in schema:
-            return schema
-        found = resolve(schema["$ref"], root)
-        if not isinstance(found, Mapping):
-            break
-        schema = found
-    return None
-
-
-def resolve(reference: object, root: Mapping[str, Any]) -> object:
-    """Follows a reference inside the same schema, `#/$defs/name`; None if the target is missing."""
-    found: object = root
-    for key in str(reference).removeprefix("#/").split("/"):
-        found = _dict(found).get(key.replace("~1", "/").replace("~0", "~"))
-    return found
-
-
-def _typed(text: str, types: set[str]) -> Any:
-    """The value that `text` spells, if it has one of `types`; otherwise the text itself."""
-    if not types or types == {"string"}:
-        return text
-    word = text.strip()
-    # Python's spellings too, since the template writes the scalars of earlier calls that way
-    word = {"True": "true", "False": "false", "None": "null"}.get(word, word)
-    try:
-        value = json.loads(word, parse_constant=_no_json, parse_float=_finite)
-    except (ValueError, RecursionError):
-        return text
-    if isinstance(value, float) and value.is_integer() and types.isdisjoint({"number"}):
-        value = int(value)
-    if isinstance(value, str):
-        return text  # with its quotes, since strings are written as bare text
-    # for a number's parameter null can only mean none; for a string's parameter it is a word
-    fits = not types.isdisjoint(_names(value)) or (value is None and "string" not in types)
-    return value if fits else text
-
-
-def _names(value: object) -> set[str]:
-    """JSON schema's names for a value's type."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return {"integer", "number"}
-    names = {
-        bool: "boolean",
-        float: "number",
-        str: "string",
-        list: "array",
-        dict: "object",
-        type(None): "null",
-    }
-    return {names[type(value)]}
-
-
-def _no_json(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _finite(text: str) -> float:
-    """Converts a number. 1e999 becomes the largest float: JSON has no limit, but every reader has one."""
-    most = sys.float_info.max
-    return min(max(float(text), -most), most)
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+    return text.partition(FUNCTION)[2].strip()

@@ -88,6 +88,8 @@ class Batch:
     """Whether the tokens of chunks that do not sample count as computed already."""
     greedy: bool = False
     """All requests are greedy and have no stop tokens of their own. The runner sets this."""
+    fetches: bool = False
+    """A row may be fetched whole. The runner sets this."""
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Add the next `count` pending tokens of `sequence`: text or picture rows, like the batch."""

@@ -106,7 +106,9 @@ class Runner:
             self._fill(batch, behind)
         self._profile.lap("fill")
         try:
-            self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows)
+            self._context.decode(
+                batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows, keep=batch.fetches
+            )
         except NoMemorySlot:
             self._filled = None
             raise
@@ -114,7 +116,8 @@ class Runner:
         self._known_steps -= 1
         few = batch.n_rows <= self._context.most_ahead
         outputs = self._context.outputs_ahead() if few else None
-        return Launched(batch, self._slots, self._indices, outputs, self._chosen)
+        chosen = self._chosen and outputs is not None and outputs.n_last == batch.n_rows
+        return Launched(batch, self._slots, self._indices, outputs, chosen)
 
     def can_precede(self, step: Launched, batch: Batch) -> bool:
         """Whether `batch` can be launched before the rows of this step are read. It must be a single pass,
@@ -210,7 +213,7 @@ class Runner:
         rows, unread = zip(*(chosen.get(chunk.sequence, (-1, 0)) for chunk in batch.chunks), strict=True)
         self._slots, self._indices = [], []
         batch.placements = self._fill_decodes(batch.chunks, unread)
-        batch.greedy = _is_greedy(batch)
+        batch.greedy, batch.fetches = _is_greedy(batch), _fetches(batch)
         self._fits = self._chosen = self._choose_on_device(batch, step)
         self._filled = batch
         return np.array(rows, np.int32)
@@ -226,7 +229,7 @@ class Runner:
                 self._chosen = self._choose_on_device(batch)
             return
         self._fits = self._set_samplers(batch)
-        batch.greedy = _is_greedy(batch)
+        batch.greedy, batch.fetches = _is_greedy(batch), _fetches(batch)
         self._slots, self._indices = [], []
         if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
@@ -357,3 +360,7 @@ def _is_greedy(batch: Batch) -> bool:
         chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
         for chunk in batch.chunks
     )
+
+
+def _fetches(batch: Batch) -> bool:
+    return any(chunk.samples and not chunk.sequence.sampler.never_fetches for chunk in batch.chunks)

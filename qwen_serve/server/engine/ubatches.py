@@ -12,9 +12,10 @@ Pass = list[tuple[int, int]]
 
 
 def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0, most_lengths: int = 1) -> Iterator[Pass]:
-    """Splits a batch into ubatches (passes over the weights), as llama.cpp does.
+    """Splits a batch into ubatches (passes over the weights), as llama.cpp does with one pool of cells.
 
-    llama.cpp returns outputs in this order, so batches are written in it. A pass takes all that is left, the
+    llama.cpp returns outputs in this order, so batches are written in it; otherwise it swaps their rows. Only
+    speed depends on this: where a row was computed is asked of llama.cpp. A pass takes all that is left, the
     shortest sequence first, if that fits and has at most `most_lengths` different numbers of tokens
     (`split_runs`, llama-batch.cpp, of the patch ragged-passes). Otherwise it takes the same number of tokens
     from each sequence, and ends where the shortest sequence ends (`split_equal`). The shortest sequences come

@@ -207,6 +207,12 @@ class Vocab:
         return self._model.piece(token, special=True)
 
 
+def token_of(vocab: Vocab, tag: str) -> int | None:
+    """The added token with this text; None if there is none."""
+    ids = vocab.tokenize(tag, special=True) if tag in vocab.added_tokens else []
+    return ids[0] if len(ids) == 1 else None
+
+
 def _places(tokens: Iterable[bytes]) -> re.Pattern[str]:
     """A pattern of the tokens' texts and of all other places after which a text may be cut."""
     texts = [re.escape(piece.decode("utf-8", "replace")) for piece in tokens if piece]

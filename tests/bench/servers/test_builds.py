@@ -10,7 +10,7 @@ from qwen_serve.bench.cli import main
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.servers import builds
 from qwen_serve.bench.servers.builds import build_programs, this_machines_flavour
-from qwen_serve.server import build_machine
+from qwen_serve.server import build_machine, llama_build
 
 CMAKE = """#!/bin/sh
 PATH=/usr/bin:/bin
@@ -75,22 +75,25 @@ def test_what_is_no_program_is_refused_by_name(
     assert not (tmp_path / "log").exists(), "nothing is built"
 
 
-def test_patched_programs_have_a_folder_for_each_queue(
+def test_patched_programs_have_a_folder_for_each_queue_and_kernel(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = tmp_path / "patches" / "llama.cpp"
-    queue.mkdir(parents=True)
-    (queue / "0001-one.patch").write_text("one")
-    monkeypatch.setattr(builds, "PATCHES", queue.parent)
+    patch, kernel = tmp_path / "patches" / "llama.cpp" / "01-one.patch", tmp_path / "native" / "a" / "one.cu"
+    for path in (patch, kernel):
+        path.parent.mkdir(parents=True)
+        path.write_text("one")
+    for module in (builds, llama_build):
+        monkeypatch.setattr(module, "data_folder", lambda name: tmp_path / name)
     monkeypatch.setenv("PATCHES", "1")
-    for text in ("one", "two"):
-        (queue / "0001-one.patch").write_text(text)
-        build_programs(["llama-server"])  # (the stand-in for cmake fills build/bin only, which is another)
+    build_programs(["llama-server"])  # (the stand-in for cmake fills build/bin only, which is another)
+    for path in (patch, kernel):
+        path.write_text("two")
+        build_programs(["llama-server"])
     configured = (tmp_path / "log").read_text().splitlines()[::2]
     folders = {re.search(r"-B (\S+)", line).group(1) for line in configured}  # type: ignore[union-attr]
-    assert len(folders) == 2
+    assert len(folders) == 3
     assert str(root / "build") not in folders
-    assert all(f"-DCMAKE_PROJECT_INCLUDE={queue.parent}/apply.cmake" in line for line in configured)
+    assert all(f"-DCMAKE_PROJECT_INCLUDE={tmp_path}/patches/apply.cmake" in line for line in configured)
     assert all("-DLLAMA_PATCHES=ON" in line for line in configured)
 
 

@@ -47,7 +47,9 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": [16]}, "max_tokens"),
     ({"temperature": True}, "temperature"),
     ({"temperature": {}}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"max_tokens": -2}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 2**31}, "top_k"),
     ({"min_p": -0.5}, "min_p"),
@@ -171,7 +173,7 @@ MESSAGES: list[tuple[Any, str]] = [
     ),
     ([*HI, {"role": "assistant", "tool_calls": "x"}], "messages[1].tool_calls"),
     (
-        [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
         "messages[1].tool_calls[0].function.arguments",
     ),
 ]
@@ -205,7 +207,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True}, "continue_final_message"),  # the last message is the user's
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"add_generation_prompt": "no"}, "add_generation_prompt"),
-    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"functions": [{"name": "f"}], "tools": [TOOL]}, "functions"),
+    ({"functions": [{"name": "f"}], "function_call": "f"}, "function_call"),
 ]
 
 

@@ -14,7 +14,7 @@ from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.fields.generation import LONGEST_NAME, MAX_STOP_CHARACTERS, MAX_STOPS
 from qwen_serve.server.api.limits import LARGE, Bodies
 from qwen_serve.server.api.request import MAX_VALUES
-from qwen_serve.server.chat.tool_calls import ToolSchemas
+from qwen_serve.server.chat.tool_schemas import ToolSchemas
 from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
 from tests.server.api.test_connection import connected, post

@@ -85,7 +85,7 @@ def test_bytes_that_are_no_text_do_no_harm(
 def test_stop_strings(text: str, cuts: list[int], batch: int, stops: list[str]) -> None:
     deltas, result = run(split(text.encode(), cuts), stops, batch)
     expected = first_stop(text, stops)
-    assert result.stopped == (expected is not None)
+    assert (result.stop_string is not None) == (expected is not None)
     assert "".join(deltas) == (text if expected is None else expected)
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_held_without_need(text: str, cuts: list[int], stops: list[st
     for token, piece in enumerate(pieces):
         released += result.feed([token])
         arrived += piece
-        if result.stopped:
+        if result.stop_string is not None:
             return
         whole = arrived.decode(errors="ignore")
         beginnings = {stop[:size] for stop in stops for size in range(1, len(stop))}
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_the_returned_text(
 ) -> None:
     pieces = [piece for piece in split(text.encode(), cuts) if piece]
     deltas, result = run(pieces, stops, batch)
-    if not result.stopped:
+    if result.stop_string is None:
         assert result.completion_tokens == len(pieces)
         return
     length = len("".join(deltas).encode())
@@ -132,7 +132,7 @@ def test_what_follows_a_stop_is_ignored() -> None:
     pieces = [b"one ", b"END", b" two"]
     result = detokenizer(pieces, ["END"])
     assert result.feed([0, 1, 2]) == "one "
-    assert (result.stopped, result.stop_string, result.completion_tokens) == (True, "END", 1)
+    assert (result.stop_string, result.completion_tokens) == ("END", 1)
     assert result.feed([2]) + result.flush() == ""
     assert result.completion_tokens == 1
 

@@ -39,8 +39,6 @@ def call(**function: Any) -> dict[str, Any]:
         ([USER, {"role": "assistant", "tool_calls": ["f"]}], "messages[1].tool_calls[0]"),
         ([USER, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].function"),
         ([USER, call(arguments="{}")], "messages[1].tool_calls[0].function.name"),
-        ([USER, call(name="f", arguments="{")], "messages[1].tool_calls[0].function.arguments"),
-        ([USER, call(name="f", arguments="[1]")], "messages[1].tool_calls[0].function.arguments"),
         ([USER, call(name="f", arguments=[1])], "messages[1].tool_calls[0].function.arguments"),
     ],
 )
@@ -131,7 +129,6 @@ def test_inline_reasoning(text: str, parts: tuple[str, str] | None) -> None:
 @pytest.mark.parametrize(
     ("request_", "param"),
     [
-        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "messages"),
         ({"messages": [USER], "template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": [USER], "template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),
     ],
@@ -220,12 +217,11 @@ def test_the_text_of_a_refusal_is_the_answers() -> None:
     assert check_messages([USER, answered])[1] == {"role": "assistant", "content": "Yes."}
 
 
-@pytest.mark.parametrize("key", ["function_call", "audio"])
-def test_what_an_assistants_message_cannot_have(key: str) -> None:
-    check_messages([{"role": "assistant", "content": "x", key: None}])
+def test_what_an_assistants_message_cannot_have() -> None:
+    check_messages([{"role": "assistant", "content": "x", "audio": None}])
     with pytest.raises(PromptError) as caught:
-        check_messages([USER, {"role": "assistant", "content": None, key: {"name": "f", "id": "a"}}])
-    assert caught.value.param == f"messages[1].{key}"
+        check_messages([USER, {"role": "assistant", "content": None, "audio": {"id": "a"}}])
+    assert caught.value.param == "messages[1].audio"
 
 
 def asked(*ids: str | None) -> dict[str, Any]:

@@ -29,6 +29,8 @@ def begun(**message: Any) -> list[dict[str, Any]]:
         ({"content": "<think>\nHm, "}, False, "<think>\nHm, ", True),
         ({"content": "Yes", "reasoning_content": "\nHm\n"}, False, "<think>\nHm\n</think>\n\nYes", False),
         ({"content": "<think>\nHm\n</think>\n\nYes"}, True, "<think>\nHm\n</think>\n\nYes", False),
+        ({"content": "<think>Hm</think>"}, True, "<think>\nHm\n</think>\n\n", False),
+        ({"content": "<think>\n\n</think>\n\n"}, True, "<think>\n\n</think>\n\n", False),
         ({"content": ""}, True, "<think>\n", True),
         ({"content": ""}, False, "<think>\n\n</think>\n\n", False),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qwen_serve.server.chat import Arguments, Content, Part, Reasoning, ReplyParser, ToolCall
+from qwen_serve.server.chat.scanner import Scanner
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -322,6 +325,13 @@ class Counted(str):
         return both
 
 
+def counted(scanner: Scanner, tags: Sequence[str]) -> re.Match[str] | None:
+    found = Scanner._first(scanner, tags)  # noqa: SLF001 - a search whose looks are counted
+    text, at = scanner._text, scanner._at  # noqa: SLF001
+    Counted.looked += (len(text) if found is None else found.end()) - at
+    return found
+
+
 HEAD = "<tool_call><function=add><parameter=b>"
 
 
@@ -346,7 +356,9 @@ HEAD = "<tool_call><function=add><parameter=b>"
 def test_work_grows_with_the_text_and_no_faster(start: str, unit: str, thinking: bool, whole: bool) -> None:
     def work(count: int) -> int:
         parser = ReplyParser(thinking=thinking, tools=TOOLS)
-        parser._scanner._text = Counted()  # noqa: SLF001 - every look at the text is counted
+        scanner = parser._scanner  # noqa: SLF001 - every look at the text is counted
+        scanner._text = Counted()  # noqa: SLF001
+        scanner._first = partial(counted, scanner)  # type: ignore[method-assign]  # noqa: SLF001
         Counted.looked = 0
         text = start + unit * count
         for piece in [text] if whole else text:

@@ -16,8 +16,9 @@ from jsonschema import Draft7Validator, Draft202012Validator
 from llguidance import LLMatcher
 
 from qwen_serve.server.chat import PromptError
-from qwen_serve.server.chat.formats import compose, grammar_format, json_format, tool_format
+from qwen_serve.server.chat.formats import compose, grammar_format, json_format
 from qwen_serve.server.chat.schemas import TEXTS, closed, understood, written_length
+from qwen_serve.server.chat.tool_formats import tool_format
 from tests.server.chat.test_structural_tags import tokenizer
 
 if TYPE_CHECKING:

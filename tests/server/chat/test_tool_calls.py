@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_serve.server.chat.markup import Tags
 from qwen_serve.server.chat.scanner import Parser, Scanner
-from qwen_serve.server.chat.tool_calls import CLOSE, OPEN, CallReader, ToolSchemas
+from qwen_serve.server.chat.tool_calls import CallReader, Reading
+from qwen_serve.server.chat.tool_schemas import ToolSchemas
 from tests.chat_templates.test_templates import template
 
 
@@ -20,7 +22,7 @@ def read(text: str, tools: list[dict[str, Any]]) -> tuple[str, str | None]:
     scanner = Scanner()
     scanner.add(text)
     scanner.ended = True
-    call = CallReader(scanner, ToolSchemas(tools))
+    call = CallReader(scanner, Reading(ToolSchemas(tools), Tags(), drifts=False))
     pieces: list[str] = []
 
     def whole() -> Parser[tuple[str, str | None]]:
@@ -202,7 +204,7 @@ def test_what_the_template_writes_is_read_back(name: str, arguments: dict[str, A
     call = {"function": {"name": name, "arguments": arguments}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     text = template("qwen3_5").render({"messages": messages}, {})
-    found, written = read(text.partition(OPEN)[2].rpartition(CLOSE)[0], tools)
+    found, written = read(text.partition(Tags().call)[2].rpartition(Tags().end_call)[0], tools)
     assert found == name
     assert written is not None
     assert json.loads(written) == arguments

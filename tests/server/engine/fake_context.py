@@ -105,7 +105,9 @@ class FakeContext:
     def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
         self.samplers.kinds[sequence] = kind
 
-    def decode(self, n_tokens: int, *, of_pictures: bool = False, next_rows: None = None) -> None:
+    def decode(
+        self, n_tokens: int, *, of_pictures: bool = False, next_rows: None = None, keep: bool = False
+    ) -> None:
         assert not of_pictures
         assert next_rows is None
         for slot, position, token in zip(

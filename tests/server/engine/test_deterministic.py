@@ -97,6 +97,46 @@ async def test_an_answer_is_the_same_in_any_company(
             assert stats.prefix.restores > 0
 
 
+CYRILLIC = "start: /[\u0430-\u044f]{10,16}/"
+"""Tokens that are rarely among a row's best, so that whole rows are fetched from the device."""
+
+CONSTRAINED: dict[str, dict[str, Any]] = {
+    "cut anywhere": {},
+    "chunks": {"prefill_budget": 512},
+    "rows by themselves": {},
+}
+
+
+@INVARIANT
+@pytest.mark.parametrize("mode", slow_but(["chunks"], CONSTRAINED))
+async def test_a_fetched_row_is_the_request_s_own(
+    mode: str, nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes with free slots between their sequences, and prompts of other lengths, come in another order
+    than the batch. None is computed again, since its tokens would be read in passes of other lengths."""
+    rng = random.Random(mode)
+    if mode == "rows by themselves":
+        monkeypatch.setattr("qwen_serve.server.engine.reproducible.rows_are_the_same", lambda *_: False)
+    asked = [
+        Request(
+            random_prompt(rng, 20 + 4 * i),
+            24,
+            rng.uniform(0, 0.4),
+            params=SamplingParams() if i % 2 else SamplingParams(ignore_eos=True),
+            grammar=CYRILLIC if i % 2 else None,
+        )
+        for i in range(16)
+    ]
+    how = {"deterministic": True, "parallel": 8, "ctx_size": 8 * 512, "sampling": "device"}
+    with running(nano_q4_k_m, **how, **CONSTRAINED[mode], speculation="off", prefix_cache=False) as engine:
+        alone = [await ask(engine, replace(request, delay=0)) for request in asked]
+        together = await ask_all(engine, asked)
+        assert together == alone
+        again = await ask_all(engine, [replace(one, delay=rng.uniform(0, 0.4)) for one in asked])
+        assert again == alone
+        assert engine.stats().preemptions == 0
+
+
 @INVARIANT
 @pytest.mark.parametrize(("chunk", "again", "next_turn"), [(0, 1, 1 + 30), (128, 400 - 384, 450 - 384)])
 async def test_what_is_read_once_more(chunk: int, again: int, next_turn: int, nano_q4_k_m: Path) -> None:

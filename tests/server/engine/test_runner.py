@@ -20,7 +20,7 @@ class Needs:
     """A sampler that is never called."""
 
     def __init__(self, need: DeviceSampler) -> None:
-        self.need = need
+        self.need, self.never_fetches = need, True
 
 
 class Device:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qwen_serve.server.api.fields.sampling import Mode
-    from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
+    from qwen_serve.server.chat.formats import AnswerFormat
+    from qwen_serve.server.chat.tool_formats import ToolFormat
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
@@ -42,6 +43,15 @@ def _stop_list(value: Any) -> list[str]:
     return stops
 
 
+def _limit(value: Any) -> Any:
+    if value == 0:
+        raise ValueError("must be at least 1, or -1 for no limit")
+    return value
+
+
+TokenLimit = Annotated[int, Field(ge=-1), BeforeValidator(_limit)]
+"""Most tokens of an answer; -1: no limit."""
+
 StopInput = (
     Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
     | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
@@ -65,8 +75,8 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
 
     model: str | None = Field(None, max_length=LONGEST_NAME)
     request_id: str | None = Field(None, min_length=1, max_length=LONGEST_NAME)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     stop: Annotated[list[str], BeforeValidator(_stop_list, json_schema_input_type=StopInput | None)] = Field(
         []
     )
@@ -134,11 +144,9 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
     @property
     def token_limit(self) -> int | None:
         """Most tokens to generate for a choice; None: as many as fit into the context."""
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        if self.max_tokens is not None:
-            return self.max_tokens
-        return None if self.n_predict == -1 else self.n_predict
+        given = (self.max_completion_tokens, self.max_tokens, self.n_predict)
+        limit = next((one for one in given if one is not None), None)
+        return None if limit == -1 else limit
 
     @property
     def choices(self) -> int:

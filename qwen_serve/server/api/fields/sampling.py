@@ -30,6 +30,9 @@ MAX_WORD_CHARACTERS = 16_384
 MAX_BREAKERS = 32
 """Most sequence breakers for DRY. For each new one, every token of the vocabulary is searched."""
 
+LEAST_TOP_P = 1e-6
+"""Stands for a top-p of 0, the likeliest token."""
+
 Mode = Literal["text", "instruct", "thinking"]
 """ "text" continues a text. A chat's reply begins with the answer ("instruct") or with reasoning
 ("thinking")."""
@@ -191,7 +194,7 @@ class SamplingFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
     min_p: float | None = Field(None, ge=0, le=1)
     repeat_penalty: float | None = Field(None, ge=0.01, le=100)
@@ -238,7 +241,7 @@ class SamplingFields(BaseModel):
         repetition = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         fields: dict[str, Any] = {
             "temperature": self.temperature,
-            "top_p": self.top_p,
+            "top_p": None if self.top_p is None else max(self.top_p, LEAST_TOP_P),
             "top_k": None if self.top_k is None else max(0, self.top_k),
             "min_p": self.min_p,
             "repetition_penalty": repetition,

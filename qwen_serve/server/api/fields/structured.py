@@ -12,16 +12,15 @@ from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.chat.formats import (
     WHITE_SPACE,
     AnswerFormat,
-    ToolFormat,
     choice_format,
     compose,
     grammar_format,
     json_format,
     regex_format,
-    tool_format,
 )
 from qwen_serve.server.chat.schemas import closed, json_value
 from qwen_serve.server.chat.structural_tags import structural_tag_format
+from qwen_serve.server.chat.tool_formats import ToolFormat, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -267,8 +266,20 @@ class WantedGrammar:
 
     text: str
     param: str
+    loosened: Callable[[str], WantedGrammar | None] = lambda _: None
+    """The grammar without a schema that llguidance refused with this error, if it need not be enforced.
+    Raises PromptError naming one that must be."""
 
 
 def wanted_grammar(format_: AnswerFormat | ToolFormat | None, *, thinking: bool) -> WantedGrammar | None:
     """The grammar of a whole answer. Raises PromptError if it is too long."""
-    return None if format_ is None else WantedGrammar(compose(format_, thinking=thinking), format_.param)
+    if format_ is None:
+        return None
+    text = compose(format_, thinking=thinking)
+    if not isinstance(format_, ToolFormat):
+        return WantedGrammar(text, format_.param)
+
+    def loosened(error: str) -> WantedGrammar | None:
+        return wanted_grammar(format_.loosened(error), thinking=thinking)
+
+    return WantedGrammar(text, format_.param, loosened)

@@ -10,7 +10,8 @@ from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.engine import ThinkingLimits
 
 if TYPE_CHECKING:
-    from qwen_serve.server.engine import Vocab
+    from qwen_serve.server.api.service import Backend
+    from qwen_serve.server.chat import Prompter
     from qwen_serve.server.settings import Settings
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -129,6 +130,26 @@ class ThinkingFields(BaseModel):
     reasoning_budget_message: str | None = Field(None, max_length=LONGEST_MESSAGE)
     """Inserted into the think block before the budget closes it."""
     thinking_repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    preserve_thinking: bool | None = None
+    """Qwen's, for templates that read it: whether the prompt has the reasoning of all turns."""
+
+    def template_variables(self, prompter: Prompter) -> dict[str, Any]:
+        """The request's variables for the template. An effort that the template does not take becomes the
+        next higher that it does, or else its highest. Raises ApiError 400 for a value in
+        `chat_template_kwargs`."""
+        given = dict(self.chat_template_kwargs or {})
+        if prompter.efforts and (effort := given.get("reasoning_effort")) is not None:
+            if not prompter.takes_effort(effort):
+                where = "chat_template_kwargs.reasoning_effort"
+                words = ", ".join(prompter.efforts)
+                raise bad_request(f"{where}: this model's template takes {words}", where, "invalid_value")
+        elif prompter.efforts and (effort := self._effort()) not in (None, "none"):
+            order = list(EFFORTS)
+            higher = [one for one in prompter.efforts if order.index(one) >= order.index(str(effort))]
+            given["reasoning_effort"] = [*higher, prompter.efforts[-1]][0]
+        if self.preserve_thinking is not None:
+            given.setdefault("preserve_thinking", self.preserve_thinking)
+        return given
 
     def thinks(self, default: bool) -> bool:
         """Whether the request asks for thinking; if its fields disagree, the most specific one decides.
@@ -172,24 +193,29 @@ class ThinkingFields(BaseModel):
             raise bad_request(message, "reasoning_effort", "invalid_value")
         return inner or self.reasoning_effort
 
-    def thinking_limits(self, settings: Settings, vocab: Vocab, token_limit: int | None) -> ThinkingLimits:
-        """The limits of a thinking reply.
+    def thinking_limits(
+        self, settings: Settings, backend: Backend, token_limit: int | None, *, calls: bool
+    ) -> ThinkingLimits:
+        """The limits of a thinking reply; `calls`: whether tools are offered.
 
-        The request's budget takes precedence, then its effort's, then the server's. The budget is reduced if
+        The request's budget takes precedence, then its effort's (unless the template takes efforts), then the
+        server's. The budget is reduced if
         `token_limit` would leave less than a quarter for the answer.
         """
         budget = self.budget()
-        if budget is None and (effort := self._effort()) is not None:
+        effort = None if backend.prompter.efforts else self._effort()  # the template's, if it takes any
+        if budget is None and effort is not None:
             budget = EFFORTS[effort] if EFFORTS[effort] is not None else -1
         if budget is None:
             budget = settings.thinking_budget
         penalty = self.thinking_repetition_penalty or 1.0
         limited = budget is not None and budget >= 0
         if not (limited or settings.loop_guard or penalty != 1.0):
-            return ThinkingLimits()
+            return ThinkingLimits(calls=calls)
+        vocab = backend.engine.vocab
         bridge = vocab.tokenize(BRIDGE.removesuffix("\n") + CLOSE, special=True)
         if self.reasoning_budget_message is not None:
-            said = vocab.tokenize(self.reasoning_budget_message, special=False)
+            said = backend.prompter.plain(self.reasoning_budget_message)
             bridge = [*said, *vocab.tokenize(CLOSE, special=True)]
         if limited and token_limit is not None:
             assert budget is not None
@@ -197,4 +223,4 @@ class ThinkingFields(BaseModel):
             if room < 2 * len(bridge):
                 bridge = vocab.tokenize(CLOSE, special=True)
             budget = max(0, min(budget, room - len(bridge)))
-        return ThinkingLimits(tuple(bridge), budget if limited else None, settings.loop_guard, penalty)
+        return ThinkingLimits(tuple(bridge), budget if limited else None, settings.loop_guard, penalty, calls)

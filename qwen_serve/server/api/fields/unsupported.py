@@ -11,12 +11,9 @@ from qwen_serve.server.api.errors import bad_request
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "verbosity": ("medium",),
     "moderation": (),
     "extra_body": ({},),  # the openai package's, which sends the fields in it beside the others
     # llama-server

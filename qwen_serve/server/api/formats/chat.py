@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.fields.generation import GenerationRequest
@@ -19,7 +19,13 @@ from qwen_serve.server.api.fields.structured import (
 )
 from qwen_serve.server.api.fields.thinking import ThinkingFields
 from qwen_serve.server.api.fields.unsupported import ELSEWHERE, UNSUPPORTED
+from qwen_serve.server.api.formats.chat_inputs import (  # noqa: TC001 - pydantic reads them
+    MessageInput,
+    ProcessorKwargs,
+    ToolInput,
+)
 from qwen_serve.server.api.formats.chunks import ChunkWriter
+from qwen_serve.server.api.formats.left_out import names_of, noted
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import awake, prepared, seen
 from qwen_serve.server.api.serving import (
@@ -44,7 +50,7 @@ from qwen_serve.server.chat import (
     ToolCall,
     check_conversation,
 )
-from qwen_serve.server.chat.pictures import MOST_BOUND, NO_BOUNDS, PixelBounds, recalled, shown
+from qwen_serve.server.chat.pictures import NO_BOUNDS, PixelBounds, recalled, shown
 from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt
 
 if TYPE_CHECKING:
@@ -56,8 +62,9 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.fields.sampling import Mode
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
-    from qwen_serve.server.chat.formats import AnswerFormat, ToolFormat
+    from qwen_serve.server.chat.formats import AnswerFormat
     from qwen_serve.server.chat.pictures import GivenPicture
+    from qwen_serve.server.chat.tool_formats import ToolFormat
     from qwen_serve.server.engine import Prompt
     from qwen_serve.server.engine.pictures import Picture
 
@@ -71,66 +78,6 @@ MAX_TOOLS = 1024
 def described_as(kind: Any) -> BeforeValidator:
     """Sets the schema of a field in OpenAPI, if the field is checked later."""
     return BeforeValidator(lambda value: value, json_schema_input_type=kind)
-
-
-class MessageInput(BaseModel):
-    """One turn, with any further fields that the chat template reads."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart | ImagePart] | None = None
-
-
-class TextPart(BaseModel):
-    """A piece of a message's text."""
-
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class ImageUrl(BaseModel):
-    """A picture's file, as a data URL in base64."""
-
-    url: str
-    detail: Literal["auto", "high", "low"] | None = None
-
-
-class ImagePart(BaseModel):
-    """A picture, where the server has a vision tower (`--mmproj`)."""
-
-    type: Literal["image_url"]
-    image_url: str | ImageUrl
-    min_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
-    max_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
-
-
-class ProcessorKwargs(BaseModel):
-    """Lower and upper bounds for the size of every picture: vLLM's field, for Qwen's processors."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    min_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
-    max_pixels: int | None = Field(None, ge=1, le=MOST_BOUND)
-
-
-class FunctionInput(BaseModel):
-    """What can be called."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class ToolInput(BaseModel):
-    """A function that the model may call."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"] = "function"
-    function: FunctionInput
 
 
 class ChatRequest(ThinkingFields, GenerationRequest):
@@ -154,6 +101,10 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         BeforeValidator(check_tool_choice, json_schema_input_type=str | dict[str, Any] | None),
     ] = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
+    """The older form of `tools`. The answer has the older form, too."""
+    function_call: str | dict[str, Any] | None = None
+    """The older form of `tool_choice`."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
@@ -175,6 +126,25 @@ class ChatRequest(ThinkingFields, GenerationRequest):
             return False
         asked = self.reasoning_format == "none" or self.separate_reasoning is False
         return asked or (default and self.reasoning_format != "deepseek" and not self.separate_reasoning)
+
+    @model_validator(mode="after")
+    def _older_form(self) -> Self:
+        """Raises ApiError 400 for both forms of tools."""
+        for older, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+            if getattr(self, older) and getattr(self, newer):
+                raise bad_request(f"{older}: the older form of {newer}; give one", older, "invalid_value")
+        if self.functions:
+            self.tools = [{"type": "function", "function": function} for function in self.functions]
+            self.parallel_tool_calls = False
+            choice = self.function_call
+            if isinstance(choice, dict):
+                choice = {"type": "function", "function": choice}
+            try:
+                self.tool_choice = check_tool_choice(choice)
+            except ValueError:
+                message = 'function_call: must be "none", "auto" or {"name": ...}'
+                raise bad_request(message, "function_call", "invalid_value") from None
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_go_on(self) -> Self:
@@ -232,14 +202,28 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools offered to the model."""
-        return None if self.tool_choice == "none" else self.tools or None
+        if self.tool_choice == "none":
+            return None
+        return [tool for tool in self.tools or [] if _is_function(tool)] or None
+
+    @property
+    def tools_left_out(self) -> str:
+        """Names of the tools that are no functions."""
+        return names_of(tool for tool in self.tools or [] if not _is_function(tool))
+
+
+def _is_function(tool: dict[str, Any]) -> bool:
+    return tool.get("type") in (None, "function") or "function" in tool
 
 
 async def chat(context: RequestContext, request: ChatRequest) -> Response:
     """Answer a conversation."""
     inline = request.inlines_reasoning(context.service.settings.inline_reasoning)
     served, replies = await begin(context, request, "chatcmpl-", inline_reasoning=inline)
-    return await served.respond(replies, ChatWriter(served, replies), partial(collect, served, replies))
+    older = bool(request.functions)
+    writer = ChatWriter(served, replies, older=older)
+    response = await served.respond(replies, writer, partial(collect, served, replies, older=older))
+    return noted(response, request.tools_left_out)
 
 
 async def begin(
@@ -291,22 +275,29 @@ async def begin(
     if prompt is None:
         engine.check_queue(scheduling_of(context, request))
         prompt = await seen(context, see, given)
-    limits = (
-        request.thinking_limits(service.settings, engine.vocab, request.token_limit) if thinking else None
-    )
+    tools, prompter = request.offered_tools, service.backend.prompter
+    limits = None
+    if thinking:
+        limits = request.thinking_limits(
+            service.settings, service.backend, request.token_limit, calls=bool(tools)
+        )
     constrain = await compiled(context, request, wanted)
-    tools = request.offered_tools
-    forced = forced_tools(request.tool_choice, tools)
-    parsers = [
-        ReplyParser(thinking=thinking, inline_reasoning=inline_reasoning, tools=tools, forced=forced)
-        for _ in range(request.choices)
-    ]
-    served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits)
+    served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits, prompter.tags)
     one_call = request.parallel_tool_calls is False
-    replies = [
-        Reply(generation, parser, one_call=one_call, reasoning=request.include_reasoning is not False)
-        for generation, parser in zip(served.generations, parsers, strict=True)
-    ]
+    replies = []
+    for generation in served.generations:
+        parser = ReplyParser(
+            thinking=thinking,
+            inline_reasoning=inline_reasoning,
+            tools=tools,
+            forced=forced_tools(request.tool_choice, tools),
+            tokens=prompter.tags.values(),
+            enforced=wanted is not None,
+            closed=prompter.closes_thinking,
+            stops=generation.stops,
+        )
+        told = request.include_reasoning is not False
+        replies.append(Reply(generation, parser, one_call=one_call, reasoning=told))
     return served, replies
 
 
@@ -337,7 +328,7 @@ def prompt_of(
             request.messages,
             check,
             tools=request.offered_tools,
-            template_kwargs=request.chat_template_kwargs,
+            template_kwargs=request.template_variables(prompter),
             pictures=pictures,
             **how,
         )
@@ -346,16 +337,16 @@ def prompt_of(
     return ids, prompter.reply_reasons(request.messages, **how)
 
 
-async def collect(served: ServedRequest, replies: list[Reply]) -> bytes:
+async def collect(served: ServedRequest, replies: list[Reply], *, older: bool) -> bytes:
     messages = await asyncio.gather(*map(message_of, replies))
 
     def written() -> bytes:
         choices = [
             {
                 "index": index,
-                "message": message,
+                "message": in_older_form(message) if older else message,
                 "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
-                "finish_reason": served.check(reply.finish_reason),
+                "finish_reason": ended(served.check(reply.finish_reason), older=older),
             }
             for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
         ]
@@ -396,8 +387,9 @@ class ChatWriter(ChunkWriter):
     measure TTFT. Prompt progress, if requested, is sent earlier.
     """
 
-    def __init__(self, served: ServedRequest, replies: Sequence[Reply]) -> None:
+    def __init__(self, served: ServedRequest, replies: Sequence[Reply], *, older: bool) -> None:
         super().__init__(served, CHUNK)
+        self._older = older
         self._replies = replies
         self._logprobs = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
         self._started: set[int] = set()
@@ -409,7 +401,11 @@ class ChatWriter(ChunkWriter):
         if part == NOTHING_YET:
             return told
         delta: dict[str, Any] = {} if part is None else delta_of(part)
-        reason = self._served.check(self._replies[index].finish_reason) if part is None else None
+        reason = None
+        if part is None:
+            reason = ended(self._served.check(self._replies[index].finish_reason), older=self._older)
+        elif self._older:
+            delta = in_older_form(delta)
         logprobs = self._logprobs[index].new()
         choice = self._choice(index, delta, logprobs, reason)
         return told + (self._finished(choice) if part is None else event(self._chunk(choice)))
@@ -441,3 +437,14 @@ def delta_of(part: Part) -> dict[str, Any]:
 
 def tool_call(call: ToolCall, arguments: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def in_older_form(message: dict[str, Any]) -> dict[str, Any]:
+    """A message, or a piece of one, with its call as a `function_call`."""
+    calls = message.pop("tool_calls", None)
+    return {**message, "function_call": calls[0]["function"]} if calls else message
+
+
+def ended(reason: str, *, older: bool) -> str:
+    """The finish reason; in the older form a call has another."""
+    return "function_call" if older and reason == "tool_calls" else reason

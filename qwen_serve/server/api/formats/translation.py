@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
@@ -14,9 +13,7 @@ from qwen_serve.server.chat import PromptError
 from qwen_serve.server.chat.pictures import GivenPicture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from fastapi import Response
+    from collections.abc import Mapping
 
     from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.serving import ServedRequest
@@ -49,12 +46,6 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
 SHARED = (ChatRequest.model_fields.keys() | UNSUPPORTED.keys()) - FOREIGN.keys() - {"stream_options"}
 """Fields with the same meaning in a chat request and in other formats, whose clients send them too. Most are
 vLLM's. (Usage is always sent.)"""
-
-
-LEFT = "of all tools, this server offers a model functions only"
-
-LONGEST_NOTE = 512
-"""OpenAI's limit for a value in a response's `metadata`, in characters."""
 
 
 class Sharing(Refusing):
@@ -146,25 +137,6 @@ def spoken(parts: list[str | GivenPicture]) -> str | list[Any]:
         else:
             made.append({"type": "text", "text": part})
     return made
-
-
-def names_of(tools: Iterable[Any]) -> str:
-    """Names of the tools that are not functions, for a note: `web_search, apply_patch (custom)`. Empty if
-    there are none. The text is printable ASCII of at most LONGEST_NOTE characters, since clients choose the
-    names."""
-    named: dict[str, None] = {}
-    for tool in tools:
-        kind = str(tool.get("type")) if isinstance(tool, dict) else ""
-        name = tool.get("name") if isinstance(tool, dict) else None
-        named[f"{name} ({kind})" if isinstance(name, str) and name != kind else kind] = None
-    return re.sub(r"[^\x20-\x7e]", "?", ", ".join(named))[:LONGEST_NOTE]
-
-
-def noted(response: Response, left_out: str) -> Response:
-    """The response with a note of the tools that the model was not offered."""
-    if left_out:
-        response.headers["x-tools-left-out"] = left_out
-    return response
 
 
 def refused(where: str, what: str) -> ApiError:

@@ -18,6 +18,7 @@ from qwen_serve.llamacpp import (
     keeps_f16_copies,
 )
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.llamacpp.file_checks import check_adapter, check_model, check_tower, check_types
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
 from qwen_serve.server.engine.settings import MAX_SEQUENCES
@@ -98,16 +99,20 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
     not a Qwen3.5 or llama.cpp rejects the file or the settings.
     """
     spec = ModelSpec.from_header(header)
+    check_model(header)
     if wanted.draft_model is not None:
         draft = read_header(wanted.draft_model, "draft_model")
         spec = replace(spec, draft=DraftSpec.from_header(draft, spec))
+        check_types(draft)
     if wanted.mmproj is not None:
         tower = read_header(wanted.mmproj, "mmproj")
         spec = replace(spec, vision=VisionSpec.from_header(tower, spec.n_embd, wanted))
-    adapters = (
-        AdapterSpec.from_header(name, read_header(path, "lora"), header, len(spec.layers))
-        for name, path in wanted.adapters.items()
-    )
+        check_tower(tower)
+    adapters: list[AdapterSpec] = []
+    for name, path in wanted.adapters.items():
+        adapter = read_header(path, "lora")
+        adapters.append(AdapterSpec.from_header(name, adapter, header, len(spec.layers)))
+        check_adapter(adapter)
     spec = replace(spec, adapters=tuple(adapters))
     places = devices_for(wanted)
     if wanted.f16_copies == "on":

@@ -11,6 +11,7 @@ import numpy as np
 
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler
 from qwen_serve.llamacpp.guessed_draws import Draw
+from qwen_serve.llamacpp.rows import READS_LOGITS
 
 from .processors import LogitRules
 
@@ -44,6 +45,8 @@ def device_sampler_for(
         return DeviceSampler.ROW  # a prompt's token, or a forced one, may not be among the best
     if penalties and (logprobs or constrained):
         return DeviceSampler.ROW  # neither may the best one left
+    if (penalties or constrained) and not READS_LOGITS:
+        return DeviceSampler.ROW  # the candidates may not suffice, and this build returns no further logits
     if params.is_greedy and not logprobs and not penalties:
         return DeviceSampler.TOP_K if constrained else DeviceSampler.BEST
     if not params.is_greedy and params.chain[:1] != ("top_k",):

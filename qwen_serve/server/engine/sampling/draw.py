@@ -100,9 +100,9 @@ class Sampler:
     def sample(self, rows: Rows, row: int) -> int | None:
         """The next token, from a decoded row whose device sampler must serve `need`.
 
-        None if the whole row is needed and the device no longer has it: pending tokens must be computed
-        again, and `need` is ROW from now on. Raises FloatingPointError if the logits are unusable,
-        NoTokenLeft, and what the constraint raises.
+        None if the device returned too little for the log-probability of a forced token: pending tokens must
+        be computed again, and `need` is ROW from now on. Raises FloatingPointError if the logits are
+        unusable, LlamaError if a whole row cannot be had, NoTokenLeft, and what the constraint raises.
         """
         kind = rows.kinds[row]
         if self._forced:
@@ -119,10 +119,7 @@ class Sampler:
         else:
             found = self._from_candidates(*rows.candidates(row))
             if found is None:
-                if (logits := rows.fetch(row)) is None:
-                    self.need = DeviceSampler.ROW
-                    return None
-                found = self._from_allowed(self._processed(logits))
+                found = self._from_allowed(self._processed(rows.fetch(row)))
         for each in self._processors:
             each.accept(found)
         if self._constraint is not None:

@@ -6,8 +6,11 @@ Unlike a grammar, the limits ban no token: until then the model chooses freely.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from qwen_serve.server.engine.vocab import token_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,8 +24,24 @@ NEEDLE, ROUNDS, SPAN = 16, 4, 128
 """The check looks for an earlier occurrence of the last NEEDLE tokens. A loop has repeated its text ROUNDS
 times, over at least SPAN tokens."""
 
-ENDS = (b"</think>", b"<tool_call>")
-"""Texts that close a think block for the reply parser."""
+END, CALL = "</think>", "<tool_call>"
+"""The tags that close a think block. As in the reply parser, a tag is a token of the vocabulary, or text
+where it is none; and where it is one, a call must follow `<tool_call>`."""
+
+CALLED = re.compile(rb'\s*(<(function|parameter)=[^<>\n]+[>\n]\s*[<{]|\{\s*"(name|arguments)")')
+"""A call's beginning, after its `<tool_call>`."""
+
+
+def _begun(word: str, then: str) -> str:
+    """A pattern of each beginning of `word`, and of all of it with what may follow."""
+    return "".join(f"({re.escape(letter)}" for letter in word) + then + ")?" * len(word)
+
+
+_NAME = r"[^<>\n]{0,128}([>\n]\s*)?"
+NOT_YET_CALLED = re.compile(
+    rf"\s*({_begun('<function=', _NAME)}|{_begun('<parameter=', _NAME)}|\{{[\s\"a-z]{{0,24}})".encode()
+)
+"""What can still become one."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,8 @@ class ThinkingLimits:
     loop_guard: bool = False
     repetition_penalty: float = 1.0
     """Penalty within the block on the block's tokens; 1 is none."""
+    calls: bool = False
+    """Whether a tool call closes the block."""
 
     def begin(self, vocab: Vocab) -> ThinkingWatch:
         """The watch of one answer."""
@@ -56,6 +77,10 @@ class ThinkingWatch:
         self.tokens = 0
         """Tokens of the block so far, without the one that closes it."""
         self._tail = b""
+        self._end, self._call = token_of(vocab, END), token_of(vocab, CALL)
+        self._called: bytes | None = None
+        """The text after a `<tool_call>`, while it may become a call."""
+        self._before_call = 0
 
     @property
     def horizon(self) -> int | None:
@@ -72,19 +97,41 @@ class ThinkingWatch:
         if not self.open:
             return False
         for token in tokens:
-            self._tail = (self._tail + self._vocab.token_bytes(token))[-64:]
-            if any(end in self._tail for end in ENDS):
+            if self._closes(token):
                 self.open = False
                 return False
             self.tokens += 1
         limits = self.limits
         if limits.loop_guard:
             self._text += "".join(map(chr, tokens))
-        if _within_character(self._tail):
+        if _within_character(self._tail) or self._called is not None:
             return False  # ends after a later token instead
         if limits.budget is not None and self.tokens >= limits.budget:
             return True
         return limits.loop_guard and self.tokens % STRIDE == 0 and goes_in_circles(self._text)
+
+    def _closes(self, token: int) -> bool:
+        """Whether the block ends with this token."""
+        if token == self._end:
+            return True
+        piece = self._vocab.token_bytes(token)
+        self._tail = (self._tail + piece)[-64:]
+        if self._end is None and END.encode() in self._tail:
+            return True
+        if not self.limits.calls:
+            return False
+        if self._call is None:
+            return CALL.encode() in self._tail
+        if token == self._call:
+            self._called, self._before_call = b"", self.tokens
+        elif self._called is not None:
+            self._called += piece
+            if CALLED.match(self._called):
+                self.tokens = self._before_call
+                return True
+            if not NOT_YET_CALLED.fullmatch(self._called):
+                self._called = None
+        return False
 
 
 def _within_character(text: bytes) -> bool:

@@ -27,8 +27,8 @@ class SampleResult:
     astray: bool = False
     """The step that was launched ahead reads another token than this one."""
     recompute: bool = False
-    """Pending tokens must be computed again: the row of the next token is no longer available or, with an
-    `error`, unusable, perhaps because of another sequence."""
+    """Pending tokens must be computed again: the row of the next token has too little or, with an `error`, is
+    unusable, perhaps because of another sequence."""
 
     @property
     def accepted(self) -> int:

@@ -194,8 +194,8 @@ def test_an_answer_nobody_can_use_a_part_of_is_delivered_once(
 
         return count
 
-    for stage in (Detokenizer, ReplyParser):
-        monkeypatch.setattr(stage, "feed", counted(stage.feed))
+    monkeypatch.setattr(Detokenizer, "decode", counted(Detokenizer.decode))
+    monkeypatch.setattr(ReplyParser, "feed", counted(ReplyParser.feed))
     server.post(path, **body, n=3).read()
     assert [entry.stream for entry in server.engine.submissions] == [not at_once] * 3
     deliveries = [entry.deliveries for entry in server.engine.submissions]

@@ -340,7 +340,7 @@ PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/pn
                     *HI,
                     {
                         "role": "assistant",
-                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": "x"}],
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": [1]}],
                     },
                 ]
             },

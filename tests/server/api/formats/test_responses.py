@@ -286,7 +286,7 @@ def named(fields: dict[str, Any]) -> str:
             "input[0].content[0].image_url",
         ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"type": "other_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"stop": 5}, "stop"),
         ({"seed": 0.5}, "seed"),
@@ -311,7 +311,7 @@ def named(fields: dict[str, Any]) -> str:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"verbosity": 1}}, "text.verbosity"),
     ],
     ids=named,
 )
@@ -360,8 +360,8 @@ def test_many_calls_in_a_row() -> None:
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": "{"}], "input[0].arguments"),
-        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": "[]"}], "input[0].arguments"),
+        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": 5}], "input[0].arguments"),
+        ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": [1]}], "input[0].arguments"),
         ([{"role": "user", "content": "x"}] * 17_000, "input"),
     ],
 )

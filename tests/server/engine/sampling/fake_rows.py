@@ -22,8 +22,8 @@ class DeviceRows:
 
     kinds = (DeviceSampler.TOP_K,)
 
-    def __init__(self, logits: np.ndarray[Any, Any], *, kept: bool = True) -> None:
-        self.row, self.kept, self.fetched = logits, kept, 0
+    def __init__(self, logits: np.ndarray[Any, Any]) -> None:
+        self.row, self.fetched = logits, 0
 
     def candidates(self, row: int) -> Any:
         ids = np.argsort(-self.row[:1000], kind="stable")[:64].astype(np.int32)
@@ -32,7 +32,7 @@ class DeviceRows:
 
     def fetch(self, row: int) -> Any:
         self.fetched += 1
-        return self.row.copy() if self.kept else None
+        return self.row.copy()
 
 
 class HostRows(DeviceRows):

@@ -183,20 +183,6 @@ def test_penalised_candidates_give_what_the_penalised_row_gives(spread: float, t
     assert fetched or ties, "it must come to that at times for this to mean anything"
 
 
-def test_a_penalised_row_that_is_gone_is_asked_for_whole() -> None:
-    """Nothing is counted for it before."""
-    logits = np.zeros(1024, np.float32)
-    logits[:64] = 1.0  # which all are the bound of what is known
-    params = SamplingParams(temperature=1.0, top_k=20, presence_penalty=1.5, seed=1)
-    one = Sampler(params, cast("Vocab", RowVocab()), [1])
-    assert one.sample(cast("Rows", DeviceRows(logits, kept=False)), 0) is None
-    assert one.need is DeviceSampler.ROW
-    other = Sampler(params, cast("Vocab", RowVocab()), [1])
-    assert one.sample(cast("Rows", HostRows(logits)), 0) == other.sample(cast("Rows", HostRows(logits)), 0)
-    one.close()
-    other.close()
-
-
 # --- with llama.cpp's samplers, on the logits of a real context ---------------------------------------------
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, Model
-from qwen_serve.server.engine.sampling import Sampler, SamplingParams
+from qwen_serve.server.engine.sampling import Sampler, SamplingParams, candidates
 from qwen_serve.server.engine.sampling.candidates import best_of
 from qwen_serve.server.engine.vocab import Vocab
 
@@ -43,10 +43,16 @@ if TYPE_CHECKING:
         (SamplingParams(prompt_logprobs=0), DeviceSampler.ROW),
     ],
 )
-def test_what_a_request_needs(model: Model, params: SamplingParams, need: DeviceSampler) -> None:
-    sampler = Sampler(params, Vocab(model), [1])
-    assert sampler.need is need
-    sampler.close()
+def test_what_a_request_needs(
+    model: Model, params: SamplingParams, need: DeviceSampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where whole rows cannot be fetched, penalties need them from the start."""
+    for reads in (True, False):
+        monkeypatch.setattr(candidates, "READS_LOGITS", reads)
+        sampler = Sampler(params, Vocab(model), [1])
+        penalised = need is DeviceSampler.TOP_K and params.presence_penalty
+        assert sampler.need is (DeviceSampler.ROW if penalised and not reads else need)
+        sampler.close()
 
 
 def test_of_equal_candidates_the_lowest_is_the_best(model: Model) -> None:

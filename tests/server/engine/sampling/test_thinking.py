@@ -129,18 +129,47 @@ def vocab(nano_f32: Path) -> Vocab:
     return Vocab(Model(nano_f32, n_gpu_layers=0))
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_thoughts_that_end_by_themselves_are_left_alone(vocab: Vocab, special: bool) -> None:
-    """They may end by the token or by its text."""
-    watch = ThinkingLimits(BRIDGE, 30).begin(vocab)
-    end = [3609] if special else [t for c in "</think>" for t in vocab.tokenize(c, special=False)]
-    assert not watch.follow([300] * 20)
-    assert not watch.follow(end)
+def test_thoughts_that_end_by_themselves_are_left_alone(vocab: Vocab) -> None:
+    """They end by the token. Its text, in other tokens, quotes it."""
+    watch = ThinkingLimits(BRIDGE, 50).begin(vocab)
+    quoted = [t for c in "</think>" for t in vocab.tokenize(c, special=False)]
+    assert not watch.follow([300] * 20 + quoted)
+    assert watch.open
+    assert not watch.follow([3609])
     assert not watch.open
-    assert watch.tokens == 20 + len(end) - 1
+    assert watch.tokens == 20 + len(quoted)
     assert watch.horizon is None
     assert not watch.follow([300] * 100)
-    assert watch.tokens == 20 + len(end) - 1
+    assert watch.tokens == 20 + len(quoted)
+
+
+@pytest.mark.parametrize(
+    ("text", "closes"),
+    [
+        ("<tool_call>\n<function=f>\n<parameter=", True),
+        ("<tool_call>\n<function=f>\n</function>", True),
+        ("<tool_call>\n<function=f\n<parameter=", True),
+        ('<tool_call>\n{"name": "f"', True),
+        ("<tool_call> is how a call begins", False),
+        ("<tool_call>\n<function=f> is how it goes on", False),
+        ("<tool_call>\n<functional", False),
+        ("<tool_call>\n{1}", False),
+    ],
+)
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_call_ends_the_thoughts(vocab: Vocab, text: str, closes: bool, calls: bool) -> None:
+    """Only where tools are offered, and if a call follows the tag. Until that is clear, no limit acts."""
+    watch = ThinkingLimits(BRIDGE, 20, calls=calls).begin(vocab)
+    assert not watch.follow([300] * 19)
+    tokens = vocab.tokenize(text, special=True)
+    limited = [watch.follow([token]) for token in tokens]
+    if calls and closes:
+        assert not any(limited)
+        assert (watch.open, watch.tokens) == (False, 19)
+    else:
+        assert limited[-1] == watch.open
+        assert watch.tokens == 19 + len(tokens)
+        assert limited[0] is not calls
 
 
 def test_thoughts_do_not_break_off_in_a_character(vocab: Vocab) -> None:

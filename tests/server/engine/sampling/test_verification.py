@@ -27,7 +27,7 @@ ENDS = frozenset({END})
 class FakeSampler:
     """A greedy sampler, which may fail."""
 
-    need = DeviceSampler.BEST
+    need, never_fetches = DeviceSampler.BEST, True
     forces = False
 
     def __init__(self, *, fails: bool = False) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
+from qwen_serve.server.api.formats.left_out import noted
 from qwen_serve.server.api.formats.messages.request import NAMES
-from qwen_serve.server.api.formats.translation import begun, noted
+from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.request import on_thread
 from qwen_serve.server.api.sse import EventWriter, encode, typed_event
 from qwen_serve.server.api.tokens import with_prompt

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.translation import (
     FOREIGN,
-    LEFT,
     Sharing,
     blocks_in,
-    names_of,
     object_in,
     refused,
     spoken,
@@ -199,7 +200,7 @@ class CountTokensRequest(Sharing):
             where = f"messages[{index}]"
             role = message.get("role")
             if role == "assistant":
-                yield _assistant(message, where)
+                yield from _assistant(message, where)
             elif role in ("user", "system"):
                 yield from _given(message, where)
             else:
@@ -215,7 +216,7 @@ class MessagesRequest(CountTokensRequest):
         **{name: values for name, values in FOREIGN.items() if name not in ("messages", "max_tokens")},
     }
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: TokenLimit
     stop_sequences: list[str] | None = Field(None, fail_fast=True)
     stream: bool | None = None
     temperature: float | None = None
@@ -299,32 +300,60 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": id_, "content": spoken(parts)}
 
 
-def _assistant(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    content, thoughts = "", []
+def _assistant(message: Mapping[str, Any], where: str) -> Iterator[dict[str, Any]]:
+    """An assistant's turn; a result of Anthropic's own tools divides it."""
+    content = ""
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
+
+    def turn() -> dict[str, Any]:
+        made: dict[str, Any] = {"role": "assistant", "content": content}
+        if thoughts:
+            made["reasoning_content"] = "\n\n".join(thoughts)
+        return {**made, "tool_calls": calls} if calls else made
+
     for place, block in blocks_in(message.get("content"), f"{where}.content"):
         match block.get("type"):
             case "thinking":
                 thoughts.append(text_in(block.get("thinking"), f"{place}.thinking"))
             case "redacted_thinking":
                 pass  # only its author can read it
-            case "tool_use":
+            case "tool_use" | "server_tool_use" | "mcp_tool_use":
                 calls.append(_tool_use(block, place))
+            case str() as kind if kind.endswith("_tool_result"):
+                yield turn()
+                content, thoughts, calls = "", [], []
+                yield _hosted_result(block, place)
+            case "container_upload":
+                pass  # a file of Anthropic's, which nobody else has
             case _:
                 content += _text(block, place)
-    made: dict[str, Any] = {"role": "assistant", "content": content}
-    if thoughts:
-        made["reasoning_content"] = "\n\n".join(thoughts)
-    if calls:
-        made["tool_calls"] = calls
-    return made
+    yield turn()
+
+
+def _hosted_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The result of a tool that Anthropic ran, as its text or, without what is encrypted, as JSON."""
+    found = (
+        [
+            one.get("text")
+            if one.get("type") == "text"
+            else json.dumps(
+                {key: one[key] for key in one if not key.startswith("encrypted")}, ensure_ascii=False
+            )
+            for one in block["content"]
+            if isinstance(one, dict)
+        ]
+        if isinstance(block.get("content"), list)
+        else [json.dumps(block.get("content"), ensure_ascii=False)]
+    )
+    id_ = text_in(block.get("tool_use_id"), f"{where}.tool_use_id")
+    return {"role": "tool", "tool_call_id": id_, "content": "\n".join(map(str, found))}
 
 
 def _tool_use(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = {
-        "name": text_in(block.get("name"), f"{where}.name"),
-        "arguments": dict(object_in(block.get("input", {}), f"{where}.input")),
-    }
+    given = block.get("input") or {}
+    arguments = given if isinstance(given, str) else dict(object_in(given, f"{where}.input"))
+    function = {"name": text_in(block.get("name"), f"{where}.name"), "arguments": arguments}
     return {"id": text_in(block.get("id"), f"{where}.id"), "type": "function", "function": function}
 
 
@@ -349,10 +378,38 @@ def _part(block: Mapping[str, Any], where: str) -> str | GivenPicture:
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
-    kind = block.get("type")
-    if kind != "text":
-        raise refused(f"{where}.type", f"{kind!r} blocks are not supported here")
-    return text_in(block.get("text"), f"{where}.text")
+    match kind := block.get("type"):
+        case "text":
+            return text_in(block.get("text"), f"{where}.text")
+        case "document":
+            return _document(block, where)
+        case "search_result":
+            texts = [
+                _text(part, place) for place, part in blocks_in(block.get("content"), f"{where}.content")
+            ]
+            head = [block[key] for key in ("title", "source") if isinstance(block.get(key), str)]
+            return "\n".join([*head, *texts])
+        case "tool_reference":
+            return text_in(block.get("tool_name"), f"{where}.tool_name")
+        case "compaction":
+            return text_in(block.get("content") or "", f"{where}.content")
+    raise refused(f"{where}.type", f"{kind!r} blocks are not supported here")
+
+
+def _document(block: Mapping[str, Any], where: str) -> str:
+    """The text of a document block, after its title and context."""
+    where = f"{where}.source"
+    source = object_in(block.get("source"), where)
+    match source.get("type"):
+        case "text":
+            text = text_in(source.get("data"), f"{where}.data")
+        case "content":
+            parts = blocks_in(source.get("content"), f"{where}.content")
+            text = "\n".join(_text(part, place) for place, part in parts)
+        case kind:
+            raise refused(f"{where}.type", f"{kind!r} documents are not supported here; send their text")
+    head = [block[key] for key in ("title", "context") if isinstance(block.get(key), str)]
+    return "\n\n".join([*head, text])
 
 
 def _is_function(tool: Mapping[str, Any]) -> bool:

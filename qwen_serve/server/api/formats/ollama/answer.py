@@ -13,12 +13,13 @@ from qwen_serve.server.api.fields.lora import known_model
 from qwen_serve.server.api.formats import completions
 from qwen_serve.server.api.formats.ollama.request import NAMES
 from qwen_serve.server.api.formats.translation import begun
+from qwen_serve.server.api.logprobs import ChatLogprobs
 from qwen_serve.server.api.request import awake, on_thread
 from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Callable
+    from collections.abc import Callable
 
     from fastapi import Response
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.errors import ApiError
     from qwen_serve.server.api.formats.ollama.request import OllamaChatRequest, OllamaGenerateRequest
     from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, TextGeneration
+    from qwen_serve.server.chat import Part, Reply, TextGeneration
 
 Shape = dict[str, Any]
 
@@ -83,15 +84,15 @@ async def loaded(context: RequestContext, model: str, nothing: Shape) -> Respons
 
 async def respond(
     served: ServedRequest,
-    parts: AsyncIterable[Part | str],
+    parts: Reply | TextGeneration,
     generation: TextGeneration,
     shape: Callable[..., Shape],
 ) -> Response:
-    writer = OllamaWriter(served, generation, shape)
+    writer = OllamaWriter(served, parts, generation, shape)
     return await served.respond([parts], writer, partial(collect, served, parts, writer))
 
 
-async def collect(served: ServedRequest, parts: AsyncIterable[Part | str], writer: OllamaWriter) -> bytes:
+async def collect(served: ServedRequest, parts: Reply | TextGeneration, writer: OllamaWriter) -> bytes:
     text = thinking = ""
     calls: list[Shape] = []
     async for part in parts:
@@ -102,7 +103,8 @@ async def collect(served: ServedRequest, parts: AsyncIterable[Part | str], write
                 text += more
             case dict() as call:
                 calls.append(call)
-    return encode({**writer.envelope(), **writer.shape(text, thinking, calls), **writer.ending()})
+    whole = {**writer.envelope(), **writer.shape(text, thinking, calls), **writer.ending()}
+    return encode({**whole, **writer.scores()})
 
 
 class OllamaWriter(EventWriter):
@@ -113,9 +115,14 @@ class OllamaWriter(EventWriter):
     pings = False
 
     def __init__(
-        self, served: ServedRequest, generation: TextGeneration, shape: Callable[..., Shape]
+        self,
+        served: ServedRequest,
+        answer: Reply | TextGeneration,
+        generation: TextGeneration,
+        shape: Callable[..., Shape],
     ) -> None:
-        self._served, self._generation, self.shape = served, generation, shape
+        self._served, self._answer, self._generation, self.shape = served, answer, generation, shape
+        self._logprobs = ChatLogprobs(served.request, served.vocab, generation)
         self._call: ToolCall | None = None
         self._arguments = ""
 
@@ -145,7 +152,7 @@ class OllamaWriter(EventWriter):
         """The last object's further fields: why the answer ended, and times in nanoseconds. Raises ApiError
         503 if the server cut it short."""
         generation = self._generation
-        reason = self._served.check(generation.finish_reason)
+        reason = self._served.check(self._answer.finish_reason)
         timings = generation.generation.timings
         times = timings.queue_ms, timings.prefill_ms, timings.decode_ms
         waited, read, wrote = (int(1e6 * milliseconds) for milliseconds in times)
@@ -160,8 +167,13 @@ class OllamaWriter(EventWriter):
             "eval_duration": wrote,
         }
 
+    def scores(self) -> Shape:
+        """The log-probabilities of new tokens, where they are asked for."""
+        found = self._logprobs.new()
+        return {} if found is None else {"logprobs": found["content"]}
+
     def _line(self, shaped: Shape) -> bytes:
-        return encode({**self.envelope(), **shaped, "done": False}) + b"\n"
+        return encode({**self.envelope(), **shaped, "done": False, **self.scores()}) + b"\n"
 
     async def write(self, index: int, part: Part | str | None) -> bytes:
         match None if part is None else self.take(part):
@@ -174,7 +186,7 @@ class OllamaWriter(EventWriter):
         return b""
 
     async def end(self) -> bytes:
-        return encode({**self.envelope(), **self.shape(), **self.ending()}) + b"\n"
+        return encode({**self.envelope(), **self.shape(), **self.ending(), **self.scores()}) + b"\n"
 
     def failure(self, error: ApiError) -> bytes:
         return encode(error.ollama_body()) + b"\n"

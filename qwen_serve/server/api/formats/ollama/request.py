@@ -13,6 +13,7 @@ from qwen_serve.server.api.formats.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequ
 from qwen_serve.server.api.formats.completions import CompletionRequest
 from qwen_serve.server.api.formats.translation import FOREIGN, object_in, refused, text_in, to_chat
 from qwen_serve.server.chat.pictures import GivenPicture
+from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,17 +29,8 @@ OPTIONS = {
         )
     },
 }
-"""Ollama's option -> field of this server."""
-
-OF_THE_SERVER = (
-    *("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread"),
-    *("numa", "low_vram", "f16_kv", "use_mmap", "use_mlock"),
-)
-"""Options that are accepted and ignored: the server's settings decide how the model is loaded, and the
-beginning of a context is never dropped."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {"tfs_z": (1,), "penalize_newline": (True,), "vocab_only": (False,)}
-"""Options that are refused, except with these values."""
+"""Ollama's option -> field of this server. Other options are ignored, as Ollama does: most are about loading
+the model, which the server's settings decide."""
 
 NAMES = {
     **{ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()},
@@ -63,6 +55,7 @@ class OllamaRequest(Refusing):
         name: FOREIGN.get(name, ())
         for name in ChatRequest.model_fields
         if name not in ("model", "messages", "tools", "stream", "stream_options", "request_id")
+        and name not in ("logprobs", "top_logprobs")
     }
     instead: ClassVar[dict[str, str]] = {
         **NAMES,
@@ -81,6 +74,8 @@ class OllamaRequest(Refusing):
     keep_alive: Any = None
     """Accepted without effect: the model stays loaded as long as the server runs."""
     options: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def _fields(self) -> dict[str, Any]:
         """The fields common to chat requests and completions."""
@@ -88,15 +83,12 @@ class OllamaRequest(Refusing):
         for name, value in (self.options or {}).items():
             if name in OPTIONS:
                 fields[OPTIONS[name]] = value
-            elif name in OF_THE_SERVER or value is None or value in NEUTRAL.get(name, ()):
-                continue
-            else:
-                known = ", ".join(OPTIONS)
-                raise refused(f"options.{name}", f"not supported by this server, which has {known}")
         limit = fields.get("max_tokens")
         if limit in (-1, -2):  # until the answer or the context ends
             del fields["max_tokens"]
         fields["response_format"] = self._response_format()
+        if self.logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         return fields
 
     def _response_format(self) -> dict[str, Any] | None:
@@ -163,6 +155,8 @@ class OllamaGenerateRequest(OllamaRequest):
             if getattr(self, name):
                 raise refused(name, "not beside raw, which has no template")
         fields = {**self._fields(), "prompt": self.prompt}
+        if fields.pop("logprobs", None):
+            fields["logprobs"] = fields.pop("top_logprobs") or 0
         try:
             return CompletionRequest.model_validate(
                 {name: value for name, value in fields.items() if value is not None}
@@ -199,8 +193,8 @@ def _pictures(images: Any, where: str) -> Iterator[GivenPicture]:
 
 def _call(call: Any, where: str, at: int) -> dict[str, Any]:
     given = object_in(object_in(call, where).get("function"), f"{where}.function")
-    function = {
-        "name": text_in(given.get("name"), f"{where}.function.name"),
-        "arguments": dict(object_in(given.get("arguments") or {}, f"{where}.function.arguments")),
-    }
+    arguments = given.get("arguments") or {}
+    if not isinstance(arguments, str):
+        arguments = dict(object_in(arguments, f"{where}.function.arguments"))
+    function = {"name": text_in(given.get("name"), f"{where}.function.name"), "arguments": arguments}
     return {"id": call.get("id") or f"call_{at}", "type": "function", "function": function}

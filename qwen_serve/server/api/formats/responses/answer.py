@@ -8,8 +8,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+from qwen_serve.server.api.formats.left_out import noted
 from qwen_serve.server.api.formats.responses.request import NAMES
-from qwen_serve.server.api.formats.translation import begun, noted
+from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.logprobs import ResponseLogprobs
 from qwen_serve.server.api.request import on_thread
 from qwen_serve.server.api.serving import prompt_details

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.formats.translation import names_of, object_in, text_in
+from qwen_serve.server.api.formats.left_out import names_of
+from qwen_serve.server.api.formats.translation import object_in, text_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,7 +20,8 @@ Tool = dict[str, Any]
 class OfferedTools:
     """The part of `tools` that the model is offered. Raises ApiError 400."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    def __init__(self, tools: Sequence[tuple[str, Tool]]) -> None:
+        """`tools` with their places. One that is given again, as in a replayed history, counts once."""
         self.functions: list[Tool] = []
         """The functions, in a chat request's form."""
         self.shown: list[Tool] = []
@@ -27,9 +29,10 @@ class OfferedTools:
         self._split: dict[str, tuple[str, str]] = {}
         """The model's name for a function -> its namespace and name."""
         self._known: set[str] = set()
-        left_out = []
-        for index, tool in enumerate(tools):
-            where = f"tools[{index}]"
+        left_out: list[Any] = []
+        for where, tool in tools:
+            if tool in self.shown or tool in left_out:
+                continue
             kind = text_in(tool.get("type"), f"{where}.type")
             if kind == "function":
                 self._add(tool, where)

@@ -6,22 +6,22 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import from_json
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.responses.offered import OfferedTools, called
 from qwen_serve.server.api.formats.translation import (
     FOREIGN,
-    LEFT,
     Sharing,
     blocks_in,
-    names_of,
     object_in,
     refused,
     spoken,
     text_in,
     to_chat,
 )
+from qwen_serve.server.chat.documents import text_of_file
 from qwen_serve.server.chat.pictures import GivenPicture, PixelBounds, known_detail
 from qwen_serve.server.engine import MAX_LOGPROBS
 
@@ -35,10 +35,15 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
-    "verbosity": "text.verbosity",
     "reasoning_effort": "reasoning.effort",
 }
 """Field of a chat request -> its name in this protocol."""
+
+HOSTED = ("local_shell_call", "shell_call", "web_search_call", "tool_search_call", "mcp_call")
+"""Items of calls in a client's own history that are shown as the calls of functions."""
+
+SILENT = ("additional_tools", "compaction", "compaction_summary", "ghost_snapshot", "mcp_list_tools")
+"""Items that are no part of the conversation. (The tools of `additional_tools` are offered.)"""
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -95,10 +100,10 @@ class ResponsesRequest(Sharing):
     instead: ClassVar[dict[str, str]] = {**NAMES, "logprobs": "top_logprobs"}
 
     model: str | None = None
-    input: Any
-    """A string or items."""
+    input: Any = None
+    """A string or items; none beside instructions."""
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: TokenLimit | None = None
     temperature: float | None = None
     top_p: float | None = None
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
@@ -136,7 +141,12 @@ class ResponsesRequest(Sharing):
     @cached_property
     def offered(self) -> OfferedTools:
         """The part of `tools` that the model is offered. Raises ApiError 400."""
-        return OfferedTools(self.tools or [])
+        placed = [(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or [])]
+        for index, item in enumerate(self.input if isinstance(self.input, list) else []):
+            if isinstance(item, dict) and item.get("type") in ("additional_tools", "tool_search_output"):
+                more = blocks_in(item.get("tools") or [], f"input[{index}].tools")
+                placed += [(where, dict(tool)) for where, tool in more]
+        return OfferedTools(placed)
 
     @property
     def tools_left_out(self) -> str:
@@ -157,7 +167,6 @@ class ResponsesRequest(Sharing):
             "tools": self.offered.functions or None,
             "tool_choice": self._tool_choice(),
             "response_format": text.response_format(),
-            "verbosity": text.verbosity,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
         }
         if self.truncation == "auto":
@@ -202,6 +211,8 @@ class ResponsesRequest(Sharing):
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
+        if self.instructions and self.input in (None, []):
+            return
         if not isinstance(self.input, list) or not self.input:
             raise bad_request("input: must be a string or a list of items", "input", "invalid_value")
         reply: dict[str, Any] = {}
@@ -209,7 +220,7 @@ class ResponsesRequest(Sharing):
             where = f"input[{index}]"
             part, excluding = _item(object_in(item, where), where)
             if part.keys() == {"role"}:
-                continue  # encrypted reasoning, which only its author can read
+                continue  # what only its author can read, or nothing that was said
             if part["role"] != "assistant":
                 if reply:
                     yield reply
@@ -254,24 +265,33 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
         case "function_call":
             name = called(item, where)
             arguments, id_ = (text_in(item.get(key), f"{where}.{key}") for key in ("arguments", "call_id"))
-            given = _arguments(arguments, f"{where}.arguments")
-            call = {"id": id_, "type": "function", "function": {"name": name, "arguments": given}}
-            return {"role": "assistant", "tool_calls": [call]}, set()
-        case "function_call_output":
+            return _call(id_, name, arguments), set()
+        case "custom_tool_call":
+            text, id_ = (text_in(item.get(key), f"{where}.{key}") for key in ("input", "call_id"))
+            return _call(id_, called(item, where), {"input": text}), set()
+        case "tool_search_output":
+            found = names_of(blocks[1] for blocks in blocks_in(item.get("tools") or [], f"{where}.tools"))
+            return {"role": "tool", "tool_call_id": item.get("call_id"), "content": found}, set()
+        case str() if kind.endswith("_call_output"):
             id_ = text_in(item.get("call_id"), f"{where}.call_id")
             output = _parts(item.get("output"), f"{where}.output")
             return {"role": "tool", "tool_call_id": id_, "content": spoken(output)}, set()
+        case str() if kind in HOSTED:
+            action: Any = item.get("action") or item.get("arguments") or {}
+            if not isinstance(action, str):
+                action = dict(object_in(action, f"{where}.action"))
+            return _call(item.get("call_id") or item.get("id"), kind.removesuffix("_call"), action), set()
+        case str() if kind in SILENT:
+            return {"role": "assistant"}, set()
     if kind == "item_reference":
         raise refused(f"{where}.type", "this server keeps no items to refer to; send the item itself")
     raise refused(f"{where}.type", f"{kind!r} items are not supported by this server")
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    """A call's arguments; an empty text is an empty object. Raises ApiError 400."""
-    try:
-        return dict(object_in(from_json(text) if text.strip() else {}, where))
-    except ValueError as error:
-        raise bad_request(f"{where}: is not valid JSON: {error}", where, "invalid_value") from None
+def _call(id_: Any, name: str, arguments: Any) -> dict[str, Any]:
+    """An assistant's message with a call."""
+    call = {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
 
 
 def _parts(content: Any, where: str) -> list[str | GivenPicture]:
@@ -292,6 +312,8 @@ def _text(block: Mapping[str, Any], where: str) -> str:
         return text_in(block.get("refusal"), f"{where}.refusal")
     if kind in TEXTS:
         return text_in(block.get("text"), f"{where}.text")
+    if kind == "input_file":
+        return text_of_file(block, where)
     raise refused(f"{where}.type", f"{kind!r} is not supported here")
 
 

@@ -1,0 +1,30 @@
+#pragma once
+
+#include "common.cuh"
+
+#define GGML_CUDA_GDN_CHUNKED_MIN_TOKENS 64
+
+// strides in floats; beta has the strides of g
+struct ggml_cuda_gdn_args {
+    const float *   q;
+    const float *   k;
+    const float *   v;
+    const float *   g;
+    const float *   beta;
+    const float *   curr_state;
+    const int32_t * ids; // may be null
+    float *         dst;
+    float *         state;
+    const int32_t * ids_to; // of states in state, may be null: in order
+
+    int64_t S_v, H, n_tokens, n_seqs;
+    int64_t sq1, sq2, sq3;
+    int64_t sv1, sv2, sv3;
+    int64_t sb1, sb2, sb3;
+    int64_t neqk1, rq3;
+};
+
+bool ggml_cuda_gated_delta_net_chunked_supported(const ggml_cuda_gdn_args & args, int cc);
+
+// The first n_tokens of each sequence. The states after them go to args.state, which may hold the initial states.
+void ggml_cuda_gated_delta_net_chunked(ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_args & args, int64_t n_tokens, cudaStream_t stream);

@@ -1,0 +1,238 @@
+#include "gated_delta_net_head.cuh"
+#include "norm-fused-device.cuh"
+
+#define GDN_HEAD_SIZE 128
+
+// What Qwen3.5 has around it, as part of the kernel: norms of queries and keys, the gates before, the gated norm behind.
+struct ggml_cuda_gdn_chain {
+    const float *         gate_bias  = nullptr; // [H], beta = sigmoid(beta), g = softplus(g + gate_bias)*gate_scale
+    const float *         gate_scale = nullptr; // [H]
+    float                 qk_eps     = 0.0f;    // q = rms_norm(q)*qk_factor, and k
+    float                 qk_factor  = 0.0f;
+    const float *         norm_w     = nullptr; // [S_v], y = rms_norm(dst)*norm_w*silu(z)
+    const float *         z          = nullptr; // [S_v, H, n_tokens, n_seqs], contiguous like y
+    float *               y          = nullptr; // nullptr: its columns alone
+    float                 norm_eps   = 0.0f;
+    ggml_cuda_columns_out columns;
+};
+
+static __device__ __forceinline__ float dot(const float4 a, const float4 b, const float c) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, c))));
+}
+
+// Half a warp has the row of 128 elements, a thread elements 4*lane .. and 64 + 4*lane .. of it. The sum is that of rms_norm_scale_pair_f32.
+static __device__ __forceinline__ void rms_norm_scale_half(float4 v[2], const float eps, const float factor) {
+    const float scale = rsqrtf(warp_reduce_sum<16>(sum_of_squares(v[0]) + sum_of_squares(v[1])) / GDN_HEAD_SIZE + eps);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        v[i] = make_float4(factor * (scale * v[i].x), factor * (scale * v[i].y), factor * (scale * v[i].z), factor * (scale * v[i].w));
+    }
+}
+
+// Half a warp has a column of the state at a time (stored transposed: its 128 elements follow each other), and n_cols of them in registers:
+//     each is read and written once, 16 bytes a thread. A block has n_warps*2*n_cols columns of a head. If these are all, it also computes
+//     the gated norm. All sums have an order of their own, so that results do not depend on which blocks there are.
+template <bool chained, int n_warps, int n_cols>
+static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gated_delta_net_head_f32(const ggml_cuda_gdn_args args,
+        const ggml_cuda_gdn_chain chain, float * state_rest, const int64_t state_slot_stride, const int K, const int t_first, const uint3 neqk1_magic,
+        const uint3 rq3_magic, const float scale) {
+    constexpr int  S     = GDN_HEAD_SIZE;
+    constexpr bool gated = chained && n_warps * 2 * n_cols == S;
+
+    const int head     = blockIdx.x;
+    const int sequence = blockIdx.y;
+    const int warp     = threadIdx.x / WARP_SIZE;
+    const int lane     = threadIdx.x % WARP_SIZE;
+    const int half     = lane / 16;
+    const int row      = 4 * (lane % 16);                                   // and 64 behind
+    const int col0     = (blockIdx.z * n_warps + warp) * 2 * n_cols + half; // and every second one behind
+
+    const int n_tokens = args.n_tokens;
+    const int H        = args.H;
+
+    __shared__ float out[gated ? 2 : 1][S];
+
+    ggml_cuda_pdl_lc();
+    ggml_cuda_pdl_sync();
+
+    // the state may lie where the new one goes
+    float4 s[n_cols][2];
+    {
+        const int64_t state_id = args.ids ? args.ids[sequence] : sequence;
+        const float * state    = args.curr_state + (state_id * H + head) * S * S + col0 * S + row;
+#pragma unroll
+        for (int c = 0; c < n_cols; ++c) {
+            s[c][0] = *(const float4 *) (state + c * 2 * S);
+            s[c][1] = *(const float4 *) (state + c * 2 * S + S / 2);
+        }
+    }
+    const int64_t qk_offset = fastdiv(sequence, rq3_magic) * args.sq3 + fastmodulo(head, neqk1_magic) * args.sq1 + row;
+    const int64_t v_offset  = sequence * args.sv3 + head * args.sv1 + col0;
+    const int64_t g_offset  = sequence * args.sb3 + head * args.sb1;
+
+    for (int t = t_first; t < n_tokens; ++t) {
+        float4 k[2], q[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            k[i] = *(const float4 *) (args.k + qk_offset + t * args.sq2 + i * S / 2);
+            q[i] = *(const float4 *) (args.q + qk_offset + t * args.sq2 + i * S / 2);
+        }
+        float beta = args.beta[g_offset + t * args.sb2];
+        float g    = args.g[g_offset + t * args.sb2];
+        if constexpr (chained) {
+            beta = delta_net_beta(beta);
+            g    = delta_net_gate(g, chain.gate_bias[head], chain.gate_scale[head]);
+            rms_norm_scale_half(k, chain.qk_eps, chain.qk_factor);
+            rms_norm_scale_half(q, chain.qk_eps, chain.qk_factor);
+        }
+        g = expf(g);
+
+        float * out_t = gated ? out[t % 2] : args.dst + (((int64_t) sequence * n_tokens + t) * H + head) * S;
+        // with S[i][col] as s: delta = (v - g*sum_i s*k)*beta, s = g*s + k*delta, out = sum_i s*q
+        float delta[n_cols];
+#pragma unroll
+        for (int c = 0; c < n_cols; ++c) { delta[c] = args.v[v_offset + t * args.sv2 + 2 * c]; }
+#pragma unroll
+        for (int c = 0; c < n_cols; ++c) {
+            const float sk = warp_reduce_sum<16>(dot(s[c][1], k[1], dot(s[c][0], k[0], 0.0f)));
+            delta[c]       = fmaf(-g, sk, delta[c]) * beta;
+        }
+#pragma unroll
+        for (int c = 0; c < n_cols; ++c) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                s[c][i].x = fmaf(g, s[c][i].x, k[i].x * delta[c]);
+                s[c][i].y = fmaf(g, s[c][i].y, k[i].y * delta[c]);
+                s[c][i].z = fmaf(g, s[c][i].z, k[i].z * delta[c]);
+                s[c][i].w = fmaf(g, s[c][i].w, k[i].w * delta[c]);
+            }
+            const float sq = warp_reduce_sum<16>(dot(s[c][1], q[1], dot(s[c][0], q[0], 0.0f)));
+            if (lane % 16 == 0) { out_t[col0 + 2 * c] = sq * scale; }
+        }
+
+        const int slot = n_tokens - 1 - t;
+        if (slot < K) {
+            const int64_t to    = slot == 0 && args.ids_to ? args.ids_to[sequence] : sequence;
+            float *       state = slot == 0 ? args.state : state_rest + (slot - 1) * state_slot_stride;
+            state += (to * H + head) * S * S + col0 * S + row;
+#pragma unroll
+            for (int c = 0; c < n_cols; ++c) {
+                *(float4 *) (state + c * 2 * S)         = s[c][0];
+                *(float4 *) (state + c * 2 * S + S / 2) = s[c][1];
+            }
+        }
+
+        if constexpr (gated) {
+            __syncthreads(); // the other half of out is free once all have read it, which they had at the barrier before
+            if (warp == t % n_warps) {
+                const int64_t i = ((((int64_t) sequence * n_tokens + t) * H + head) * S) / 4 + lane;
+                const float4  w = ((const float4 *) chain.norm_w)[lane];
+                const float4  z = ((const float4 *) chain.z)[i];
+                float4        v = ((const float4 *) out[t % 2])[lane];
+                v               = norm_gated(v, rsqrtf(warp_reduce_sum(sum_of_squares(v)) / S + chain.norm_eps), w, z);
+                if (chain.y != nullptr) { ((float4 *) chain.y)[i] = v; }
+                store_columns(chain.columns, i, v);
+            }
+        }
+    }
+}
+
+bool ggml_cuda_gated_delta_net_head_supported(const ggml_cuda_gdn_args & args, const int64_t n_tokens, const int cc) {
+    const auto vectors = [](const float * data, std::initializer_list<int64_t> strides) {
+        bool ok = (uintptr_t) data % sizeof(float4) == 0;
+        for (const int64_t stride : strides) { ok = ok && stride % 4 == 0; }
+        return ok;
+    };
+    static const char * env     = getenv("GGML_CUDA_GDN_HEAD");
+    static const bool   enabled = env == nullptr || atoi(env) != 0;
+    return enabled && GGML_CUDA_CC_IS_NVIDIA(cc) && args.S_v == GDN_HEAD_SIZE && n_tokens < GGML_CUDA_GDN_CHUNKED_MIN_TOKENS && args.H <= INT32_MAX &&
+           args.n_seqs <= 65535 && vectors(args.q, { args.sq1, args.sq2, args.sq3 }) && vectors(args.k, {}) && vectors(args.curr_state, {}) &&
+           vectors(args.state, {});
+}
+
+// Few heads are spread over more multiprocessors.
+static bool whole_heads(const ggml_cuda_gdn_args & args) { return args.H * args.n_seqs >= 4 * ggml_cuda_info().devices[ggml_cuda_get_device()].nsm; }
+
+template <bool chained, int n_warps, int n_cols>
+static void launch_gated_delta_net_head(const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, float * state_rest,
+        const int64_t state_slot_stride, const int K, const int64_t t_first, cudaStream_t stream) {
+    const dim3                           blocks(args.H, args.n_seqs, GDN_HEAD_SIZE / (2 * n_warps * n_cols));
+    const ggml_cuda_kernel_launch_params params(blocks, dim3(WARP_SIZE * n_warps), 0, stream);
+    ggml_cuda_kernel_launch(gated_delta_net_head_f32<chained, n_warps, n_cols>, params, args, chain, state_rest, state_slot_stride, K, (int) t_first,
+            init_fastdiv_values(args.neqk1), init_fastdiv_values(args.rq3), 1.0f / sqrtf((float) args.S_v));
+}
+
+template <bool chained>
+static void gated_delta_net_head_cuda(const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, float * state_rest,
+        const int64_t state_slot_stride, const int K, const int64_t t_first, cudaStream_t stream) {
+    if (whole_heads(args)) {
+        launch_gated_delta_net_head<chained, 8, 8>(args, chain, state_rest, state_slot_stride, K, t_first, stream);
+    } else {
+        launch_gated_delta_net_head<chained, 2, 8>(args, chain, state_rest, state_slot_stride, K, t_first, stream);
+    }
+}
+
+void ggml_cuda_gated_delta_net_head(const ggml_cuda_gdn_args & args, float * state_rest, const int64_t state_slot_stride, const int K,
+        const int64_t t_first, cudaStream_t stream) {
+    gated_delta_net_head_cuda<false>(args, {}, state_rest, state_slot_stride, K, t_first, stream);
+}
+
+static const ggml_tensor * other_source(const ggml_tensor * node, const ggml_tensor * known) {
+    return node->src[0] == known ? node->src[1] : node->src[0];
+}
+
+static ggml_cuda_gdn_args chain_args(const ggml_cuda_gdn_chain_nodes & nodes, const ggml_cuda_gated_delta_net_fused_cache & cache) {
+    const ggml_tensor * q      = nodes.q_norm->src[0];
+    const ggml_tensor * k      = nodes.k_norm->src[0];
+    const ggml_tensor * v      = nodes.gdn->src[2];
+    const ggml_tensor * beta   = nodes.gdn->src[4];
+    const ggml_tensor * ids    = nodes.gdn->src[6];
+    const auto          stride = [](const ggml_tensor * tensor, int dim) { return (int64_t) (tensor->nb[dim] / sizeof(float)); };
+    return { (const float *) q->data, (const float *) k->data, (const float *) v->data, (const float *) nodes.add->src[0]->data,
+        (const float *) nodes.sigmoid->src[0]->data, (const float *) nodes.gdn->src[5]->data, ids ? (const int32_t *) ids->data : nullptr,
+        (float *) nodes.gdn->data, cache.data, cache.ids, v->ne[0], v->ne[1], v->ne[2], v->ne[3], stride(q, 1), stride(q, 2), stride(q, 3),
+        stride(v, 1), stride(v, 2), stride(v, 3), stride(beta, 1), stride(beta, 2), stride(beta, 3), q->ne[1], v->ne[3] / q->ne[3] };
+}
+
+bool ggml_cuda_can_gated_delta_net_chain(
+        ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_chain_nodes & nodes, const ggml_cuda_gated_delta_net_fused_cache & cache) {
+    const ggml_tensor * gdn   = nodes.gdn;
+    const ggml_tensor * v     = gdn->src[2];
+    const ggml_tensor * x     = nodes.norm->src[0];
+    const ggml_tensor * gated = nodes.gated;
+    // what the kernel reads may have been free for results of operators that it computes, too
+    const auto apart = [&](const ggml_tensor * read, const ggml_tensor * written) {
+        return (const char *) read->data + ggml_nbytes(read) <= (const char *) written->data ||
+               (const char *) written->data + ggml_nbytes(gated) <= (const char *) read->data;
+    };
+    for (const ggml_tensor * read :
+            std::initializer_list<const ggml_tensor *>{ nodes.q_norm->src[0], nodes.k_norm->src[0], v, nodes.sigmoid->src[0], nodes.add->src[0] }) {
+        if (!apart(read, gated) || !apart(read, gdn)) { return false; }
+    }
+    if (!apart(nodes.silu->src[0], gdn)) { return false; }
+    return gdn->src[0] == nodes.q_scale && gdn->src[1] == nodes.k_scale && gdn->src[4] == nodes.sigmoid && gdn->src[3]->ne[0] == 1 &&
+           (gdn->src[3] == nodes.gate || gdn->src[3]->src[0] == nodes.gate) && ggml_nelements(gdn->src[3]) == ggml_nelements(nodes.gate) &&
+           ggml_are_same_shape(gdn->src[3], gdn->src[4]) && nodes.gate->ne[0] == v->ne[1] && x->view_src == gdn && x->view_offs == 0 &&
+           ggml_is_contiguous(x) && ggml_are_same_shape(x, v) && v->type == GGML_TYPE_F32 && ggml_is_contiguous_rows(v) &&
+           ggml_is_contiguous(gdn->src[5]) && ggml_cuda_can_delta_net_gates(nodes.sigmoid, nodes.add, nodes.softplus, nodes.gate) &&
+           ggml_cuda_can_rms_norm_scale_pair(nodes.q_norm, nodes.q_scale, nodes.k_norm, nodes.k_scale) &&
+           ggml_cuda_can_rms_norm_gated(nodes.norm, nodes.mul, nodes.silu, gated) &&
+           ggml_cuda_gated_delta_net_head_supported(chain_args(nodes, cache), v->ne[2], ggml_cuda_info().devices[ctx.device].cc);
+}
+
+void ggml_cuda_op_gated_delta_net_chain(ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_chain_nodes & nodes,
+        const ggml_cuda_gated_delta_net_fused_cache & cache, const ggml_cuda_columns_out & columns) {
+    ggml_cuda_gdn_chain chain;
+    chain.gate_bias               = (const float *) nodes.add->src[1]->data;
+    chain.gate_scale              = (const float *) other_source(nodes.gate, nodes.softplus)->data;
+    chain.qk_eps                  = ggml_get_op_params_f32(nodes.q_norm, 0);
+    chain.qk_factor               = ggml_get_op_params_f32(nodes.q_scale, 0);
+    chain.norm_w                  = (const float *) other_source(nodes.mul, nodes.norm)->data;
+    chain.z                       = (const float *) nodes.silu->src[0]->data;
+    chain.y                       = columns.only ? nullptr : (float *) nodes.gated->data;
+    chain.norm_eps                = ggml_get_op_params_f32(nodes.norm, 0);
+    chain.columns                 = columns;
+    const ggml_cuda_gdn_args args = chain_args(nodes, cache);
+    gated_delta_net_head_cuda<true>(args, chain, cache.rest, cache.slot_stride, ggml_get_op_params_i32(nodes.gdn, 0), 0, ctx.stream());
+    if (!whole_heads(args)) { ggml_cuda_op_rms_norm_gated(ctx, nodes.norm, nodes.mul, nodes.silu, nodes.gated, columns); }
+}
