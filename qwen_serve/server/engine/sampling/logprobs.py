@@ -102,15 +102,13 @@ class Logprobs:
         return self._n_top is not None
 
     def scores(self, rows: Rows, row: int) -> Scores | None:
-        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. None if the whole row is
-        needed and the device no longer has it. Raises FloatingPointError if its logits are unusable."""
+        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. None if they depend on
+        more of the row than was returned. Raises FloatingPointError if its logits are unusable."""
         if rows.kinds[row] is DeviceSampler.ROW:
             return Scores(None, log_softmax(rows.logits(row)))
         ids, logits = rows.candidates(row)
         if np.count_nonzero(logits > logits.min()) < self._n_above:
-            # the lowest ones may equal others that are not among them, and the order depends on all of these
-            whole = rows.fetch(row)
-            return None if whole is None else Scores(None, log_softmax(whole))
+            return None  # the lowest ones may equal others, which are not returned but ranked, too
         return Scores(ids.copy(), logits - np.float32(rows.log_sum(row)))
 
     def add(self, scores: Scores, token: int) -> None:
