@@ -160,7 +160,7 @@ def _in_strips(image: Image.Image, size: tuple[int, int]) -> npt.NDArray[np.uint
         if size != image.size:
             box = (0, first - above, image.width, last - above)
             strip = strip.resize((width, bottom - top), Image.Resampling.BICUBIC, box=box)
-        result[top:bottom] = strip
+        result[top:bottom] = np.asarray(strip)
     return result
 
 
