@@ -193,7 +193,7 @@ check: setup $(VENV)/.dev ## check style and types, and run the tests of files c
 
 fuzz: setup $(VENV)/.dev ## send 10,000 generated and hostile requests
 	FUZZ_CASES='$(FUZZ_CASES)' BLOCKED_MS=50 LEFT_S=1 $(PY) -m pytest --timeout 3600 tests/server/api/test_openapi.py \
-		tests/server/api/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
+		tests/server/api/test_fuzz.py tests/server/api/formats/test_fuzz.py tests/server/engine/test_vocab.py tests/server/test_abuse.py tests/server/test_faults.py $(ARGS)
 
 test-reference: setup $(VENV)/.reference ## compare with transformers and stock llama.cpp
 	$(PY) -m pytest -m reference --timeout 1800 $(LONG) tests/reference tests/patches $(ARGS) # the first use builds llama.cpp

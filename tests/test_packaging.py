@@ -9,6 +9,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
+import zipfile
+from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +19,7 @@ import pytest
 
 from qwen_serve.server.settings import Settings
 from tests.processes import run
+from tests.tree import files, paths
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILES = {name: (ROOT / name).read_text() for name in ("Dockerfile.cuda", "Dockerfile.cpu")}
@@ -110,7 +114,7 @@ def test_every_copied_path_exists_and_is_not_ignored(name: str) -> None:
         for source in sources.split():
             if source in ("${MODEL}", "${MMPROJ}"):
                 continue
-            assert (ROOT / source).exists(), source
+            assert source in paths(), source
             assert source in allowed or source.split("/")[0] in allowed, (
                 f"{source}: .dockerignore keeps it out"
             )
@@ -227,6 +231,20 @@ def test_make_serve(tmp_path: Path, given: list[str], module: str, said: dict[st
     assert {flag.removeprefix("--") for flag in flags} <= {*Settings.model_fields, "variant"}
 
 
+def test_the_readme_s_first_commands_do_all_set_up(tmp_path: Path) -> None:
+    """`make serve` and `make test` in a fresh clone, with nothing else before them."""
+    top = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    (block,) = re.findall(r"^```\n(.*?)^```$", top, re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert commands == [["make", "serve"], ["make", "test"]]
+    for _, target in commands:
+        said = dry_run(tmp_path, target).stdout
+        steps = ["-m venv", "qwen_serve.server.setup_llama", "install -e"]
+        found = [said.find(step) for step in steps]
+        assert found == sorted(found), said
+        assert -1 not in found, said
+
+
 @pytest.mark.parametrize("target", ["setup", "test"])
 def test_what_takes_a_minute_is_not_silent(tmp_path: Path, target: str) -> None:
     printed = dry_run(tmp_path, target).stdout
@@ -315,6 +333,45 @@ for folder in (*map(about.data_folder, ("patches", "native", "models/nano")), PR
     for name in ("config.json", "tokenizer.json", "model.safetensors-00002-of-00002.safetensors"):
         assert (image / "qwen_serve/server/models/nano" / name).is_file()
     assert not (image / "qwen_serve/server/models/nano/train").exists()
+
+
+BUILD = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
+BESIDE = {"native": "**", "patches/llama.cpp": "*.patch", "quant_recipes": "*", "variants": "*.toml"}
+"""Folders beside the package, and which of their files it needs when it is installed."""
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_have_what_git_has(tmp_path: Path) -> None:
+    """Neither a module more nor less, and the sources of llama.cpp's changes."""
+    for path in files():
+        if not path.startswith(("docs/", "models/nano/train/", "tests/")):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).symlink_to(ROOT / path)
+    run([sys.executable, "-c", BUILD], cwd=tmp_path, check=True)
+    (sdist,), (wheel,) = (tmp_path / "dist").glob("*.tar.gz"), (tmp_path / "dist").glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(wheel) as archive:
+        installed = {*archive.namelist()}
+    package = {path for path in files() if path.startswith("qwen_serve/")}
+    for names in (packed, installed):
+        modules = {path for path in names if path.startswith("qwen_serve/") and path.endswith(".py")}
+        assert modules == {path for path in package if path.endswith(".py")}
+        assert not {path for path in package - names if not path.endswith(".md")}
+    beside = {
+        path
+        for path in files()
+        for folder, pattern in BESIDE.items()
+        if path.startswith(f"{folder}/") and fnmatch(path, f"{folder}/{pattern}")
+    }
+    assert len(beside) > len(BESIDE)
+    assert beside <= packed
+    prefixes = ("qwen_serve/server/", "qwen_serve/convert/")
+    assert not {path for path in beside if not {f"{prefix}{path}" for prefix in prefixes} & installed}
 
 
 def test_the_help_has_every_public_target_and_variable() -> None:

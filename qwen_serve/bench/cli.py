@@ -61,7 +61,7 @@ COMMANDS = {
         {
             "answers": Command(
                 "The same requests alone and together: are the answers the same, bit for bit?",
-                "qwen_serve.bench.load.answers:answers",
+                "qwen_serve.bench.servers.answers:answers",
             )
         },
     ),
@@ -82,6 +82,10 @@ COMMANDS = {
             "paired": Command(
                 "Two models on the same items, compared item by item.",
                 "qwen_serve.bench.gates.paired:paired",
+            ),
+            "levels": Command(
+                "What levels lose, by rounding method: on a model's own text, on others, and at depth.",
+                "qwen_serve.bench.gates.levels:levels",
             ),
             "perplexity": Command(
                 "Perplexity of a GGUF, and its KL divergence from a reference.",

@@ -41,8 +41,11 @@ TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "README.md",
 )
+MODELOPT = "hf_quant_config.json"
+MORE_TEXTS = "additional_chat_templates/*.jinja"
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files that describe the preprocessing of pictures. The second takes precedence; newer checkpoints have it
 there, one level deeper."""
@@ -65,9 +68,19 @@ class Checkpoint:
             CheckpointError: a file is missing, damaged or of another architecture; the message says which.
         """
         values = read_json(folder / "config.json")
+        if not method_of(values) and (folder / MODELOPT).is_file():  # where modelopt used to write it
+            said = read_json(folder / MODELOPT).get("quantization") or {}
+            values["quantization_config"] = {"quant_method": "modelopt", **said}
         config = ModelConfig.from_json(values)
         tensors = with_weights(official_names(read_tensors(folder)), method_of(values))
-        return cls(folder, _with_own_head(config, values, tensors), tensors)
+        config = _with_own_head(config, values, tensors)
+        if config.n_mtp_layers and not any(name.startswith("mtp.") for name in tensors):
+            remark = (
+                "config.json: mtp_num_hidden_layers is 1, and there are no tensors mtp.*: the head that "
+                "drafts is left out"
+            )
+            config = replace(config, remarks=(*config.remarks, remark))
+        return cls(folder, config, tensors)
 
     @property
     def used_experts(self) -> int | None:
@@ -77,9 +90,9 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A digest that changes with every input file: with its content or, for large shards, size and
         time."""
-        texts = {
-            name: file_digest(self.folder / name) for name in TEXT_FILES if (self.folder / name).is_file()
-        }
+        paths = [self.folder / name for name in TEXT_FILES]
+        paths += sorted(self.folder.glob(MORE_TEXTS))
+        texts = {path.name: file_digest(path) for path in paths if path.is_file()}
         return fingerprint({"shards": shard_stamps(self.tensors), "texts": texts})
 
 

@@ -46,6 +46,8 @@ class Grid:
 class Weight(Protocol):
     """The computation of a weight, [rows, columns]."""
 
+    @property
+    def is_grid(self) -> bool: ...
     def rows(self, first: int, last: int) -> NDArray[np.float32]: ...
     def grid(self) -> Grid | None: ...
 
@@ -121,6 +123,11 @@ class RowWise:
     zeros: StoredTensor | None = None
     g_idx: StoredTensor | None = None
 
+    @property
+    def is_grid(self) -> bool:
+        """Whether the codes are integers."""
+        return self.bits is not None
+
     def rows(self, first: int, last: int) -> NDArray[np.float32]:
         values, zeros = self._codes(first, last), self._zeros(first, last)
         spread = self.scales.spread(self.scales.rows(first, last), self.columns, self._order())
@@ -179,6 +186,8 @@ class Words:
     offset: int
     """What the file's format subtracts from zero points."""
     awq: bool
+
+    is_grid = True
 
     def rows(self, first: int, last: int) -> NDArray[np.float32]:
         codes, zeros, scales = self._parts()

@@ -23,7 +23,7 @@ from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.evaluation import EvalContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -149,9 +149,40 @@ def compare(
     max_batch: int = MAX_BATCH,
     threads: int = 1,
 ) -> Scores:
-    """Runs chunks [chunks, size] of the candidate's token ids through both models.
+    """`compare_all` of one candidate."""
+    return compare_all(
+        reference,
+        [Candidate(candidate)],
+        chunks,
+        columns=columns,
+        skip=skip,
+        max_batch=max_batch,
+        threads=threads,
+    )[0]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model, and the type of its keys and values; the reference has F16."""
+
+    model: Model
+    cache: str = "f16"
+
+
+def compare_all(
+    reference: Model,
+    candidates: Sequence[Candidate],
+    chunks: NDArray[np.int32],
+    *,
+    columns: NDArray[np.int64] | None = None,
+    skip: int = 0,
+    max_batch: int = MAX_BATCH,
+    threads: int = 1,
+) -> list[Scores]:
+    """Runs chunks [chunks, size] of the candidates' token ids through all models; the reference runs once.
 
     Args:
+        candidates: of one vocabulary.
         columns: from `shared_tokens`: the reference's ids of the candidate's tokens.
         skip: positions at the start of every chunk that are read but not scored.
         max_batch: most tokens in a call; `LOGIT_BYTES` also bounds the logits.
@@ -165,34 +196,51 @@ def compare(
     n_batch = max(1, min(max_batch, LOGIT_BYTES // (4 * reference.n_vocab)))
     n_seq, n_step = max(1, n_batch // size), math.ceil(size / math.ceil(size / n_batch))
     shape = (n_chunks, size - skip)
-    losses = [np.full(shape, np.nan) for _ in range(2)]
-    scores = Scores(np.zeros(shape), np.zeros(shape, np.bool_), np.zeros(shape), *losses)
+    scores = [
+        Scores(
+            np.zeros(shape),
+            np.zeros(shape, np.bool_),
+            np.zeros(shape),
+            np.full(shape, np.nan),
+            np.full(shape, np.nan),
+        )
+        for _ in candidates
+    ]
     total, count = 0.0, 0
     with ExitStack() as stack:
         contexts = [
             stack.enter_context(
-                EvalContext(model, n_ctx=n_seq * size, n_batch=n_seq * n_step, n_seq=n_seq, threads=threads)
+                EvalContext(
+                    one.model,
+                    n_ctx=n_seq * size,
+                    n_batch=n_seq * n_step,
+                    n_seq=n_seq,
+                    threads=threads,
+                    cache=one.cache,
+                )
             )
-            for model in (reference, candidate)
+            for one in (Candidate(reference), *candidates)
         ]
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         progress = stack.enter_context(Progress("KL divergence", chunks.size, "tokens"))
         for rows, steps in parts(n_chunks, size, skip, n_seq, n_step):
             scored = steps.start >= skip
-            for context, ids in zip(contexts, (theirs, chunks), strict=True):
+            for i, context in enumerate(contexts):
                 if steps.start == 0:
                     context.clear()
+                ids = chunks if i else theirs
                 decode_chunks(context, ids[rows, steps], start=steps.start, output=scored)
             if scored:
-                p, q = (context.logits() for context in contexts)
-                part = Part(p, q, next_ids(theirs, rows, steps), next_ids(chunks, rows, steps), columns)
+                p, *others = (context.logits() for context in contexts)
                 at = (rows, slice(steps.start - skip, steps.stop - skip))
                 blocks = [slice(i, i + ROWS_AT_ONCE) for i in range(0, len(p), ROWS_AT_ONCE)]
-                with held():
-                    found = zip(*pool.map(part.compare, blocks), strict=True)
-                for array, values in zip(vars(scores).values(), found, strict=True):
-                    array[at] = np.concatenate(values).reshape(array[at].shape)
-                total, count = total + scores.divergence[at].sum(), count + scores.divergence[at].size
+                after = next_ids(theirs, rows, steps), next_ids(chunks, rows, steps)
+                for one, q in zip(scores, others, strict=True):
+                    with held():
+                        found = zip(*pool.map(Part(p, q, *after, columns).compare, blocks), strict=True)
+                    for array, values in zip(vars(one).values(), found, strict=True):
+                        array[at] = np.concatenate(values).reshape(array[at].shape)
+                total, count = total + scores[0].divergence[at].sum(), count + scores[0].divergence[at].size
                 progress.note(f"mean {total / count:.5f}")
             progress.advance(chunks[rows, steps].size)
     return scores

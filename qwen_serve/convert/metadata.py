@@ -13,13 +13,14 @@ from gguf.utility import size_label
 
 from qwen_serve.convert.checkpoint import read_json
 from qwen_serve.convert.config import LINEAR, attention_factor_ratio
+from qwen_serve.convert.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from qwen_serve.convert.config import ModelConfig
-    from qwen_serve.convert.draft import DraftConfig
+    from qwen_serve.convert.draft_config import DraftConfig
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import FloatType, TensorPlan
     from qwen_serve.convert.vocab import Vocab
@@ -33,6 +34,14 @@ FILE_TYPES: dict[str, gguf.LlamaFileType] = {
 
 RATIO_OF_ONE = 1e-6
 
+SAMPLING = {
+    **{name: name for name in ("sequence", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold")},
+    **{name: name for name in ("penalty_last_n", "mirostat", "mirostat_tau", "mirostat_eta")},
+    "temperature": "temp",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of generation_config.json, and gguf's names for them."""
+
 
 def add_general(
     writer: gguf.GGUFWriter,
@@ -43,7 +52,7 @@ def add_general(
 ) -> None:
     """`general.*`: name, size, source, sampling (generation_config.json) and licence (model card)."""
     counts = plan.parameter_counts
-    metadata = gguf.Metadata.load(model_path=folder, total_params=counts.total)
+    metadata = _metadata(folder, counts.total)
     if source.repo_id is not None:
         # the hub's cache names folders after commits, which the heuristics would take for the model's name
         name, organization, basename, finetune, version, label = gguf.Metadata.get_model_id_components(
@@ -58,12 +67,32 @@ def add_general(
         metadata.source_repo_url = source.url
     if metadata.size_label is None:
         metadata.size_label = size_label(counts.total, counts.shared, counts.one_expert, counts.experts)
-    if metadata.sampling_penalty_repeat is None and (folder / "generation_config.json").is_file():
-        # gguf 0.19.0 accepts only its own spelling
-        generation = read_json(folder / "generation_config.json")
-        metadata.sampling_penalty_repeat = generation.get("repetition_penalty")
     writer.add_type(kind)
     metadata.set_gguf_meta_model(writer)
+
+
+def _metadata(folder: Path, n_params: int) -> gguf.Metadata:
+    """What gguf finds in the model card and the configuration, and how to sample. gguf's own `Metadata.load`
+    stumbles over a BOM.
+
+    Raises: CheckpointError: a file that cannot be read.
+    """
+    try:
+        card = gguf.Metadata.load_model_card(folder)
+    except Exception as error:  # of YAML, of its types, or of UTF-8
+        said = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{folder / 'README.md'}: its front matter is not a YAML mapping in UTF-8 ({said:.120}); mend or "
+            "remove the file"
+        ) from None
+    config, generation = (
+        read_json(path) if path.is_file() else {}
+        for path in (folder / "config.json", folder / "generation_config.json")
+    )
+    metadata = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), card, config, folder, n_params)
+    for key, name in SAMPLING.items():
+        setattr(metadata, f"sampling_{name}", generation.get(key))
+    return metadata
 
 
 def add_attention(writer: gguf.GGUFWriter, config: ModelConfig | DraftConfig) -> None:

@@ -18,7 +18,6 @@ and an imatrix of its own, named after what is pruned. The whole model writes th
 
 from __future__ import annotations
 
-import shlex
 import sys
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -28,14 +27,15 @@ from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.compensation import COMPENSATION_VERSION
 from qwen_serve.convert.cut import WHOLE, Cut
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.evaluation import KINDS, Kind, write_any
+from qwen_serve.convert.evaluation import TEXTS, Kind, write_any
 from qwen_serve.convert.gguf_file import write_gguf
+from qwen_serve.convert.grids import GRID_VERSION, Kept, has_grids
 from qwen_serve.convert.imatrix import Resume, check_fits, collect_imatrix
 from qwen_serve.convert.mmproj import Mmproj, left_out
 from qwen_serve.convert.prune import kept_layers
 from qwen_serve.convert.prune_vocab import kept_tokens
 from qwen_serve.convert.quantize import DISTILLATION_VERSION, Rewriting, quantize
-from qwen_serve.convert.report import Report, print_report, print_table, write_report
+from qwen_serve.convert.report import Report, print_report, print_serving, print_table, write_report
 from qwen_serve.convert.search import (
     SEARCH_VERSION,
     Found,
@@ -106,17 +106,15 @@ class Pipeline:
 
     def _check_given(self, model: WholeModel) -> None:
         """Raises ConvertError for outputs that a GGUF cannot give, or that would overwrite it."""
-        options, at = self._options, f"--src {model.path}"
-        if others := {options.outtype, *options.float_types} - {model.type}:
-            raise ConvertError(f"{at}: is {model.type}; want the checkpoint for {', '.join(sorted(others))}")
-        if any(self._cut(recipe) != WHOLE for recipe in (None, *options.recipes.values())):
-            raise ConvertError(f"{at}: --keep-vocab, and recipes that prune, are for checkpoints")
+        options = self._options
         names = [self._name(name, recipe) for name, recipe in options.recipes.items()]
         if options.search is not None:
             names.append(self._name(options.search.label, None))
-        for path in [self._path(f"{name}.gguf") for name in names]:
-            if path.exists() and path.samefile(model.path):
-                raise ConvertError(f"{at}: would be written to; give another --out or --name")
+        model.check_outputs(
+            types={options.outtype, *options.float_types},
+            pruned=any(self._cut(recipe) != WHOLE for recipe in (None, *options.recipes.values())),
+            paths=[self._path(f"{name}.gguf") for name in names],
+        )
 
     def run(self) -> None:
         """Makes every output that does not exist yet.
@@ -139,9 +137,7 @@ class Pipeline:
             elif options.vision and isinstance(self._model, Checkpoint) and (why := left_out(self._model)):
                 print(why, file=sys.stderr)
         print_table(self._reports)
-        print("to serve:" if len(self._models) == 1 else "to serve one of them:")
-        for path in self._models:
-            print(f"  python -m qwen_serve.server --model {shlex.quote(str(path))}")
+        print_serving(self._models)
 
     # each output's name and inputs
 
@@ -201,6 +197,8 @@ class Pipeline:
         }
         if self._options.compensates:
             parts["compensated"] = [COMPENSATION_VERSION, self._calibrated_on()]
+        if has_grids(self._model):
+            parts["grid"] = GRID_VERSION
         if self._options.distill:
             parts["distilled"] = [DISTILLATION_VERSION, self._options.distill, self._calibrated_on()]
         return Output(self._path(f"{self._name(name, recipe)}.gguf"), fingerprint(parts))
@@ -294,12 +292,15 @@ class Pipeline:
         rewriting: Rewriting | None = None
         if options.rewrites:
             rewriting = Rewriting(self._make_calibration(), options.compensates, options.distill)
-        output = self._record.make(
-            self._quant(name, recipe),
-            lambda part: quantize(
-                base.path, part, recipe=recipe, imatrix=imatrix, runtime=options.runtime, rewriting=rewriting
-            ),
-        )
+
+        def write(part: Path) -> None:
+            exact = None
+            if isinstance(model := self._model, Checkpoint):
+                plan = self._plan(options.outtype, cut)
+                exact = Kept.choose(model, plan, base.path, recipe, weighted=imatrix is not None)
+            quantize(base.path, part, recipe, imatrix, options.runtime, rewriting, exact)
+
+        output = self._record.make(self._quant(name, recipe), write)
         self._make_report(output, name, recipe, imatrix)
 
     def _make_searched(self, target: Target) -> None:
@@ -356,9 +357,8 @@ class Pipeline:
         self, quantized: Output, name: str, recipe: Recipe | None, imatrix: Path | None = None
     ) -> None:
         """Size, types and sha256, and the KL divergence from the whole model in the base type."""
-        cut = self._cut(recipe)
-        measured = (recipe is not None or cut != WHOLE) and self._options.measure
-        texts = {what: self._make_text(what) for what in ("evaluation", *KINDS)} if measured else {}
+        measured = (recipe is not None or self._cut(recipe) != WHOLE) and self._options.measure
+        texts = {what: self._make_text(what) for what in TEXTS} if measured else {}
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "llama": LLAMA_VERSION}
         parts["texts"] = [text.fingerprint for text in texts.values()]
@@ -417,8 +417,7 @@ class Pipeline:
         if measured or any(self._writes_calibration(recipe) for recipe in recipes):
             bases.add((options.outtype, WHOLE))
         for float_type, cut in bases if isinstance(self._model, Checkpoint) else ():
-            n_bytes = self._plan(float_type, cut).nbytes + HEADER_ROOM
-            yield self._base(float_type, cut), n_bytes
+            yield self._base(float_type, cut), self._plan(float_type, cut).nbytes + HEADER_ROOM
         for name, recipe in options.recipes.items():
             elements = self._n_elements(self._cut(recipe))
             yield self._quant(name, recipe), int(elements * recipe.bits_per_weight / 8) + HEADER_ROOM

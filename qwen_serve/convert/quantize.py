@@ -21,9 +21,11 @@ from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.quantize import quantize_file
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
+    from qwen_serve.convert.grids import Kept
     from qwen_serve.convert.recipes import Recipe
     from qwen_serve.llamacpp.evaluation import Runtime
 
@@ -68,30 +70,33 @@ class Job:
     recipe: Recipe
     imatrix: Path | None
     rewriting: Rewriting | None
+    exact: Sequence[tuple[str, int]]
+    """Patterns and types of the matrices that keep a checkpoint's own integers."""
     threads: int
 
 
 def quantize(
     source: Path,
     out: Path,
-    *,
     recipe: Recipe,
     imatrix: Path | None,
     runtime: Runtime,
     rewriting: Rewriting | None = None,
+    exact: Kept | None = None,
 ) -> None:
     """Writes `source` (F16, BF16 or F32) to `out` by the recipe, weighing errors with the imatrix file.
 
-    Rewriting then replaces llama.cpp's blocks by better ones of the same types. The metadata names the
-    imatrix as llama-quantize does (`quantize.imatrix.*`), a method that is not llama.cpp's
-    (`quantize.method`), and distillation (`quantize.distillation.*`). On any failure or interrupt, no file is
-    left at `out`.
+    Rewriting then replaces llama.cpp's blocks by better ones of the same types, `exact` by the checkpoint's
+    own integers. The metadata names the imatrix as llama-quantize does (`quantize.imatrix.*`), a method that
+    is not llama.cpp's (`quantize.method`), and distillation (`quantize.distillation.*`). On any failure or
+    interrupt, no file is left at `out`.
 
     Raises:
         QuantizeError: llama.cpp's message.
         ConvertError: the text is too short or too long, activations are not finite, or training did not help.
     """
-    job = Job(source, out, recipe, imatrix, rewriting, runtime.n_threads)
+    kept = exact.overrides if exact is not None else ()
+    job = Job(source, out, recipe, imatrix, rewriting, kept, runtime.n_threads)
     spawn = get_context("spawn")  # the child must not inherit llama.cpp's threads
     messages, sender = spawn.Pipe(duplex=False)
     child = spawn.Process(target=_work, args=(job, sender), daemon=True)
@@ -112,6 +117,8 @@ def quantize(
             from qwen_serve.convert.distillation import distill  # torch is optional, and slow to import
 
             distill(source, out, text=rewriting.text, steps=rewriting.distill, runtime=runtime)
+        if exact is not None:
+            exact.write(out)
     except BaseException:
         out.unlink(missing_ok=True)
         raise
@@ -152,7 +159,7 @@ def _work(job: Job, parent: Connection) -> None:
             job.source,
             job.out,
             file_type=job.recipe.file_type,
-            overrides=job.recipe.overrides,
+            overrides=[*job.exact, *job.recipe.overrides],
             mixture=job.recipe.mixture,
             imatrix={name: entry.means for name, entry in imatrix.entries.items()} if imatrix else None,
             metadata=_provenance(job, imatrix),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +177,13 @@ def print_report(path: Path) -> None:
         numbers = f"{g.tensors:5}  {g.bits_per_weight:5.2f}  {size(g.n_bytes):>9}"
         print(f"  {g.name:<{width}}  {g.type:<9}  {numbers}")
     print()
+
+
+def print_serving(models: Sequence[Path]) -> None:
+    """Prints how to serve each of them."""
+    print("to serve:" if len(models) == 1 else "to serve one of them:")
+    for path in models:
+        print(f"  python -m qwen_serve.server --model {shlex.quote(str(path))}")
 
 
 def print_table(paths: Sequence[Path]) -> None:

@@ -119,7 +119,7 @@ class Joined:
     def __init__(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
         first = pieces[0].source
         self.name, self.shape, self.path, self.dtype = name, shape, first.path, first.dtype
-        self._pieces = pieces
+        self.pieces = pieces
         self._ends = list(accumulate(piece.count for piece in pieces))
 
     def read(self, start: int, count: int) -> npt.NDArray[Any]:
@@ -127,7 +127,7 @@ class Joined:
         parts: list[npt.NDArray[Any]] = []
         end, place = start + count, bisect_right(self._ends, start)
         while start < end:
-            piece, stop = self._pieces[place], min(self._ends[place], end)
+            piece, stop = self.pieces[place], min(self._ends[place], end)
             offset = piece.start + start - (self._ends[place] - piece.count)
             parts.append(piece.source.read(offset, stop - start))
             start, place = stop, place + 1

@@ -15,12 +15,27 @@ from huggingface_hub.errors import (
 )
 
 from qwen_serve.common.hub import DownloadError, fetch_blobs, first_line
-from qwen_serve.convert.checkpoint import INDEX, PREPROCESSOR_FILES, TEXT_FILES
+from qwen_serve.convert.checkpoint import (
+    INDEX,
+    MODELOPT,
+    MORE_TEXTS,
+    PREPROCESSOR_FILES,
+    TEXT_FILES,
+)
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.tensors import FLOAT_TYPES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?<!\.gguf)")
-PATTERNS = (*TEXT_FILES, *PREPROCESSOR_FILES, INDEX, "*.safetensors", "adapter_config.json", "LICENSE*")
+PATTERNS = (
+    *TEXT_FILES,
+    MORE_TEXTS,
+    *PREPROCESSOR_FILES,
+    INDEX,
+    MODELOPT,
+    "*.safetensors",
+    "adapter_config.json",
+    "LICENSE*",
+)
 
 
 @dataclass(frozen=True)

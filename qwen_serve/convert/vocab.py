@@ -25,6 +25,8 @@ PRE_TOKENIZERS = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
 }
+TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 BYTE_LEVEL_SPACE = chr(ord(" ") + 256)  # how byte-level BPE writes a space
 
 
@@ -243,7 +245,40 @@ def _framed(template: Mapping[str, Any], special: Mapping[str, str]) -> dict[str
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
-    if (template := settings.get("chat_template")) is not None:
-        return template  # type: ignore[no-any-return]
-    file = folder / "chat_template.jinja"
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    """The template, or several with names. A file of its own takes precedence over tokenizer_config.json, as
+    in transformers; llama.cpp's converter has it the other way round."""
+    named = settings.get("chat_template")
+    template: str | list[dict[str, str]] | None = named
+    if (file := folder / TEMPLATE).is_file():
+        template = _text(file)
+        if named is not None and named != template:
+            print(
+                f"{folder}: {TEMPLATE} and tokenizer_config.json have different chat templates; {TEMPLATE}'s "
+                "is taken, as in transformers",
+                file=sys.stderr,
+            )
+    elif named is None and (folder / OLD_TEMPLATE).is_file():
+        template = read_json(folder / OLD_TEMPLATE).get("chat_template")
+    others = [{"name": path.stem, "template": _text(path)} for path in sorted(folder.glob(MORE_TEMPLATES))]
+    if others and isinstance(template, str):
+        template = [{"name": "default", "template": template}, *others]
+    if template is None or isinstance(template, str) or _are_named(template):
+        return template
+    raise CheckpointError(
+        f"{folder}: chat_template must be a text, or a list of objects with name and template, got "
+        f"{template!r:.80}"
+    )
+
+
+def _are_named(templates: Any) -> bool:
+    return isinstance(templates, list) and all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
+        for one in templates
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: is not UTF-8 ({error}); save it in UTF-8") from None

@@ -22,6 +22,7 @@ from qwen_serve.llamacpp.file_checks import check_model
 from qwen_serve.llamacpp.gguf import read_header
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from qwen_serve.convert.tensors import FloatType
@@ -68,6 +69,16 @@ class WholeModel:
             n_elements=sum(tensor.n_elements for tensor in header.tensors.values()),
             used_experts=used if isinstance(used, int) and used else None,
         )
+
+    def check_outputs(self, types: set[FloatType], *, pruned: bool, paths: Sequence[Path]) -> None:
+        """Raises ConvertError for other float types, fewer layers or tokens, or a file over this one."""
+        at = f"--src {self.path}"
+        if others := types - {self.type}:
+            raise ConvertError(f"{at}: is {self.type}; want the checkpoint for {', '.join(sorted(others))}")
+        if pruned:
+            raise ConvertError(f"{at}: --keep-vocab, and recipes that prune, are for checkpoints")
+        if any(path.exists() and path.samefile(self.path) for path in paths):
+            raise ConvertError(f"{at}: would be written to; give another --out or --name")
 
     def check_weights(self) -> None:
         """Reads every weight once.

@@ -14,7 +14,7 @@ from .context import (
     Context,
 )
 from .context_options import ContextOptions
-from .device_sampler import N_CANDIDATES, DeviceSampler
+from .device_sampler import N_CANDIDATES
 from .devices import (
     CACHE_TYPES,
     HAS_F16_COPIES,
@@ -29,6 +29,7 @@ from .devices import (
 from .layers import HAS_RING, Ring
 from .log import set_up, tapped_log
 from .model import Model
+from .needs import DeviceSampler
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .rows import Rows

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from .device_sampler import DeviceSampler
     from .guessed_draws import Drawn, DrawTable
+    from .needs import DeviceSampler
 
 HAS_NEXT_TOKENS = brings(NEXT_TOKENS, "llama_tensor_set_queued")
 """Whether this build can launch a step before the last step's tokens are read."""

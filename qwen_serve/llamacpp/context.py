@@ -12,10 +12,11 @@ from llama_cpp import llama_cpp_ext
 
 from . import inside, layers
 from .ahead import outputs_of
-from .device_sampler import DeviceSampler, DeviceSamplers
+from .device_sampler import DeviceSamplers
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
+from .needs import DeviceSampler
 from .patches import BATCH_INVARIANT, brings
 from .ragged import most_lengths
 from .rows import READS_LOGITS, Rows, keep_logits, matrix
@@ -102,8 +103,7 @@ class Context:
         self._n_outputs, self._n_seq = options.n_outputs, options.n_seq
         self._n_reserved = 0
         """Rows of logits that llama.cpp reserved in the last batch; hidden rows follow them."""
-        self._hidden_found = False
-        """Whether hidden rows were found at the expected place."""
+        self._hidden_found = False  # at the expected place
         self.n_ctx = int(C.llama_n_ctx(self._handle))
         self.unified = options.unified
         self.n_ctx_seq = int(C.llama_n_ctx_seq(self._handle))
@@ -278,7 +278,7 @@ class Context:
         next decode, or as long as `keeps_rows` says. Waits for the device."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
         if not self._hidden_found:
-            inside.require([inside.hidden_rows(self)])
+            inside.require([inside.hidden_rows(self._handle, 4 * self._n_reserved * self._n_vocab)])
             self._hidden_found = True
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 

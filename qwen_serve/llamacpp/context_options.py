@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .device_sampler import DeviceSampler
+from .needs import DeviceSampler
 
 
 @dataclass(frozen=True)

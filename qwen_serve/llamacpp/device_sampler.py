@@ -17,7 +17,6 @@ worst-case graphs again. The host draws among candidates, so a device sampler ke
 from __future__ import annotations
 
 import ctypes
-from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -27,6 +26,7 @@ from . import ggml
 from .ahead import HAS_NEXT_TOKENS, MOST_ROWS, NextTokens
 from .errors import LlamaError
 from .guessed_draws import LINES, DrawTable, guess
+from .needs import DeviceSampler
 from .sampler_constants import Constants
 from .top_k import at_places, best_places, lowest_of_best, top_k
 
@@ -54,26 +54,6 @@ def n_blocks(n_vocab: int) -> int:
     """Number of equal blocks of a row of logits; 1 if its length has no suitable divisor."""
     most = max(1, min(N_BLOCKS, n_vocab // NARROWEST))
     return next(n for n in range(most, 0, -1) if n_vocab % n == 0)
-
-
-class DeviceSampler(IntEnum):
-    """What a row returns to the host. Banned tokens are those that only pad the vocabulary."""
-
-    BEST = 1
-    """The best token that is not banned, and the best one that also does not end a generation."""
-    TOP_K = 2
-    """The N_CANDIDATES best tokens that are not banned, and their logits, in no order."""
-    LOGPROBS = 3
-    """Like TOP_K, with the normalizer of log-probabilities: the logarithm of the sum of all logits'
-    exponentials, padding included."""
-    GUESS = 4
-    """The best token and its probability; nothing is banned."""
-    ROW = 5
-    """The logits, untouched."""
-
-    def serves(self, need: DeviceSampler) -> bool:
-        """Whether a sequence id with this device sampler can serve a request that needs `need`."""
-        return self is need or self is DeviceSampler.ROW or need < self <= DeviceSampler.LOGPROBS
 
 
 class _Outputs(NamedTuple):

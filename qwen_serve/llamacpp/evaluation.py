@@ -78,6 +78,7 @@ class EvalContext:
         n_ctx: cells in total, shared evenly by `n_seq` sequences.
         n_batch, n_ubatch: most tokens of a call, and of a pass.
         precise: F32 KV cache and no flash attention, the configuration to compare with a reference in.
+        cache: type of keys and values otherwise; a quantized one needs flash attention.
         callback: sees every graph as it is computed.
         op_offload: let the GPU compute with copies of weights that are in the CPU's memory.
     """
@@ -93,6 +94,7 @@ class EvalContext:
         threads: int = 1,
         kind: ContextKind = "trunk",
         precise: bool = False,
+        cache: str = "f16",
         callback: EvalCallback | None = None,
         op_offload: bool = True,
     ) -> None:
@@ -106,9 +108,9 @@ class EvalContext:
             n_outputs=max(n_batch, n_seq),
             threads=threads,
             threads_batch=threads,
-            flash_attn="off" if precise else "auto",
-            type_k="f32" if precise else "f16",
-            type_v="f32" if precise else "f16",
+            flash_attn="off" if precise else "auto" if cache == "f16" else "on",
+            type_k="f32" if precise else cache,
+            type_v="f32" if precise else cache,
             unified=False,
             eval_callback=callback and callback.function,
             op_offload=op_offload,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from llama_cpp import llama_cpp_ext
@@ -22,8 +22,6 @@ from .errors import LlamaError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import ModuleType
-
-    from .context import Context
 
 
 @dataclass(frozen=True)
@@ -210,15 +208,14 @@ def require(checks: Iterable[Check]) -> None:
 # --- with a context ----------------------------------------------------------------------------------------
 
 
-def hidden_rows(context: Context) -> Check:
-    """Checks where the last batch's hidden rows are: after room for `n_reserved` rows of logits, so that they
-    stay if the next batch reserves as much (src/llama-context.cpp)."""
+def hidden_rows(handle: Any, logits_size: int) -> Check:
+    """Checks where the last batch's hidden rows are in a `llama_context`: after room for `logits_size` bytes
+    of logits, so that they stay if the next batch reserves as much (src/llama-context.cpp)."""
 
     def found() -> str:
-        logits = ctypes.addressof(C.llama_get_logits(context._handle).contents)
-        hidden = ctypes.addressof(llama_cpp_ext.llama_get_embeddings_nextn(context._handle).contents)
-        expected = 4 * context._n_reserved * context._n_vocab
+        logits = ctypes.addressof(C.llama_get_logits(handle).contents)
+        hidden = ctypes.addressof(llama_cpp_ext.llama_get_embeddings_nextn(handle).contents)
         behind = hidden - logits
-        return "" if behind == expected else f"they begin {behind} bytes behind logits, not {expected}"
+        return "" if behind == logits_size else f"they begin {behind} bytes behind logits, not {logits_size}"
 
     return Check("output_reserve", "drafts by the MTP head, which reads hidden rows a step later", found)

@@ -75,7 +75,8 @@ def output_reserve(path: Path) -> str:
         for n in (1, 5):
             context.clear()
             _decode(context, range(n), range(n), [0] * n)
-            if different := hidden_rows(context).found():
+            size = 4 * context._n_reserved * context._n_vocab
+            if different := hidden_rows(context._handle, size).found():
                 return different
     finally:
         context.close()

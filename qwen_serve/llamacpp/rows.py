@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import ggml
-from .device_sampler import N_CANDIDATES, DeviceSampler, n_blocks
+from .device_sampler import N_CANDIDATES, n_blocks
 from .errors import LlamaError
+from .needs import DeviceSampler
 from .patches import STEPS_APART, brings
 
 if TYPE_CHECKING:

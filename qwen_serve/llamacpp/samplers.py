@@ -42,6 +42,29 @@ _RANGE = 80.0
 affect a draw."""
 
 
+class RandomNumbers:
+    """The random numbers of draws: the first that llama.cpp's `dist` takes of its std::mt19937 for each draw
+    (`llama_sampler_dist_apply`)."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.RandomState(seed)
+        self.drawn = 0
+        """Draws so far; the caller counts them."""
+        self._numbers: npt.NDArray[np.float64] = np.zeros(0)
+        """Random numbers from that of draw `_first` on."""
+        self._first = 0
+
+    def next(self, n: int) -> npt.NDArray[np.float64]:
+        """The numbers of the next `n` draws, each from 0 to 1."""
+        missing = self.drawn + n - self._first - len(self._numbers)
+        if missing > 0:
+            words = self._random.randint(0, 2**32, (max(missing, _LOT), 2), np.uint32)
+            self._numbers = np.concatenate((self._numbers, words @ _WORDS))
+        self._numbers = self._numbers[self.drawn - self._first :]
+        self._first = self.drawn
+        return self._numbers[:n]
+
+
 class SamplerChain:
     """Samplers of llama.cpp in order; the last draws."""
 
@@ -53,19 +76,12 @@ class SamplerChain:
         self._range: float | None = None
         """Distance below the highest logit at which candidates are dropped, for samplers that fail on
         them."""
-        self._random: np.random.RandomState | None = None
-        self._seed, self._drawn = 0, 0
-        self._numbers: npt.NDArray[np.float64] = np.zeros(0)
-        """Random numbers from that of draw `_first` on."""
-        self._first = 0
         scale = 1.0
         for name, *arguments in samplers:
             C.llama_sampler_chain_add(self._handle, getattr(C, f"llama_sampler_init_{name}")(*arguments))
             if name == "temp_ext":
                 temperature, delta, _ = arguments
                 scale = math.inf if delta else temperature
-            elif name == "dist":
-                [self._seed] = arguments
             elif name in _LOGARITHMS:
                 self._range = _RANGE * scale
         self._address = ctypes.cast(self._handle, ctypes.c_void_p).value
@@ -81,7 +97,6 @@ class SamplerChain:
             worth = logits > logits.max() - self._range
             ids, logits = ids[worth], logits[worth]
         n, array = len(ids), self._array
-        self._drawn += 1
         if n != len(self._ids):
             self._ids, self._logits = self._columns(n)
         self._ids[...], self._logits[...] = ids, logits
@@ -91,19 +106,6 @@ class SamplerChain:
         else:
             C.llama_sampler_apply(self._handle, ctypes.byref(array))
         return int(array.data[array.selected].id)  # XTC moves the array's start
-
-    def numbers(self, n: int) -> npt.NDArray[np.float64]:
-        """The random numbers of the next `n` draws, each from 0 to 1, if the last sampler is dist. It takes
-        the first number that its std::mt19937 gives for each draw (`llama_sampler_dist_apply`)."""
-        if self._random is None:
-            self._random = np.random.RandomState(self._seed)
-        missing = self._drawn + n - self._first - len(self._numbers)
-        if missing > 0:
-            words = self._random.randint(0, 2**32, (max(missing, _LOT), 2), np.uint32)
-            self._numbers = np.concatenate((self._numbers, words @ _WORDS))
-        self._numbers = self._numbers[self._drawn - self._first :]
-        self._first = self._drawn
-        return self._numbers[:n]
 
     def _columns(self, n: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Buffers for the ids and logits of `n` candidates, which llama.cpp reads from their start."""

@@ -18,7 +18,7 @@ from pydantic_settings import (
 )
 
 from qwen_serve.server.engine.settings import EngineSettings, ModelSettings, Section, UserSettings
-from qwen_serve.server.hub_files import is_later_part, tower_beside
+from qwen_serve.server.hub_files import is_later_part, is_mmproj, tower_beside, tower_of
 from qwen_serve.server.keys import ApiKey, read_keys
 from qwen_serve.server.weights import HUB_ID
 
@@ -252,8 +252,8 @@ def _split(value: str | None) -> list[str]:
 
 def find_mmproj(model: Path) -> Path | None:
     """The vision tower beside `model`, from the hub or a conversion: mmproj-NAME-TYPE.gguf for a model
-    NAME-*.gguf. None if there is none, if there are several (which is logged), or if llama.cpp was built
-    without libmtmd."""
+    NAME-*.gguf, or mmproj-TYPE.gguf where all models are one. None if there is none, if there are several
+    (which is logged), or if llama.cpp was built without libmtmd."""
     found = [
         path
         for path in sorted(model.parent.glob("mmproj-*-*.gguf"))
@@ -261,6 +261,11 @@ def find_mmproj(model: Path) -> Path | None:
     ]
     if tower := tower_beside(model):
         found = [tower]
+    elif not found:  # publishers name it by its type alone, beside all files of one model
+        unnamed = [path.name for path in model.parent.glob("mmproj-*.gguf") if path.stem.count("-") == 1]
+        models = {_bare(path.stem) for path in model.parent.glob("*.gguf") if not is_mmproj(path.name)}
+        if len(models) == 1 and (best := tower_of(unnamed)):
+            found = [model.parent / best]
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         log.warning(
@@ -274,6 +279,11 @@ def find_mmproj(model: Path) -> Path | None:
         log.warning("%s is not loaded: llama.cpp was built without libmtmd (`qwen-serve setup`)", found[0])
         return None
     return found[0]
+
+
+def _bare(stem: str) -> str:
+    """A model's name without its quant and its part's number."""
+    return re.sub(r"(-UD)?[-.](I?Q\d|F16|F32|BF16|MXFP4)\w*(-\d+-of-\d+)?$", "", stem, flags=re.IGNORECASE)
 
 
 def find_model(path: Path) -> Path:

@@ -15,7 +15,8 @@ import pytest
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.config_keys import FIXED, HARMLESS, READ, ROPE_HARMLESS, ROPE_READ, YARN_FIXED
-from qwen_serve.convert.draft import DraftCheckpoint, DraftConfig
+from qwen_serve.convert.draft import DraftCheckpoint
+from qwen_serve.convert.draft_config import DraftConfig
 from qwen_serve.convert.errors import CheckpointError, ConvertError
 from qwen_serve.convert.gguf_file import write_gguf
 from qwen_serve.convert.source import Source

@@ -11,6 +11,7 @@ import pytest
 from qwen_serve.llamacpp import Context, DeviceSampler, SamplerChain
 from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.guessed_draws import STEPS
+from qwen_serve.llamacpp.samplers import RandomNumbers
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
 from qwen_serve.server.engine.vocab import Vocab
 from tests.contexts import exact_options
@@ -23,12 +24,13 @@ ROWS = 48
 
 def test_numbers_are_those_of_the_draws() -> None:
     """Of 2^20 equal tokens the number tells which is drawn, also after draws that nobody looked ahead of."""
-    chain, n = SamplerChain([("dist", 12345)]), 2**20
+    chain, numbers, n = SamplerChain([("dist", 12345)]), RandomNumbers(12345), 2**20
     ids, logits = np.arange(n, dtype=np.int32), np.zeros(n, np.float32)
     for ahead in (1, 3, 200, 2):
-        expected = [chain.numbers(i + 1)[i] for i in range(ahead)]
+        expected = [numbers.next(i + 1)[i] for i in range(ahead)]
         assert [chain.draw(ids, logits) / n for _ in range(ahead)] == pytest.approx(expected, abs=2 / n)
         chain.draw(ids, logits)
+        numbers.drawn += ahead + 1
     chain.close()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_serve.server.llama_build import SOURCES
 from tests.patches.changes import changes
 from tests.processes import run
 
@@ -73,7 +74,7 @@ def test_every_change_but_seven_has_a_switch() -> None:
 
 def test_switches_are_read_by_someone_and_documented() -> None:
     hooks = [PATCHES / "switches.patch", *PATCHES.glob("llama.cpp/*.patch")]
-    kernels = (PATCHES.parent / "native").rglob("*.c*")
+    kernels = (path for path in (PATCHES.parent / "native").rglob("*") if path.suffix in SOURCES)
     sources = "".join(path.read_text() for path in [*hooks, *kernels])
     table = (PATCHES / "README.md").read_text()
     for name in VARIABLES:

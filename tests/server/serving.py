@@ -44,7 +44,7 @@ class ServerProcess:
     def __init__(self, *arguments: str | Path) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("QWEN_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, "--port", "0", "--threads", "1", *map(str, arguments)],
+            self.command([*map(str, arguments)]),
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
@@ -52,6 +52,10 @@ class ServerProcess:
         self.log = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    def command(self, arguments: list[str]) -> list[str]:
+        """The command line that starts it."""
+        return [sys.executable, "-m", self.module, "--port", "0", "--threads", "1", *arguments]
 
     def __enter__(self) -> Self:
         return self

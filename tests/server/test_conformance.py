@@ -97,6 +97,16 @@ def torn_call(_: str, event: Body) -> Body:
     return event
 
 
+def refused_arguments(_: str, body: Body) -> Body:
+    """Give earlier calls arguments of a type that no server takes."""
+    for message in [*body.get("messages", []), *body.get("input", [])]:
+        for call in message.get("tool_calls") or []:
+            call["function"]["arguments"] = [1]
+        if message.get("type") == "function_call":
+            message["arguments"] = [1]
+    return body
+
+
 def nonce_in_front(_: str, body: Body) -> Body:
     """Give each prompt another beginning, so that nothing is cached."""
     return {**body, "system": [{"type": "text", "text": f"{uuid4().hex} "}, *body.get("system", [])]}
@@ -197,6 +207,10 @@ DEFECTS: dict[str, tuple[Break, list[str]]] = {
     "5xx": (
         Break(fail=lambda path: 500 if path.startswith("/v1/c") else None),
         ["errors.prompt_number", "errors.json_broken", "errors.still_well"],
+    ),
+    "strict about histories": (
+        Break(request=refused_arguments),
+        ["agents.chat_history", "agents.responses_history", "agents.not_offered"],
     ),
     "blocks stay open": (Break(event=without_event("content_block_stop")), ["messages.events"]),
     "a nonce in front": (Break(request=nonce_in_front), ["messages.nonce"]),

@@ -160,8 +160,8 @@ def test_files_that_cannot_be_used(model: str, tmp_path: Path, text: str) -> Non
 def test_the_tower_beside_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tmp_path / "Some-4B-v2-Q4_K_M.gguf"
     tower, second = tmp_path / "mmproj-Some-4B-F16.gguf", tmp_path / "mmproj-Some-4B-v2-Q8_0.gguf"
-    for path in (model, tmp_path / "mmproj-F16.gguf", tmp_path / "mmproj-Some-4-F16.gguf"):
-        path.touch()  # of others
+    for path in (model, tmp_path / "mmproj-Some-4-F16.gguf"):  # another's
+        path.touch()
     assert find_mmproj(model) is None
     tower.touch()
     assert find_mmproj(model) == (tower if has_vision() else None)

@@ -295,8 +295,9 @@ OURS = (
     "native/src/a.cpp",
     "native/src/a.h",
     "native/tests/a.inc",
+    "native/ggml/src/ggml-cuda/a.cu",
+    "native/ggml/src/ggml-cuda/a.cuh",
 )
-OURS += ("native/ggml/src/ggml-cuda/a.cu", "native/ggml/src/ggml-cuda/a.cuh")
 
 
 @pytest.mark.parametrize("changed", OURS)

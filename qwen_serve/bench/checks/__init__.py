@@ -14,6 +14,7 @@ from qwen_serve.bench.checks import (  # noqa: F401, I001 - the order in which t
     logprobs,
     messages,
     responses,
+    agents,
     endpoints,
     concurrency,
     errors,

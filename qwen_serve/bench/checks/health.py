@@ -11,7 +11,7 @@ from qwen_serve.bench.checks.base import (
     expect,
     expect_equal,
 )
-from qwen_serve.bench.servers.counters import parse_counters
+from qwen_serve.bench.load.counters import parse_counters
 
 
 @check("GET /ping answers 200 once the model is loaded")

@@ -17,8 +17,8 @@ from qwen_serve.bench.analysis.statistics import LEAST_ROUNDS
 from qwen_serve.bench.arguments import Positive, Positives, StoreOptions, comma_separated, named_values
 from qwen_serve.bench.engine.recording import begun
 from qwen_serve.bench.errors import BenchError, first_problem
+from qwen_serve.bench.load.counters import Counters, parse_counters, record_growth
 from qwen_serve.bench.report.drafts import WORKLOAD
-from qwen_serve.bench.servers.counters import Counters, parse_counters, record_growth
 from qwen_serve.bench.store import Run
 from qwen_serve.bench.terminal import Bar
 from qwen_serve.llamacpp import devices

@@ -16,12 +16,12 @@ from qwen_serve.bench import provenance
 from qwen_serve.bench.arguments import PromptOptions, ServerOptions, StoreOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.load.client import Client, clip
+from qwen_serve.bench.load.counters import read_counters, record_growth
 from qwen_serve.bench.load.generator import Job, Sender, Sent, Target, closed_loop, open_loop, values_of
 from qwen_serve.bench.load.goodput import Limits
 from qwen_serve.bench.load.prompts import Kind, Prompts, find_prompts
 from qwen_serve.bench.load.protocol import WARM_UPS
 from qwen_serve.bench.load.vocabulary import Vocabulary, find_vocabulary
-from qwen_serve.bench.servers.counters import read_counters, record_growth
 from qwen_serve.bench.store import Run
 from qwen_serve.bench.terminal import Bar
 

@@ -24,6 +24,7 @@ from qwen_serve.bench.analysis.statistics import LEAST_ROUNDS, Ratio, unpaired
 from qwen_serve.bench.arguments import Positive, PromptOptions, ServerOptions, StoreOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.load.cell import LOADED, Supply, measuring
+from qwen_serve.bench.load.counters import RESIDENT_MEMORY, read_counters
 from qwen_serve.bench.load.generator import Job, Sender, Sent, Target, closed_loop, values_of
 from qwen_serve.bench.load.kinds import KINDS, job_of, prefixes_of
 from qwen_serve.bench.load.prompts import Prompts
@@ -31,7 +32,6 @@ from qwen_serve.bench.load.protocol import at_concurrency
 from qwen_serve.bench.metrics import METRICS
 from qwen_serve.bench.report.requests import total
 from qwen_serve.bench.report.views import show
-from qwen_serve.bench.servers.counters import RESIDENT_MEMORY, read_counters
 from qwen_serve.bench.store import Results, Run
 from qwen_serve.bench.terminal import Bar, Table
 

@@ -38,9 +38,9 @@ from qwen_serve.bench.arguments import (
 from qwen_serve.bench.errors import BenchError, ServerError
 from qwen_serve.bench.load.cell import Supply, measuring
 from qwen_serve.bench.load.client import Client, read_usage
+from qwen_serve.bench.load.counters import read_counters, record_growth
 from qwen_serve.bench.load.generator import COMPLETIONS
 from qwen_serve.bench.report.views import show
-from qwen_serve.bench.servers.counters import read_counters, record_growth
 from qwen_serve.bench.store import Results, Run
 from qwen_serve.bench.terminal import Cell, Table
 

@@ -32,7 +32,7 @@ def synthetic(
     block_lengths: Annotated[tuple[float, ...], comma_separated(float)] | None = None,
     words: Natural = WORDS,
     threads: Positive = CORES,
-    shape: Literal["4b", "9b", "35b-a3b", "small", "small-moe"] = "4b",
+    shape: Literal["4b", "9b", "27b", "35b-a3b", "small", "small-moe"] = "4b",
     outtype: Literal["F16", "BF16", "F32", "Q8_0", "Q6_K", "Q4_K_M"] = "F16",
     routing_zipf: float = 0.0,
     vision: Annotated[bool, Parameter(negative=())] = False,

@@ -28,7 +28,8 @@ import numpy.typing as npt
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.models.weights import POOL_STEP, QUIET, MadeTensor, Noise, Pool
 from qwen_serve.common.files import replacing
-from qwen_serve.convert.draft import ARCH, DraftConfig, add_draft_hyperparameters, expected_tensors
+from qwen_serve.convert.draft import ARCH, add_draft_hyperparameters, expected_tensors
+from qwen_serve.convert.draft_config import DraftConfig
 from qwen_serve.convert.gguf_file import write_file
 from qwen_serve.convert.metadata import add_tokenizer
 from qwen_serve.convert.tensors import PlannedTensor, TensorPlan

@@ -83,6 +83,23 @@ def qwen35_35b_a3b() -> dict[str, Any]:
     return config
 
 
+def qwen36_27b() -> dict[str, Any]:
+    """`config.json` of a model with the shapes of Qwen3.6-27B (Qwen3.5's and 3.8's, too), without the vision
+    tower."""
+    config = qwen35_4b()
+    config["tie_word_embeddings"] = False
+    config["text_config"] |= {
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "layer_types": layer_types(64),
+        "linear_num_value_heads": 48,
+        "tie_word_embeddings": False,
+    }
+    return config
+
+
 def small(config: dict[str, Any]) -> dict[str, Any]:
     """The same kind of model in a few megabytes, for tests; k-quants need rows of a multiple of 256."""
     text = config["text_config"]
@@ -111,6 +128,7 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
 SHAPES = {
     "4b": ModelConfig.from_json(qwen35_4b()),
     "9b": ModelConfig.from_json(qwen35_9b()),
+    "27b": ModelConfig.from_json(qwen36_27b()),
     "35b-a3b": ModelConfig.from_json(qwen35_35b_a3b()),
     "small": ModelConfig.from_json(small(qwen35_4b())),
     "small-moe": ModelConfig.from_json(small(qwen35_35b_a3b())),

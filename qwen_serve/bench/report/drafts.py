@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pandas as pd
 
 from qwen_serve.bench.analysis.statistics import times_as_good
+from qwen_serve.bench.load.counters import DRAFTS, PARTS, STEPS, counter_tables
 from qwen_serve.bench.report.requests import median_of
-from qwen_serve.bench.servers.counters import DRAFTS, PARTS, STEPS, counter_tables
 from qwen_serve.bench.store import Results
 from qwen_serve.bench.terminal import Cell, Table
 

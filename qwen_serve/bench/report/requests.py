@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from qwen_serve.bench.analysis.statistics import times_as_good
+from qwen_serve.bench.load.counters import COUNTED, counter_tables
 from qwen_serve.bench.load.generator import is_miscounted
 from qwen_serve.bench.load.protocol import (
     CATEGORIES,
@@ -19,7 +20,6 @@ from qwen_serve.bench.load.protocol import (
     WEIGHTS,
     at_concurrency,
 )
-from qwen_serve.bench.servers.counters import COUNTED, counter_tables
 from qwen_serve.bench.store import Manifest, Results
 from qwen_serve.bench.terminal import Cell, Table
 

@@ -1,6 +1,6 @@
 """Writes the evaluation texts that are unlike a model's own: prose, code and chat.
 
-`prose` is `prose.txt`: law, medicine, stories and others, in 20 languages. `code` is Python's own library, as
+`prose` is `prose.txt`: law, medicine, stories and others, in 17 languages. `code` is Python's own library, as
 installed. `chat` has the scenes of `chat.toml`: conversations with tools, calls, results and thinking, in the
 model's own template. Calibration, search and compensation never read them.
 """
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Kind = Literal["prose", "code", "chat"]
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+TEXTS: Final[tuple[Purpose | Kind, ...]] = ("evaluation", *KINDS)
+"""What files are measured on: the model's own text, and those unlike it."""
 
 MODULES: Final = (
     *("textwrap", "heapq", "csv", "shlex", "fractions", "statistics", "sched", "graphlib", "queue"),

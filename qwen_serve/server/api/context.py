@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, cast
 from uuid import uuid4
 
 from qwen_serve.server.api.observe.record import RequestRecord
-from qwen_serve.server.api.tenant import key_of
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from fastapi import Request
+    from starlette.datastructures import Headers
     from starlette.types import Scope
 
     from qwen_serve.server.api.service import Service
@@ -39,3 +41,11 @@ class RequestContext:
 def context_of(scope: Scope) -> RequestContext:
     """The context of the request that `scope` belongs to."""
     return cast("RequestContext", scope["state"]["context"])
+
+
+def key_of(headers: Headers, known: Container[str]) -> str:
+    """The key in `Authorization` or, from Anthropic's clients, in `x-api-key`. If both are present, the one
+    that is valid."""
+    bearer = headers.get("authorization", "").partition(" ")[2].strip()
+    sent = [key for key in (bearer, headers.get("x-api-key", "")) if key]
+    return next((key for key in sent if key in known), sent[0] if sent else "")

@@ -31,9 +31,6 @@ SECONDS = 10.0
 """Time limit for one picture, redirects included."""
 
 REDIRECTS = 3
-AT_ONCE = 8
-"""Most pictures fetched at the same time."""
-
 PIECE = 2**16
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "qwen-serve"}
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.limits import Bodies
-from qwen_serve.server.api.picture_urls import AT_ONCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Status = Literal["loading", "ready", "sleeping", "draining", "failed"]
+
+FETCHES_AT_ONCE = 8
+"""Most pictures fetched at the same time."""
 
 Facts = dict[str, Any]
 """What an endpoint reports about the model."""
@@ -69,7 +71,7 @@ class Service:
         self.started = int(time.time())
         self.in_flight = 0
         self.bodies = Bodies(settings.max_bodies_mib * 1024**2)
-        self.fetching = asyncio.Semaphore(AT_ONCE)
+        self.fetching = asyncio.Semaphore(FETCHES_AT_ONCE)
         """Limits concurrent fetches of pictures."""
         self.open: set[TextGeneration] = set()
         """Generations that a request still waits for."""

@@ -64,7 +64,8 @@ class ServedRequest:
         self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
         salt = sharing_of(context, request)
         self.params = params = sampling_of(service, request)
-        adapters, scheduling = adapters_of(service.settings, request), scheduling_of(context, request)
+        adapters = adapters_of(service.settings, request.model, request.lora or [])
+        scheduling = scheduling_of(context, request)
         self.service_tier = scheduling.service_tier
         """The tier in effect."""
         self.generations: list[TextGeneration] = []
@@ -267,7 +268,7 @@ async def compiled(
 def check_fields(context: RequestContext, request: GenerationRequest) -> None:
     """Checks the fields that can be checked without the model. Raises ApiError 400 and 404, and
     PromptError."""
-    adapters_of(context.service.settings, request)
+    adapters_of(context.service.settings, request.model, request.lora or [])
     scheduling_of(context, request)
     wanted_grammar(request.wanted_format(()), thinking=False)
 

@@ -11,24 +11,12 @@ from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.engine import TIERS, SchedulingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
-    from starlette.datastructures import Headers
-
     from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.fields.generation import GenerationRequest
     from qwen_serve.server.engine import ServiceTier
 
 NETWORK = 64
 """Bits of an IPv6 address that identify a client, since a client has all addresses of such a network."""
-
-
-def key_of(headers: Headers, known: Container[str]) -> str:
-    """The key in `Authorization` or, from Anthropic's clients, in `x-api-key`. If both are present, the one
-    that is valid."""
-    bearer = headers.get("authorization", "").partition(" ")[2].strip()
-    sent = [key for key in (bearer, headers.get("x-api-key", "")) if key]
-    return next((key for key in sent if key in known), sent[0] if sent else "")
 
 
 def salt_of(key: str, cache_salt: str | None) -> str:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -27,9 +27,6 @@ from .schemas import (
     written_length,
 )
 
-if TYPE_CHECKING:
-    from .tool_formats import ToolFormat
-
 WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})"
 """White space between JSON tokens, as in llama.cpp (json-schema-to-grammar.cpp, SPACE_RULE). It is enough for
 the usual styles, and a small model cannot go on with white space forever. vLLM's backends set no limit."""
@@ -41,6 +38,19 @@ LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 MAX_REGEX = MAX_GBNF = 64 * 1024
 MAX_RULES = 1_000
 """Most rules of a GBNF grammar. The time grows with their square: 0.2 s for this many, 3 s for 4,000."""
+
+
+class Rules(Protocol):
+    """What a grammar is composed of."""
+
+    @property
+    def lark(self) -> str: ...
+
+    @property
+    def param(self) -> str: ...
+
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]: ...
 
 
 @dataclass(frozen=True)
@@ -114,16 +124,12 @@ def grammar_format(text: str, param: str) -> AnswerFormat:
         raise PromptError(f"{param} is no GBNF or Lark grammar: {error}", param) from None
 
 
-def compose(answer: AnswerFormat | ToolFormat, *, thinking: bool) -> str:
+def compose(answer: Rules, *, thinking: bool) -> str:
     """The grammar of everything generated; with `thinking`, the answer begins after `</think>`.
 
     Raises PromptError if it is too long.
     """
-    grammars = [("answer", answer.lark)]
-    if isinstance(answer, AnswerFormat):
-        grammars += answer.parts
-    elif answer.beside is not None:
-        grammars.append(("beside", answer.beside.lark))
+    grammars = [("answer", answer.lark), *answer.parts]
     check_length(sum(len(lark) for _, lark in grammars), answer.param)
     start = f'start: THINK </think> "\\n\\n" @answer\nTHINK: {ANY}' if thinking else "start: @answer"
     named = [{"name": name, "lark_grammar": lark} for name, lark in (("all", start), *grammars)]

@@ -189,8 +189,9 @@ def _content(
             continue
         key = _TEXTS.get(kind) if isinstance(kind, str) else None
         if key is None:
-            served = "'text' and 'file'" if pictures is None else "'text', 'file' and 'image_url'"
-            served += " are served"
+            served = "'text', 'file' and 'image_url' are served"
+            if pictures is None:
+                served = "only 'text' and 'file' are served: no vision tower is loaded (--mmproj names one)"
             raise PromptError(f"{where}[{index}].type is {kind!r}; {served}", f"{where}[{index}].type")
         if not isinstance(part.get(key), str):
             raise PromptError(f"{where}[{index}].{key} must be a string", f"{where}[{index}].{key}")

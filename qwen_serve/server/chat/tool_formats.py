@@ -40,6 +40,11 @@ class ToolFormat:
     freed: Callable[[frozenset[str]], ToolFormat] | None = None
     """Makes the format with these rules free."""
 
+    @property
+    def parts(self) -> tuple[tuple[str, str], ...]:
+        """Separate grammars that the rules refer to, by name."""
+        return () if self.beside is None else (("beside", self.beside.lark),)
+
     def loosened(self, error: str) -> ToolFormat | None:
         """The format without the schema that llguidance refused with `error`; without all schemas that need
         not be enforced if the error does not say which one it is, or after many. None if there is none.

@@ -16,6 +16,7 @@ from qwen_serve.llamacpp.gguf import read_model
 
 from .adapters import salt_with
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
+from .futures import Result, run
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .places import Places
@@ -24,7 +25,6 @@ from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler
 from .sequence import ANYBODY, Output, SchedulingParams, Sequence, Timings
-from .slots import Result, run
 from .stats import EngineStats, ImageStats
 from .steps import Arrival, Steps
 

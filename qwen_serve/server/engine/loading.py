@@ -39,11 +39,12 @@ from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
 from .reproducible import Reproducible, chunk_of, reproduced
 from .runner import Runner
-from .sampling import GrammarCompiler, Sampler, SamplingParams, sample
+from .sampling import GrammarCompiler, Sampler, SamplingParams
 from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
 from .speculation import build_speculator
 from .states import StateStore
+from .verification import sample
 from .vocab import Vocab
 
 if TYPE_CHECKING:

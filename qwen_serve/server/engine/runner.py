@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
-    from .sampling import SampleResult
     from .sequence import Adapters, Sequence
     from .ubatches import Pass
+    from .verification import SampleResult
 
 PATIENCE = 400
 """After this many rows that return more than needed, slots get narrower device samplers. That change plans
@@ -363,4 +363,6 @@ def _is_greedy(batch: Batch) -> bool:
 
 
 def _fetches(batch: Batch) -> bool:
-    return any(chunk.samples and not chunk.sequence.sampler.never_fetches for chunk in batch.chunks)
+    """Whether whole rows may be read: for a choice, or for log-probabilities of logits that are equal."""
+    sampled = (chunk.sequence for chunk in batch.chunks if chunk.samples)
+    return any(one.logprobs is not None or not one.sampler.never_fetches for one in sampled)

@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
     from .reproducible import Reproducible
-    from .sampling import SampleResult
     from .scheduling_policy import SchedulingPolicy
     from .sequence import Adapters, Sequence
     from .states import StateStore
+    from .verification import SampleResult
 
 log = logging.getLogger(__name__)
 

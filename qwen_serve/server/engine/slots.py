@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from .errors import EngineDead, GenerationError
+from .errors import GenerationError
 from .prefix_cache.file import Counted, PrefixFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Future
     from pathlib import Path
 
     from .engine import Engine
     from .sampling import SamplingParams
-
-
-Result = TypeVar("Result")
-
-
-def run(future: Future[Result], work: Callable[[], Result], error: str | None) -> None:
-    """Set `future` to what `work` returns or raises, or to EngineDead if the engine ended with an `error`."""
-    if future.set_running_or_notify_cancel():
-        try:
-            if error:
-                raise EngineDead(error)
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from qwen_serve.llamacpp.errors import NoMemorySlot
 
 from .profile import kind_of
-from .sampling import sample
+from .verification import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,6 +7,7 @@ from array import array
 from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING
+from unicodedata import normalize
 
 from cachetools import LRUCache
 
@@ -102,6 +103,7 @@ class Vocab:
         self._cache: LRUCache[str, array[int]] = LRUCache(cached, getsizeof=len)
         self._cache_lock = Lock()
         parts = model.metadata().get("tokenizer.ggml.pre") in _PRE_TOKENIZERS
+        self._composes = parts
         apart = parts and all(_stands_alone(piece, added.values()) for piece in added.values() if piece)
         always = [piece for token, piece in added.items() if not model.is_control(token)]
         self._places = {True: _places(added.values()), False: _places(always)} if apart else {}
@@ -116,6 +118,8 @@ class Vocab:
         `check` is called every few thousand ids with their number; an exception from it ends the work.
         Raises InvalidPrompt for words longer than LONGEST_WORD.
         """
+        if self._composes:
+            text = normalize("NFC", text)  # as Qwen's tokenizer.json says; llama.cpp does not
         if len(text) < LONG or not special:
             return self._parse(text, special, check)
         ids: list[int] = []

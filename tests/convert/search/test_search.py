@@ -32,6 +32,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "CHUNKS", 1)
     monkeypatch.setattr(kld, "MIN_TOKENS", 512)
     monkeypatch.setattr(writing, "MIN_TOKENS", {"calibration": 1200, "search": 1200, "evaluation": 1200})
+    monkeypatch.setattr(writing, "RANDOM_TOKENS", {"calibration": 512, "search": 0, "evaluation": 0})
     monkeypatch.setattr(writing, "MAX_NEW", 16)
     monkeypatch.setattr(writing, "MAX_NEW_THINKING", 16)
 

@@ -15,6 +15,7 @@ from qwen_serve.server.api.formats.chat import ChatRequest
 from qwen_serve.server.api.formats.completions import CompletionRequest
 from qwen_serve.server.chat.structural_tags import KEYS as STRUCTURAL
 from tests.server.api.conftest import Server, Start
+from tests.server.api.formats.wires import FORMATS, ask, results_of
 from tests.server.api.test_bad_input import error_of
 
 text = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(
@@ -128,17 +129,40 @@ FIELDS = [*CompletionRequest.model_fields, *ChatRequest.model_fields, *UNSUPPORT
 fields = st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4)
 
 part = st.fixed_dictionaries({"type": st.just("text"), "text": text}) | anything
+markup = st.sampled_from(
+    [
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "<function=f>",
+            "<function=f\n",
+            "</function>",
+        ),
+        *("<parameter=a>\n", "<parameter=b\n", "</parameter>", "</parameter", "\n", "a", "1", "{", "}", "'"),
+        *('{"name": "f", "arguments": {"a": "1"}}', "[{'x': True}]", "```", "stop"),
+    ]
+)
+written = st.lists(markup, max_size=16).map("".join)
+"""What models write: calls, quoted, drifted and cut off."""
+
+cut = st.builds(
+    lambda whole, end: json.dumps(whole)[:end], st.dictionaries(text, anything), st.integers(0, 40)
+)
+"""A call's arguments as a limit leaves them."""
+
 call = st.fixed_dictionaries(
     {
         "id": text,
         "type": st.just("function"),
-        "function": st.fixed_dictionaries({"name": text, "arguments": anything}),
+        "function": st.fixed_dictionaries({"name": text, "arguments": cut | written | anything}),
     }
 )
 message = st.fixed_dictionaries(
     {
         "role": st.sampled_from(["system", "user", "assistant", "tool", "developer"]),
-        "content": text | st.lists(part),
+        "content": text | written | st.lists(part),
     },
     optional={
         "tool_calls": st.lists(call | anything, max_size=2),
@@ -160,9 +184,42 @@ chat = st.fixed_dictionaries(
 prompt = text | st.lists(text, max_size=3) | st.lists(st.integers(-2, 300), max_size=5) | anything
 
 
+many = settings(max_examples=int(os.environ.get("FUZZ_CASES", "50")))
+
+
 @pytest.fixture(scope="module")
 def server(start_shared: Start) -> Server:
     return start_shared("A reply.<tool_call>\n<function=f>\n</function>\n</tool_call>", capacity=10_000)
+
+
+@pytest.fixture(scope="module")
+def writing(start_shared: Start) -> Server:
+    """A model that writes what the last message is, special tokens and all."""
+    return start_shared(
+        lambda prompt: prompt.rpartition("SAY ")[2].partition("<|im_end|>")[0], capacity=10_000
+    )
+
+
+DECLARED = {
+    "name": "f",
+    "parameters": {"properties": {"a": {"type": "string"}, "b": {"type": "array"}}, "required": ["a"]},
+}
+
+
+@many
+@given(said=written, thinking=st.booleans(), stream=st.booleans(), limit=st.integers(1, 80))
+def test_what_a_model_writes_is_taken_back(
+    writing: Server, said: str, thinking: bool, stream: bool, limit: int
+) -> None:
+    """In every format; a call that is called complete has arguments that are an object."""
+    asked = {"role": "user", "content": f"SAY {said}"}
+    for form in FORMATS:
+        options: dict[str, Any] = {"functions": [DECLARED], "thinking": thinking, "stream": stream}
+        answer = ask(writing, form, [asked], limit=limit, stop=["stop"], **options)
+        if answer.ended == "calls":
+            assert all(isinstance(arguments, dict) for _, arguments in answer.calls), (form, said)
+        history = [asked, *answer.raw, *results_of(form, answer), {"role": "user", "content": "x"}]
+        ask(writing, form, history, **options)
 
 
 def check(server: Server, path: str, body: Any) -> None:
@@ -174,9 +231,6 @@ def check(server: Server, path: str, body: Any) -> None:
         error_of(response, response.status_code)
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert response.text.endswith("data: [DONE]\n\n"), (body, response.text)
-
-
-many = settings(max_examples=int(os.environ.get("FUZZ_CASES", "50")))
 
 
 @many

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
 from qwen_serve.server.engine.prefix_cache import PrefixCache
-from qwen_serve.server.engine.sampling import Sampler, SampleResult
+from qwen_serve.server.engine.sampling import Sampler
 from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.sequence import SchedulingParams, Sequence
 from qwen_serve.server.engine.states import StateStore
+from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
 from qwen_serve.server.engine.reproducible import Reproducible
-from qwen_serve.server.engine.sampling import SampleResult
+from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, store, used
 

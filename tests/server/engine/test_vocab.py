@@ -6,6 +6,7 @@ import os
 from random import Random
 from time import process_time
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -52,6 +53,15 @@ def test_a_text_in_turns_has_the_ids_of_the_whole(model: Model, vocab: Vocab, da
     long = st.integers(0, 3).map(lambda seed: words(seed, LONG // 4))  # few, so that they are met again
     text = "".join(data.draw(st.lists(odd | odd | long, max_size=12)))
     assert vocab.tokenize(text, special=True) == model.tokenize(text.encode(), special=True)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_text_is_composed_as_qwens_tokenizer_does(vocab: Vocab, special: bool) -> None:
+    """tokenizer.json normalizes to NFC, which llama.cpp does not."""
+    text = "Ångström, über, déjà vu, 한국어 <|im_end|>"
+    apart = normalize("NFD", text)
+    assert apart != text
+    assert vocab.tokenize(apart, special=special) == vocab.tokenize(text, special=special)
 
 
 def test_what_was_tokenised_once_is_cached(

@@ -11,7 +11,6 @@ from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.engine import MOST_ADAPTERS
 
 if TYPE_CHECKING:
-    from qwen_serve.server.api.fields.generation import GenerationRequest
     from qwen_serve.server.engine import Adapters
     from qwen_serve.server.settings import Settings
 
@@ -38,10 +37,10 @@ def known_model(settings: Settings, given: str | None) -> str:
     return model
 
 
-def adapters_of(settings: Settings, request: GenerationRequest) -> Adapters:
-    """The adapters to apply. Raises ApiError 400 for an unknown adapter in `lora`, and as `known_model`."""
-    names, model = [*settings.adapters], known_model(settings, request.model)
-    chosen = request.lora or []
+def adapters_of(settings: Settings, given: str | None, chosen: list[LoraChoice]) -> Adapters:
+    """The adapters to apply for a request's `model` and `lora`. Raises ApiError 400 for an unknown adapter in
+    `lora`, and as `known_model`."""
+    names, model = [*settings.adapters], known_model(settings, given)
     if not chosen:
         return ((names.index(model), 1.0),) if model in names else ()
     if not names:

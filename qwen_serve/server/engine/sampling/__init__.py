@@ -7,7 +7,6 @@ from .grammar import LONGEST_GRAMMAR, Grammar, GrammarCompiler
 from .logprobs import Logprobs, TokenLogprobs
 from .parameters import LLAMA_CPP_SAMPLERS, MAX_LOGPROBS, SAMPLERS, SamplingParams
 from .thinking import ThinkingLimits
-from .verification import SampleResult, sample
 
 __all__ = [
     "LLAMA_CPP_SAMPLERS",
@@ -19,10 +18,8 @@ __all__ = [
     "Grammar",
     "GrammarCompiler",
     "Logprobs",
-    "SampleResult",
     "Sampler",
     "SamplingParams",
     "ThinkingLimits",
     "TokenLogprobs",
-    "sample",
 ]

@@ -16,56 +16,57 @@ from qwen_serve.llamacpp.rows import READS_LOGITS
 from .processors import LogitRules
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import SamplerChain
 
     from .constraint import Constraint
-    from .dry import Dry
     from .parameters import SamplingParams
-    from .processors import Penalties
-
 MARGIN = 1e-4
 """Maximum error of llama.cpp's sums of probabilities in F32."""
 
 
 def device_sampler_for(
-    params: SamplingParams, penalties: Sequence[Penalties | Dry], *, constrained: bool, ends: int, banned: int
+    params: SamplingParams, *, penalised: bool, only_lowers: bool, constrained: bool, ends: int, banned: int
 ) -> DeviceSampler:
     """The narrowest device sampler that suffices for a request. `banned` of the `ends`, the tokens that end a
-    generation, are not allowed."""
-    if LogitRules.wanted(params) or not all(each.only_lowers for each in penalties):
+    generation, are not allowed. `only_lowers`: no penalty raises a logit."""
+    if LogitRules.wanted(params) or not only_lowers:
         return DeviceSampler.ROW  # any token may become the best
     if 0 < banned < ends:
         return DeviceSampler.ROW  # the device bans all ends or none
     logprobs = params.logprobs is not None
     if params.prompt_logprobs is not None or (logprobs and constrained):
         return DeviceSampler.ROW  # a prompt's token, or a forced one, may not be among the best
-    if penalties and (logprobs or constrained):
+    if penalised and (logprobs or constrained):
         return DeviceSampler.ROW  # neither may the best one left
-    if (penalties or constrained) and not READS_LOGITS:
+    if (penalised or constrained) and not READS_LOGITS:
         return DeviceSampler.ROW  # the candidates may not suffice, and this build returns no further logits
-    if params.is_greedy and not logprobs and not penalties:
+    if params.is_greedy and not logprobs and not penalised:
         return DeviceSampler.TOP_K if constrained else DeviceSampler.BEST
     if not params.is_greedy and params.chain[:1] != ("top_k",):
         return DeviceSampler.ROW
     top_k = 1 if params.is_greedy else params.top_k
-    wanted = top_k + banned + (logprobs or bool(penalties))  # one more, as a bound for the rest
+    wanted = top_k + banned + (logprobs or penalised)  # one more, as a bound for the rest
     if wanted > N_CANDIDATES:
         return DeviceSampler.ROW
     return DeviceSampler.LOGPROBS if logprobs else DeviceSampler.TOP_K
+
+
+def can_guess(params: SamplingParams) -> bool:
+    """Whether the device can guess the draws of a request with these filters and nothing more. These filters
+    always draw with a random number, so that penalties, say, or log-probabilities do not change a draw."""
+    order = ("top_k", "temperature", "top_p", "min_p")
+    if params.is_greedy or params.chain != tuple(name for name in order if name in params.chain):
+        return False
+    return 0 < params.top_k <= N_CANDIDATES and not params.dynatemp_range and params.min_keep <= 1
 
 
 def draw_of(params: SamplingParams, *, no_ends: bool) -> Draw | None:
     """How TOP_K can guess the draws of a request that needs no wider device sampler; None if it cannot."""
     if params.is_greedy:
         return Draw(top_k=1, temperature=1, top_p=1, min_p=0, no_ends=no_ends)
-    order = ("top_k", "temperature", "top_p", "min_p")
-    if params.chain != tuple(name for name in order if name in params.chain):
-        return None
-    if params.dynatemp_range or params.min_keep > 1:
+    if not can_guess(params):
         return None
     return Draw(params.top_k, params.temperature, params.top_p, params.min_p, no_ends)
 

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, SamplerChain
+from qwen_serve.llamacpp.samplers import RandomNumbers
 from qwen_serve.server.engine.errors import NoTokenLeft
 
-from .candidates import best_of, choose_among, device_sampler_for, draw_of
+from .candidates import best_of, can_guess, choose_among, device_sampler_for, draw_of
 from .chain import samplers_of
+from .choices import choose
 from .dry import Dry
+from .logprobs import of_result
+from .native import NativeSampler, applies_to
 from .parameters import SamplingParams
 from .processors import NONE_LEFT, LogitRules, Penalties
 
@@ -27,8 +31,13 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp import DrySampler, Rows
     from qwen_serve.server.engine.vocab import Vocab
 
+    from .choices import Choice
     from .constraint import Constraint
+    from .logprobs import Logprobs
     from .thinking import ThinkingWatch
+
+NO_SEED = 0xFFFFFFFF
+"""llama.cpp takes it for "random"."""
 
 
 class Sampler:
@@ -56,10 +65,46 @@ class Sampler:
         self._banned = vocab.eog_ids - params.stop_token_ids if params.ignore_eos else frozenset()
         self.ignores_ends = bool(self._banned)
         """Whether some or all of the tokens that end a generation are excluded from the choice."""
+        within = 1.0 if thinking is None else thinking.limits.repetition_penalty
+        self._penalised = bool(params.on_rows) or within != 1
+        self.need = device_sampler_for(
+            params,
+            penalised=self._penalised,
+            only_lowers=params.only_lowers and within >= 1,
+            constrained=constraint is not None,
+            ends=len(vocab.eog_ids),
+            banned=len(self._banned),
+        )
+        """The narrowest device sampler that suffices; wider ones do too."""
+        plain = constraint is None and not self._penalised and self.need <= DeviceSampler.TOP_K
+        self.draw = draw_of(params, no_ends=self.ignores_ends) if plain else None
+        """How TOP_K can guess the next tokens; None if it cannot."""
+        self.never_fetches = self.need is DeviceSampler.ROW or not (self._penalised or constraint)
+        """Whether the result of the device sampler always suffices for the choice."""
+        self._native: NativeSampler | None = None
         self._rules: LogitRules | None = None
+        self._penalties: list[Penalties | Dry] = []
+        self._processors: list[LogitRules | Penalties | Dry] = []
+        self._chain: SamplerChain | None = None
+        """None if the best token is chosen."""
+        self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
+        """The chain considers only this many best tokens; 0: perhaps all."""
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._numbers = RandomNumbers(seed % NO_SEED) if can_guess(params) else None
+        """The random numbers of draws that the device can guess."""
+        if applies_to(params):
+            self._native = NativeSampler(params, seed, vocab, prompt, self._banned, thinking)
+        else:
+            self._use_llama_cpp(seed % NO_SEED, vocab, prompt, dry)
+        self._forced: deque[int] = deque()
+        """Tokens that come next regardless of the model."""
+        if constraint is not None:
+            self._force(constraint.forced())
+
+    def _use_llama_cpp(self, seed: int, vocab: Vocab, prompt: Sequence[int], dry: DrySampler | None) -> None:
+        params, thinking = self.params, self._thinking
         if LogitRules.wanted(params):
             self._rules = LogitRules(params, sorted(vocab.eog_ids | params.stop_token_ids), vocab.n_real)
-        self._penalties: list[Penalties | Dry] = []
         for name in params.on_rows:
             if name == "penalties":
                 self._penalties.append(Penalties(params, vocab.n_real, prompt))
@@ -70,65 +115,76 @@ class Sampler:
             within = SamplingParams(repetition_penalty=penalty)
             self._penalties.append(Penalties(within, vocab.n_real, [], thinking))
         rules = [] if self._rules is None else [self._rules]
-        self._processors: list[LogitRules | Penalties | Dry] = [*rules, *self._penalties]
-        self._chain: SamplerChain | None = None
-        """None if the best token is chosen."""
+        self._processors = [*rules, *self._penalties]
         if not params.is_greedy:
-            seed = secrets.randbits(32) if params.seed is None else params.seed
-            seed %= 0xFFFFFFFF  # llama.cpp takes 0xFFFFFFFF for "random"
             self._chain = SamplerChain(samplers_of(params, seed, vocab.size))
-        self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
-        """The chain considers only this many best tokens; 0: perhaps all."""
-        self._forced: deque[int] = deque()
-        """Tokens that come next regardless of the model."""
-        self.need = device_sampler_for(
-            params,
-            self._penalties,
-            constrained=constraint is not None,
-            ends=len(vocab.eog_ids),
-            banned=len(self._banned),
-        )
-        """The narrowest device sampler that suffices; wider ones do too."""
-        plain = constraint is None and not self._penalties and self.need <= DeviceSampler.TOP_K
-        self.draw = draw_of(params, no_ends=self.ignores_ends) if plain else None
-        """How TOP_K can guess the next tokens; None if it cannot."""
-        self.never_fetches = self.need is DeviceSampler.ROW or not (self._penalties or constraint)
-        """Whether the result of the device sampler always suffices for the choice."""
-        if constraint is not None:
-            self._force(constraint.forced())
 
     def sample(self, rows: Rows, row: int) -> int | None:
-        """The next token, from a decoded row whose device sampler must serve `need`.
+        """The next token, from a decoded row; as `choose`."""
+        [token] = choose([self.choose(rows, row)])
+        return token
+
+    def choose(self, rows: Rows, row: int, logprobs: Logprobs | None = None) -> Choice[int | None]:
+        """The next token, from a decoded row whose device sampler must serve `need`. Its log-probabilities
+        are added to `logprobs`.
 
         None if the device returned too little for the log-probability of a forced token: pending tokens must
         be computed again, and `need` is ROW from now on. Raises FloatingPointError if the logits are
         unusable, LlamaError if a whole row cannot be had, NoTokenLeft, and what the constraint raises.
         """
-        kind = rows.kinds[row]
+        kind, native = rows.kinds[row], self._native
+        whole = kind is DeviceSampler.ROW
+        n_top = logprobs.n_top if logprobs is not None and whole and native is not None else -1
+        scores = logprobs.scores(rows, row) if logprobs is not None and n_top < 0 else None
         if self._forced:
-            if kind is DeviceSampler.ROW or self.params.logprobs is None:
-                return self._forced.popleft()
-            self.need = DeviceSampler.ROW  # its log-probability may not be among the candidates'
-            return None
-        if kind is DeviceSampler.BEST:
+            if not whole and self.params.logprobs is not None:
+                self.need = DeviceSampler.ROW  # its log-probability may not be among the candidates'
+                return None
+            token = self._forced.popleft()
+            if n_top >= 0 and logprobs is not None and native is not None:
+                logprobs.tokens.append(of_result((yield from native.score(rows, row, token, n_top))))
+        elif kind is DeviceSampler.BEST:
             token = rows.best(row)
             return rows.best_but_end(row) if token in self._banned else token
-        found: int | None
-        if kind is DeviceSampler.ROW:
-            found = self._from_row(self._processed(rows.logits(row)))
+        elif native is not None:
+            number = -1.0 if self._numbers is None else float(self._numbers.next(1)[0])
+            result = yield from native.choose(rows, row, self._constraint, number, n_top)
+            token = result.token
+            if n_top >= 0 and logprobs is not None:
+                logprobs.tokens.append(of_result(result))
+            self._accept(token)
         else:
-            found = self._from_candidates(*rows.candidates(row))
-            if found is None:
-                found = self._from_allowed(self._processed(rows.fetch(row)))
-        for each in self._processors:
-            each.accept(found)
+            token = self._from_llama_cpp(rows, row)
+            self._accept(token)
+        if scores is not None and logprobs is not None:
+            logprobs.add(scores, token)
+        return token
+
+    def score(self, rows: Rows, row: int, token: int, logprobs: Logprobs) -> Choice[None]:
+        """Add the log-probability of a prompt's `token`, which follows the row, to `logprobs`."""
+        if self._native is None:
+            logprobs.add_prompt(rows.logits(row), token)
+        else:
+            logprobs.prompt.append(
+                of_result((yield from self._native.score(rows, row, token, logprobs.n_prompt_top)))
+            )
+
+    def _from_llama_cpp(self, rows: Rows, row: int) -> int:
+        if rows.kinds[row] is DeviceSampler.ROW:
+            return self._from_row(self._processed(rows.logits(row)))
+        found = self._from_candidates(*rows.candidates(row))
+        return self._from_allowed(self._processed(rows.fetch(row))) if found is None else found
+
+    def _accept(self, token: int) -> None:
+        if self._numbers is not None:
+            self._numbers.drawn += 1
+        self._follow(token)
         if self._constraint is not None:
             self._force(self._constraint.forced())
-        return found
 
     def numbers(self, n: int) -> npt.NDArray[np.float64]:
         """The random numbers of the next `n` draws; any if nothing is drawn."""
-        return np.zeros(n) if self._chain is None else self._chain.numbers(n)
+        return np.zeros(n) if self._numbers is None else self._numbers.next(n)
 
     def forced(self, new: Sequence[int]) -> list[int]:
         """Add the answer's `new` tokens, and return the forced tokens that follow, if there are any.
@@ -164,7 +220,7 @@ class Sampler:
 
     def prepare(self, draft: Sequence[int]) -> None:
         """Prepare the constraint while the device computes the rows of pending tokens and of a draft."""
-        if self._constraint is not None and self._chain is not None and not self._forced:
+        if self._constraint is not None and not self.params.is_greedy and not self._forced:
             self._constraint.prepare(draft)  # if greedy, the best token is nearly always allowed
 
     def close(self) -> None:
@@ -174,14 +230,21 @@ class Sampler:
                 each.close()
         if self._chain is not None:
             self._chain.close()
+        if self._native is not None:
+            self._native.close()
 
     # --- forced tokens -------------------------------------------------------------------------------------
 
     def _force(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             self._forced.append(token)
-            for each in self._processors:
-                each.accept(token)
+            self._follow(token)
+
+    def _follow(self, token: int) -> None:
+        for each in self._processors:
+            each.accept(token)
+        if self._native is not None:
+            self._native.accept(token)
 
     def _take_forced(self) -> list[int]:
         if self.params.logprobs is not None:

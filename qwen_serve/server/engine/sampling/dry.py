@@ -53,7 +53,7 @@ class DrySamplers:
 class Dry:
     """DRY penalties of one answer."""
 
-    only_lowers = active = True
+    active = True
 
     def __init__(
         self, sampler: DrySampler, params: SamplingParams, n_vocab: int, prompt: Sequence[int]

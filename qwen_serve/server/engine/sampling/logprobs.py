@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Rows
+    from qwen_serve.llamacpp.row_sampler import RowResult
 
     from .parameters import SamplingParams
 
@@ -101,14 +102,25 @@ class Logprobs:
         """Whether those of generated tokens are wanted."""
         return self._n_top is not None
 
-    def scores(self, rows: Rows, row: int) -> Scores | None:
-        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. None if they depend on
-        more of the row than was returned. Raises FloatingPointError if its logits are unusable."""
+    @property
+    def n_top(self) -> int:
+        """How many of the likeliest tokens belong to each generated token; -1 if no log-probabilities do."""
+        return -1 if self._n_top is None else self._n_top
+
+    @property
+    def n_prompt_top(self) -> int:
+        """The same of the prompt's tokens."""
+        return -1 if self._n_prompt_top is None else self._n_prompt_top
+
+    def scores(self, rows: Rows, row: int) -> Scores:
+        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. Raises FloatingPointError if
+        its logits are unusable, LlamaError if a whole row cannot be had."""
         if rows.kinds[row] is DeviceSampler.ROW:
             return Scores(None, log_softmax(rows.logits(row)))
         ids, logits = rows.candidates(row)
         if np.count_nonzero(logits > logits.min()) < self._n_above:
-            return None  # the lowest ones may equal others, which are not returned but ranked, too
+            # the lowest ones may equal others that are not among them, and the order depends on all of these
+            return Scores(None, log_softmax(rows.fetch(row)))
         return Scores(ids.copy(), logits - np.float32(rows.log_sum(row)))
 
     def add(self, scores: Scores, token: int) -> None:
@@ -125,6 +137,11 @@ class Logprobs:
     def keep(self, generated: int) -> None:
         """Keep the first `generated` tokens: later ones of the last step are not in the answer."""
         del self.tokens[generated:]
+
+
+def of_result(result: RowResult) -> TokenLogprobs:
+    """Of a row that `RowSampler` sampled or scored."""
+    return TokenLogprobs(result.token, result.logprob, result.rank, result.best, result.best_logprobs)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

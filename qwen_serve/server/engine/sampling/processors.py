@@ -97,9 +97,6 @@ class Penalties:
         self._watch = watch
         self._repetition = np.float32(params.repetition_penalty)
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
-        self.only_lowers = self._repetition >= 1 and self._presence >= 0 and self._frequency >= 0
-        """Whether no logit becomes higher. Then tokens that are not among the best of a row stay below
-        them."""
         self._counts: Counter[int] = Counter()
         """How often each token was generated, or is within the last `repeat_last_n`."""
         self._less = np.zeros(n_vocab, np.float32)

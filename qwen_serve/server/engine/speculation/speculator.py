@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.batch import Batch, Chunk
-    from qwen_serve.server.engine.sampling import SampleResult
     from qwen_serve.server.engine.sequence import Sequence
     from qwen_serve.server.engine.states import StateStore
+    from qwen_serve.server.engine.verification import SampleResult
 
     from .base import Drafter, DrafterState, DrafterStats
     from .policy import Plan

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qwen_serve.server.api.formats.messages.request import MessagesRequest
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from tests.server.api.conftest import Server, Start
-from tests.server.api.test_fuzz import anything, many, text
+from tests.server.api.test_fuzz import anything, cut, many, text, written
 
 MESSAGES = [*MessagesRequest.model_fields, *MessagesRequest.unsupported]
 RESPONSES = [*ResponsesRequest.model_fields, *ResponsesRequest.unsupported, "store", "previous_response_id"]
@@ -37,7 +37,7 @@ item = message | st.fixed_dictionaries(
         "output": content,
         "call_id": text,
         "name": text,
-        "arguments": st.just("{}") | anything,
+        "arguments": st.just("{}") | cut | written | anything,
     },
 )
 tool = st.fixed_dictionaries(

@@ -9,7 +9,7 @@ import pytest
 from qwen_serve.server.chat.markup import MARK
 from tests.server.api.conftest import Start
 from tests.server.api.fakes import FakeVocab
-from tests.server.api.formats.wires import FORMATS, Answer, ask
+from tests.server.api.formats.wires import FORMATS, ask, results_of
 from tests.server.chat.test_drifts import DRIFTS, LIMIT, PATH, TOOLS, call, tokens
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -75,19 +75,6 @@ def ids(text: str) -> list[int | Exception]:
         found += vocab.tokenize(tag, special=True)
         found += part[len(tag) - 1 :].encode() if tag else part.encode()
     return found
-
-
-def results_of(form: str, answer: Answer) -> list[dict[str, Any]]:
-    """The results of the answer's calls, as a client sends them."""
-    if form == "responses":
-        ids = [item["call_id"] for item in answer.raw if item["type"] == "function_call"]
-        return [{"type": "function_call_output", "call_id": id_, "output": "done"} for id_ in ids]
-    if form == "messages":
-        used = [block["id"] for block in answer.raw[0]["content"] if block["type"] == "tool_use"]
-        blocks = [{"type": "tool_result", "tool_use_id": id_, "content": "done"} for id_ in used]
-        return [{"role": "user", "content": blocks}] if blocks else []
-    calls = answer.raw[0].get("tool_calls", [])
-    return [{"role": "tool", "tool_call_id": one["id"], "content": "done"} for one in calls]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.server.api.conftest import Server
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.server.api.conftest import Server
 
 FORMATS = ("chat", "responses", "messages", "ollama")
 PATHS = {
@@ -89,7 +92,12 @@ def ask(server: Server, form: str, messages: list[Any], **options: Any) -> Answe
     body = body_of(form, messages, **options)
     response = server.http.post(PATHS[form], json=body)
     assert response.status_code == 200, response.text
-    text = response.text if body["stream"] else ""
+    return answer_of(form, response, stream=body["stream"])
+
+
+def answer_of(form: str, response: httpx.Response, *, stream: bool) -> Answer:
+    """What a response says."""
+    text = response.text if stream else ""
     if form == "ollama":
         return _ollama([json.loads(line) for line in text.splitlines()] if text else [response.json()])
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
@@ -199,3 +207,16 @@ def _ollama(lines: list[Any]) -> Answer:
     answer.ended = "calls" if answer.calls and reason == "stop" else reason
     answer.raw = [{**message, "content": answer.content, "thinking": answer.reasoning}]
     return answer
+
+
+def results_of(form: str, answer: Answer) -> list[dict[str, Any]]:
+    """The results of the answer's calls, as a client sends them."""
+    if form == "responses":
+        ids = [item["call_id"] for item in answer.raw if item["type"] == "function_call"]
+        return [{"type": "function_call_output", "call_id": id_, "output": "done"} for id_ in ids]
+    if form == "messages":
+        used = [block["id"] for block in answer.raw[0]["content"] if block["type"] == "tool_use"]
+        blocks = [{"type": "tool_result", "tool_use_id": id_, "content": "done"} for id_ in used]
+        return [{"role": "user", "content": blocks}] if blocks else []
+    calls = answer.raw[0].get("tool_calls", [])
+    return [{"role": "tool", "tool_call_id": one["id"], "content": "done"} for one in calls]

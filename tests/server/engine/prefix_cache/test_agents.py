@@ -12,8 +12,8 @@ import pytest
 
 from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN
-from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.verification import SampleResult
 from tests.marks import slow_but
 from tests.server.api.fakes import ADDED, FakeVocab
 from tests.server.engine.prefix_cache.world import World

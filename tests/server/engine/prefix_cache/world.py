@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.engine.prefix_cache import PrefixCache
-from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.sequence import ANYBODY, SchedulingParams, Sequence
+from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, fixed, store
 

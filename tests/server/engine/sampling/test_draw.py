@@ -12,10 +12,11 @@ import pytest
 from qwen_serve.llamacpp import Context, DeviceSampler, Model, SamplerChain
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
-from qwen_serve.server.engine.sampling import Sampler, SamplingParams, sample
+from qwen_serve.server.engine.sampling import Sampler, SamplingParams
 from qwen_serve.server.engine.sampling.processors import Penalties
 from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
 from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.verification import sample
 from qwen_serve.server.engine.vocab import Vocab
 from tests.contexts import exact_options
 from tests.server.engine.fake_context import FakeRows
@@ -280,7 +281,7 @@ def test_drawing_never_takes_padding_or_a_banned_end(context: Context, model: Mo
     one = Sampler(params, vocab, [1])
     for _ in range(300):
         line = context.logits(1)[0]
-        line[:] = 0.0
+        line[:] = 1.0
         token = choose(one, line)
         assert token < vocab.n_real
         assert token not in vocab.eog_ids

@@ -10,7 +10,6 @@ from typing import Any, cast
 import numpy as np
 
 from qwen_serve.server.engine.batch import Batch, Chunk, Placement
-from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from qwen_serve.server.engine.speculation.base import Draft, DraftRequest
 from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
@@ -19,6 +18,7 @@ from qwen_serve.server.engine.speculation.policy import Policy
 from qwen_serve.server.engine.speculation.speculator import Speculator
 from qwen_serve.server.engine.speculation.times import StepTimes
 from qwen_serve.server.engine.states import DeferredReads
+from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.speculation.helpers import sequence
 
 Table = Callable[[int, int], float]

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_serve.server.engine.batch import Batch, Placement
-from qwen_serve.server.engine.sampling import SampleResult
 from qwen_serve.server.engine.sequence import SequenceStatus
 from qwen_serve.server.engine.speculation.acceptance import DEPTHS, Acceptance
 from qwen_serve.server.engine.speculation.always import Always
@@ -21,6 +20,7 @@ from qwen_serve.server.engine.speculation.hidden_rows import COLLECT
 from qwen_serve.server.engine.speculation.policy import COOLDOWN_FIRST, Option, Policy, Step
 from qwen_serve.server.engine.speculation.speculator import SPARSE
 from qwen_serve.server.engine.speculation.times import StepTimes
+from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.speculation.card import World, on_h200
 
 

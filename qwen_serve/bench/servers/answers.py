@@ -24,12 +24,12 @@ from qwen_serve.bench.arguments import Positive, Positives, PromptOptions, Store
 from qwen_serve.bench.errors import BenchError, ServerError
 from qwen_serve.bench.load.cell import Supply
 from qwen_serve.bench.load.client import clip, error_text
+from qwen_serve.bench.load.counters import DRAFT_COUNTERS, growth, read_counters
 from qwen_serve.bench.load.generator import Job, Sender, Target
 from qwen_serve.bench.load.kinds import KINDS, TURNS, job_of, prefixes_of
 from qwen_serve.bench.load.prompts import Prompts
 from qwen_serve.bench.load.protocol import at_concurrency
 from qwen_serve.bench.load.soak import leave
-from qwen_serve.bench.servers.counters import DRAFT_COUNTERS, growth, read_counters
 from qwen_serve.bench.servers.peers import PeerOptions, contestants, make_setup
 from qwen_serve.bench.servers.programs import SYNTAX
 from qwen_serve.bench.servers.turns import Contender

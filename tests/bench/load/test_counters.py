@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_serve.bench.servers.counters import counted, growth, parse_counters, record_growth
+from qwen_serve.bench.load.counters import counted, growth, parse_counters, record_growth
 from qwen_serve.bench.store import Run
 
 BEFORE = """

@@ -12,13 +12,14 @@ from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
 from qwen_serve.server.engine.runner import Runner
-from qwen_serve.server.engine.sampling import SampleResult, sample
 from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.verification import SampleResult, sample
 from tests.server.engine.fake_context import FakeContext, FakeRows
 
 if TYPE_CHECKING:
     from qwen_serve.llamacpp import Context, Rows
     from qwen_serve.server.engine.sampling import Sampler
+    from qwen_serve.server.engine.sampling.choices import Choice
 
 END = 9_999
 ENDS = frozenset({END})
@@ -33,7 +34,8 @@ class FakeSampler:
     def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails
 
-    def sample(self, rows: Rows, row: int) -> int:
+    def choose(self, rows: Rows, row: int, _logprobs: None) -> Choice[int]:
+        yield from ()
         if self._fails:
             raise FloatingPointError("not a number")
         return cast("FakeRows", rows).best(row)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp import DeviceSampler
+from .choices import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.llamacpp import Rows
     from qwen_serve.server.engine.batch import Batch, Chunk, Placement
+
+    from .choices import Choice
 
 
 @dataclass(slots=True)
@@ -48,10 +50,12 @@ def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[Sample
         return [SampleResult() for _ in batch.chunks]
     best = rows.all_best() if batch.greedy and not batch.dropped else None
     if best is None or not ends.isdisjoint(best):  # a request may ignore ends
-        return [
-            SampleResult() if chunk.sequence in batch.dropped else _sample(chunk, placement, rows, ends)
-            for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
-        ]
+        return choose(
+            [
+                _sample(chunk, placement, rows, ends, dropped=chunk.sequence in batch.dropped)
+                for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
+            ]
+        )
     if batch.n_tokens == batch.n_rows == len(batch.chunks):  # otherwise the shortest come first
         return [
             _result(chunk, [token]) if chunk.sequence.sampler.forces else SampleResult([token])
@@ -80,24 +84,22 @@ def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> Samp
         return SampleResult(error=error)
 
 
-def _sample(chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int]) -> SampleResult:
+def _sample(
+    chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int], *, dropped: bool
+) -> Choice[SampleResult]:
     new: list[int] = []
     sequence, draft = chunk.sequence, chunk.draft
     sampler, logprobs = sequence.sampler, sequence.logprobs
+    if dropped:
+        return SampleResult()
     try:
         if logprobs is not None:
             for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
-                logprobs.add_prompt(rows.logits(row), sequence.tokens[position + 1])
+                yield from sampler.score(rows, row, sequence.tokens[position + 1], logprobs)
+        of_answer = logprobs if logprobs is not None and logprobs.of_answer else None
         for n, row in enumerate(placement.rows):
-            # before the token: the sampler changes the row
-            scores = None
-            if logprobs is not None and logprobs.of_answer and (scores := logprobs.scores(rows, row)) is None:
-                sampler.need = DeviceSampler.ROW
+            if (token := (yield from sampler.choose(rows, row, of_answer))) is None:
                 return _result(chunk, new, recompute=True)
-            if (token := sampler.sample(rows, row)) is None:
-                return _result(chunk, new, recompute=True)
-            if logprobs is not None and scores is not None:
-                logprobs.add(scores, token)
             new.append(token)
             if n == len(draft) or token != draft[n] or token in ends or token in sequence.stops:
                 break

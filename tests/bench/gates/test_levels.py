@@ -1,0 +1,54 @@
+"""Tables of `quality levels`, and the comparison of many candidates that it rests on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from qwen_serve.bench.gates.levels import DEEP, Measured, changed, print_depth, print_texts
+from qwen_serve.convert.chunks import read_chunks
+from qwen_serve.convert.kld import OWN, Candidate, compare, compare_all
+from qwen_serve.llamacpp.evaluation import Runtime
+
+import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+
+
+def test_a_change_has_the_interval_of_its_chunks() -> None:
+    before = np.array([[0.1, 0.3], [0.4, 0.4], [0.6, 0.2]])
+    assert changed(before, before / 4) == pytest.approx((-0.75, -0.75, -0.75))
+    mean, low, high = changed(before, before * np.array([[0.2], [0.5], [0.8]]))
+    assert low < mean < high
+
+
+def test_tables_have_every_text_and_quarter(capsys: pytest.CaptureFixture[str]) -> None:
+    deep = np.repeat([[0.1, 0.2, 0.3, 0.6]], 2, axis=1)
+    texts = {OWN: np.full((2, 4), 0.5), "code": np.full((2, 4), 2.0), DEEP: deep}
+    of = [Measured("Q2_K nearest", 3.38, texts)]
+    of += [Measured("Q2_K compensated", 3.38, {name: values / 2 for name, values in texts.items()})]
+    of += [Measured("F16, q8_0 keys and values", 14.2, {DEEP: deep})]
+    print_texts("nano", of, ["Q2_K"])
+    print_depth("nano", of)
+    out = capsys.readouterr().out
+    assert "| Q2_K | 3.38 | own | 8 | 0.5000 | 0.2500 | -50% [-50, -50] |" in out
+    assert "| Q2_K | 3.38 | code | 8 | 2.0000 | 1.0000 | -50% [-50, -50] |" in out
+    assert "one pass of 8 tokens" in out
+    assert "| F16, q8_0 keys and values |  | 0.30000 | 0.10000 | 0.20000 | 0.30000 | 0.60000 |" in out
+
+
+def test_many_candidates_are_measured_like_one(nano_f16: Path, nano_q2_k: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"{n} and {n + 1} make {2 * n + 1}." for n in range(80)), encoding="utf-8")
+    with RUNTIME.load(nano_f16) as whole, RUNTIME.load(nano_q2_k) as model:
+        chunks = read_chunks(whole, text, 256)[:2]
+        alone = compare(whole, model, chunks)
+        candidates = [Candidate(model), Candidate(whole), Candidate(whole, "q4_0")]
+        together, same, cache = compare_all(whole, candidates, chunks)
+    assert np.array_equal(together.divergence, alone.divergence)
+    assert same.divergence.max() == 0
+    assert 0 < cache.divergence.mean() < alone.divergence.mean()
