@@ -16,16 +16,15 @@ struct row_token {
 };
 
 // Reorders the tokens. The lowest key of the best ones: `need` tokens, or tokens with masses of at least `need` together.
-template <typename Weight> static uint64_t lowest_kept(std::vector<row_token> & tokens, uint64_t need, Weight weight) {
+template <typename Weight>
+static uint64_t lowest_kept(std::vector<row_token> & tokens, uint64_t need, Weight weight) {
     auto begin = tokens.begin(), end = tokens.end();
     while (end - begin > 24) {
         const uint64_t a = begin->key, b = begin[(end - begin) / 2].key, c = end[-1].key;
-        const uint64_t pivot = std::max(std::min(a, b), std::min(std::max(a, b), c));
-        const auto middle = std::partition(begin, end, [&](const row_token & t) { return t.key > pivot; });
-        uint64_t above = 0;
-        for (auto it = begin; it != middle; it++) {
-            above += weight(*it);
-        }
+        const uint64_t pivot  = std::max(std::min(a, b), std::min(std::max(a, b), c));
+        const auto     middle = std::partition(begin, end, [&](const row_token & t) { return t.key > pivot; });
+        uint64_t       above  = 0;
+        for (auto it = begin; it != middle; it++) { above += weight(*it); }
         if (above >= need) {
             end = middle;
         } else {
@@ -33,18 +32,14 @@ template <typename Weight> static uint64_t lowest_kept(std::vector<row_token> & 
             begin = middle;
             // the pivot itself comes next, and is taken out so that the rest becomes smaller
             std::iter_swap(begin, std::find_if(begin, end, [&](const row_token & t) { return t.key == pivot; }));
-            if (weight(*begin) >= need || end - begin == 1) {
-                return pivot;
-            }
+            if (weight(*begin) >= need || end - begin == 1) { return pivot; }
             need -= weight(*begin);
             begin++;
         }
     }
     std::sort(begin, end, [](const row_token & x, const row_token & y) { return x.key > y.key; });
     for (auto it = begin; it != end; it++) {
-        if (weight(*it) >= need) {
-            return it->key;
-        }
+        if (weight(*it) >= need) { return it->key; }
         need -= weight(*it);
     }
     return 0;
@@ -52,13 +47,13 @@ template <typename Weight> static uint64_t lowest_kept(std::vector<row_token> & 
 
 // The tokens that are left: those of the row from `low` to `high`, or a list.
 class row_choice {
-  public:
+public:
     row_choice(const llama_row_sampler & sampler) : sampler(sampler), params(sampler.params) {}
 
     void whole(const float * logits) {
-        row = logits;
+        row  = logits;
         best = highest(row, sampler.n_real);
-        low = LOWEST;
+        low  = LOWEST;
     }
 
     std::vector<row_token> & candidates() {
@@ -69,22 +64,33 @@ class row_choice {
 
     // -1 if no token is left. `number`, from 0 to 1, draws by the sum of masses; a negative one has it drawn by noise.
     int32_t token(double number) {
-        if (!row) {
-            find_best();
-        }
-        if (best == NONE) {
-            return -1;
-        }
+        if (!row) { find_best(); }
+        if (best == NONE) { return -1; }
         for (int i = 0; i < LLAMA_ROW_MAX_OPS && params.ops[i]; i++) {
             switch (params.ops[i]) {
-                case LLAMA_ROW_OP_TOP_N_SIGMA: top_n_sigma(); break;
-                case LLAMA_ROW_OP_TOP_K:       top_k();       break;
-                case LLAMA_ROW_OP_TEMPERATURE: scale = params.scale; break;
-                case LLAMA_ROW_OP_TYPICAL:     typical();     break;
-                case LLAMA_ROW_OP_TOP_P:       top_p();       break;
-                case LLAMA_ROW_OP_MIN_P:       min_p();       break;
-                case LLAMA_ROW_OP_XTC:         xtc();         break;
-                case LLAMA_ROW_OP_BEST:        return greedy();
+                case LLAMA_ROW_OP_TOP_N_SIGMA:
+                    top_n_sigma();
+                    break;
+                case LLAMA_ROW_OP_TOP_K:
+                    top_k();
+                    break;
+                case LLAMA_ROW_OP_TEMPERATURE:
+                    scale = params.scale;
+                    break;
+                case LLAMA_ROW_OP_TYPICAL:
+                    typical();
+                    break;
+                case LLAMA_ROW_OP_TOP_P:
+                    top_p();
+                    break;
+                case LLAMA_ROW_OP_MIN_P:
+                    min_p();
+                    break;
+                case LLAMA_ROW_OP_XTC:
+                    xtc();
+                    break;
+                case LLAMA_ROW_OP_BEST:
+                    return greedy();
             }
         }
         return number < 0 ? draw() : draw_by(number);
@@ -97,24 +103,21 @@ class row_choice {
         scale = params.ops[i] == LLAMA_ROW_OP_TEMPERATURE ? params.scale : LRS_LOG2_E;
         i += params.ops[i] == LLAMA_ROW_OP_TEMPERATURE;
         find_best();
-        if (params.ops[i] != LLAMA_ROW_OP_TOP_P || best == NONE) {
-            return false;
-        }
+        if (params.ops[i] != LLAMA_ROW_OP_TOP_P || best == NONE) { return false; }
         const uint64_t known = weigh(), all = known + hidden * lrs_mass(lrs_distance(lowest, best, scale));
         const uint64_t need = lrs_part(all, params.top_p);
-        scale = LRS_LOG2_E;
-        return need <= known &&
-               lowest_kept(tokens(), need, mass_of) == lowest_kept(tokens(), lrs_part(known, params.top_p), mass_of);
+        scale               = LRS_LOG2_E;
+        return need <= known && lowest_kept(tokens(), need, mass_of) == lowest_kept(tokens(), lrs_part(known, params.top_p), mass_of);
     }
 
-  private:
+private:
     static constexpr float LOWEST = -std::numeric_limits<float>::max();
 
     const llama_row_sampler & sampler;
-    const llama_row_params & params;
-    const float * row = nullptr; // NULL: the list
-    float low = LOWEST, best = NONE;
-    float scale = LRS_LOG2_E;
+    const llama_row_params &  params;
+    const float *             row = nullptr; // NULL: the list
+    float                     low = LOWEST, best = NONE;
+    float                     scale = LRS_LOG2_E;
 
     // kept by each thread, since memory for a whole row is slow to get
     static std::vector<row_token> & tokens() {
@@ -128,25 +131,19 @@ class row_choice {
 
     void find_best() {
         best = NONE;
-        for (const auto & t : tokens()) {
-            best = std::max(best, t.logit);
-        }
+        for (const auto & t : tokens()) { best = std::max(best, t.logit); }
     }
 
     // from here on only the tokens of the row with at least this logit are left, as a list
     void collect(float least) {
-        least = std::max(least, low);
+        least                         = std::max(least, low);
         std::vector<row_token> & list = tokens();
         list.clear();
         for (int32_t start = 0; start < sampler.n_real; start += BLOCK) {
             const int32_t end = std::min(start + BLOCK, sampler.n_real);
-            if (highest(row + start, end - start) < least) {
-                continue;
-            }
+            if (highest(row + start, end - start) < least) { continue; }
             for (int32_t i = start; i < end; i++) {
-                if (row[i] >= least && row[i] <= best) {
-                    list.push_back({ lrs_key(lrs_order(row[i]), i), 0, row[i] });
-                }
+                if (row[i] >= least && row[i] <= best) { list.push_back({ lrs_key(lrs_order(row[i]), i), 0, row[i] }); }
             }
         }
         row = nullptr;
@@ -154,22 +151,22 @@ class row_choice {
 
     uint64_t weigh() {
         uint64_t sum = 0;
-        for (auto & t : tokens()) {
-            sum += t.mass = lrs_mass(distance(t));
-        }
+        for (auto & t : tokens()) { sum += t.mass = lrs_mass(distance(t)); }
         return sum;
     }
 
-    template <typename Keep> void keep(Keep kept) {
+    template <typename Keep>
+    void keep(Keep kept) {
         const auto dropped = [&](const row_token & t) { return !kept(t); };
         tokens().erase(std::remove_if(tokens().begin(), tokens().end(), dropped), tokens().end());
     }
 
     // The lowest logit that is kept, if with each logit all higher ones are.
-    template <typename Keep> float lowest_logit(Keep kept) const {
+    template <typename Keep>
+    float lowest_logit(Keep kept) const {
         uint32_t no = lrs_order(low) - 1, yes = lrs_order(best);
         while (yes - no > 1) {
-            const uint32_t middle = no + (yes - no) / 2;
+            const uint32_t middle                = no + (yes - no) / 2;
             (kept(lrs_logit(middle)) ? yes : no) = middle;
         }
         return lrs_logit(yes);
@@ -178,16 +175,12 @@ class row_choice {
     int32_t greedy() const {
         if (row) {
             const uint32_t order = lrs_order(best);
-            int32_t i = 0;
-            while (lrs_order(row[i]) != order) {
-                i++;
-            }
+            int32_t        i     = 0;
+            while (lrs_order(row[i]) != order) { i++; }
             return i;
         }
         uint64_t key = 0;
-        for (const auto & t : tokens()) {
-            key = std::max(key, t.key);
-        }
+        for (const auto & t : tokens()) { key = std::max(key, t.key); }
         return lrs_key_id(key);
     }
 
@@ -196,9 +189,7 @@ class row_choice {
         if (row) {
             // at least k logits reach the k-th highest of the blocks' best, and few exceed it
             std::vector<float> blocks;
-            for (int32_t start = 0; start + BLOCK <= sampler.n_real; start += BLOCK) {
-                blocks.push_back(highest(row + start, BLOCK));
-            }
+            for (int32_t start = 0; start + BLOCK <= sampler.n_real; start += BLOCK) { blocks.push_back(highest(row + start, BLOCK)); }
             float least = low;
             if (blocks.size() > 2 * k && best == *std::max_element(blocks.begin(), blocks.end())) {
                 std::nth_element(blocks.begin(), blocks.begin() + (k - 1), blocks.end(), std::greater<float>());
@@ -208,8 +199,8 @@ class row_choice {
         }
         std::vector<row_token> & list = tokens();
         if (list.size() > k) {
-            std::nth_element(list.begin(), list.begin() + (k - 1), list.end(),
-                    [](const row_token & x, const row_token & y) { return x.key > y.key; });
+            std::nth_element(
+                    list.begin(), list.begin() + (k - 1), list.end(), [](const row_token & x, const row_token & y) { return x.key > y.key; });
             list.resize(k);
         }
     }
@@ -217,66 +208,52 @@ class row_choice {
     static uint64_t mass_of(const row_token & t) { return t.mass; }
 
     void top_p() {
-        const auto as_is = [](uint32_t far) { return far; };
-        const auto key_of = [&](int32_t i, uint32_t) { return lrs_key(lrs_order(row[i]), i); };
-        const uint64_t least = row ? lowest_of_row(params.top_p, as_is, key_of)
-                                   : lowest_kept(tokens(), lrs_part(weigh(), params.top_p), mass_of);
+        const auto     as_is  = [](uint32_t far) { return far; };
+        const auto     key_of = [&](int32_t i, uint32_t) { return lrs_key(lrs_order(row[i]), i); };
+        const uint64_t least  = row ? lowest_of_row(params.top_p, as_is, key_of) : lowest_kept(tokens(), lrs_part(weigh(), params.top_p), mass_of);
         if (row && lrs_key_id(least) == UINT32_MAX) { // does not cut between equal logits
             low = lrs_logit(least >> 32);
             return;
         }
-        if (row) {
-            collect(lrs_logit(least >> 32));
-        }
+        if (row) { collect(lrs_logit(least >> 32)); }
         keep([&](const row_token & t) { return t.key >= least; });
     }
 
     // The lowest key of the best tokens of the row that have this part of its mass. rank_of(distance) is lower for better
     // ones; key_of(id, distance) orders them exactly. Masses are added up by coarse rank, then by a finer one within the
     // lot where they reach the part, and last one by one. The key's low half is 0 if no equal ones are cut apart.
-    template <typename Rank, typename Key> uint64_t lowest_of_row(uint32_t share, Rank rank_of, Key key_of) {
-        thread_local std::vector<uint32_t> far;
+    template <typename Rank, typename Key>
+    uint64_t lowest_of_row(uint32_t share, Rank rank_of, Key key_of) {
+        thread_local std::vector<uint32_t>  far;
         thread_local std::vector<row_token> same;
         far.resize(sampler.n_real);
         uint64_t masses[2048] = { 0 }, total = 0, mass[BLOCK];
         for (int32_t start = 0; start < sampler.n_real; start += BLOCK) {
             const int32_t n = std::min(BLOCK, sampler.n_real - start);
             weigh_block(part(), start, n, far.data() + start, mass);
-            for (int32_t i = 0; i < n; i++) {
-                masses[rank_of(far[start + i]) >> 19] += mass[i];
-            }
+            for (int32_t i = 0; i < n; i++) { masses[rank_of(far[start + i]) >> 19] += mass[i]; }
         }
-        for (uint64_t m : masses) {
-            total += m;
-        }
-        uint64_t need = lrs_part(total, share);
+        for (uint64_t m : masses) { total += m; }
+        uint64_t   need  = lrs_part(total, share);
         const auto reach = [&] {
             uint32_t bin = 0;
-            for (; masses[bin] < need; bin++) {
-                need -= masses[bin];
-            }
+            for (; masses[bin] < need; bin++) { need -= masses[bin]; }
             return bin;
         };
         const uint32_t coarse = reach();
         std::fill(masses, masses + 2048, 0);
         for (int32_t i = 0; i < sampler.n_real; i++) {
             const uint32_t rank = rank_of(far[i]);
-            if (rank >> 19 == coarse) {
-                masses[rank >> 8 & 2047] += lrs_mass(far[i]);
-            }
+            if (rank >> 19 == coarse) { masses[rank >> 8 & 2047] += lrs_mass(far[i]); }
         }
         const uint32_t fine = coarse << 11 | reach();
         same.clear();
         for (int32_t i = 0; i < sampler.n_real; i++) {
-            if (rank_of(far[i]) >> 8 == fine && row[i] >= low && row[i] <= best) {
-                same.push_back({ key_of(i, far[i]), lrs_mass(far[i]), row[i] });
-            }
+            if (rank_of(far[i]) >> 8 == fine && row[i] >= low && row[i] <= best) { same.push_back({ key_of(i, far[i]), lrs_mass(far[i]), row[i] }); }
         }
         const uint64_t least = lowest_kept(same, need, mass_of);
         for (const auto & t : same) {
-            if (t.key >> 32 == least >> 32 && t.key < least) {
-                return least;
-            }
+            if (t.key >> 32 == least >> 32 && t.key < least) { return least; }
         }
         return least & ~0xffffffffull;
     }
@@ -284,7 +261,7 @@ class row_choice {
     void min_p() {
         if (row) {
             const float highest = best;
-            low = lowest_logit([&](float logit) { return lrs_distance(logit, highest, scale) <= params.min_p; });
+            low                 = lowest_logit([&](float logit) { return lrs_distance(logit, highest, scale) <= params.min_p; });
         } else {
             keep([&](const row_token & t) { return distance(t) <= params.min_p; });
         }
@@ -303,7 +280,7 @@ class row_choice {
             }
         }
         const uint32_t reach = lrs_sigma(all.n, all.sum, all.squares, params.n_sigma);
-        const auto kept = [&](float logit) { return lrs_below(logit, best) <= reach; };
+        const auto     kept  = [&](float logit) { return lrs_below(logit, best) <= reach; };
         if (row) {
             low = lowest_logit(kept);
         } else {
@@ -314,37 +291,31 @@ class row_choice {
     void typical() {
         uint64_t total, moments = 0;
         if (row) {
-            total = total_mass(part());
+            total   = total_mass(part());
             moments = total_moments(part());
         } else {
             total = weigh();
-            for (const auto & t : tokens()) {
-                moments += lrs_moment(distance(t), t.mass);
-            }
+            for (const auto & t : tokens()) { moments += lrs_moment(distance(t), t.mass); }
         }
         const uint32_t mean = lrs_mean_distance(moments, total);
         if (row) {
             typical_of_row(mean);
             return;
         }
-        const auto key_of = [&](const row_token & t) {
-            return lrs_key(lrs_typical_order(distance(t), mean), lrs_key_id(t.key));
-        };
+        const auto key_of = [&](const row_token & t) { return lrs_key(lrs_typical_order(distance(t), mean), lrs_key_id(t.key)); };
         thread_local std::vector<row_token> ordered;
         ordered = tokens();
-        for (auto & t : ordered) {
-            t.key = key_of(t);
-        }
+        for (auto & t : ordered) { t.key = key_of(t); }
         const uint64_t least = lowest_kept(ordered, lrs_part(total, params.typical), mass_of);
         keep([&](const row_token & t) { return key_of(t) >= least; });
         find_best();
     }
 
     void typical_of_row(uint32_t mean) {
-        const auto rank_of = [=](uint32_t far) { return ~lrs_typical_order(far, mean); };
-        const auto key_of = [=](int32_t i, uint32_t far) { return lrs_key(lrs_typical_order(far, mean), i); };
-        const uint64_t least = lowest_of_row(params.typical, rank_of, key_of);
-        std::vector<row_token> & list = tokens();
+        const auto               rank_of = [=](uint32_t far) { return ~lrs_typical_order(far, mean); };
+        const auto               key_of  = [=](int32_t i, uint32_t far) { return lrs_key(lrs_typical_order(far, mean), i); };
+        const uint64_t           least   = lowest_of_row(params.typical, rank_of, key_of);
+        std::vector<row_token> & list    = tokens();
         list.clear();
         for (int32_t i = 0; i < sampler.n_real; i++) {
             if (row[i] >= low && row[i] <= best && key_of(i, lrs_distance(row[i], best, scale)) >= least) {
@@ -357,28 +328,20 @@ class row_choice {
 
     void xtc() {
         const uint64_t seed = lrs_row_seed(params.seed, sampler.position, LRS_STREAM_XTC);
-        if (lrs_random(seed, 0) >= params.xtc) {
-            return;
-        }
+        if (lrs_random(seed, 0) >= params.xtc) { return; }
         const uint64_t least = lrs_part(row ? total_mass(part()) : weigh(), params.xtc_least);
         if (row) {
             // what is removed goes on from the best, so a row may be left, but few remove less than a logit's ties
             const float lowest = lowest_logit([&](float logit) { return lrs_mass(lrs_distance(logit, best, scale)) >= least; });
-            int32_t n = 0;
-            for (int32_t i = 0; i < sampler.n_real; i++) {
-                n += row[i] >= lowest && row[i] <= best;
-            }
-            if (n < 2) {
-                return;
-            }
+            int32_t     n      = 0;
+            for (int32_t i = 0; i < sampler.n_real; i++) { n += row[i] >= lowest && row[i] <= best; }
+            if (n < 2) { return; }
             collect(low);
             weigh();
         }
         uint64_t lowest = UINT64_MAX;
         for (const auto & t : tokens()) {
-            if (t.mass >= least) {
-                lowest = std::min(lowest, t.key);
-            }
+            if (t.mass >= least) { lowest = std::min(lowest, t.key); }
         }
         keep([&](const row_token & t) { return t.mass < least || t.key <= lowest; });
         find_best();
@@ -386,21 +349,19 @@ class row_choice {
 
     // the first token, best first, up to which the masses reach this part of all
     int32_t draw_by(double number) {
-        if (row) {
-            collect(low);
-        }
-        const uint64_t part = (uint64_t) (number * (double) weigh());
+        if (row) { collect(low); }
+        const uint64_t part  = (uint64_t) (number * (double) weigh());
         const uint64_t least = lowest_kept(tokens(), std::max<uint64_t>(part, 1), mass_of);
         return lrs_key_id(least);
     }
 
     int32_t draw() const {
-        const uint64_t seed = lrs_row_seed(params.seed, sampler.position, LRS_STREAM_DRAW);
-        uint64_t found = 0;
-        const auto offer = [&](uint32_t id, uint32_t far, uint32_t high) {
+        const uint64_t seed  = lrs_row_seed(params.seed, sampler.position, LRS_STREAM_DRAW);
+        uint64_t       found = 0;
+        const auto     offer = [&](uint32_t id, uint32_t far, uint32_t high) {
             if (far <= LRS_LAST && high <= lrs_high_bound(far, (uint32_t) (found >> 32))) {
                 const uint64_t random = (uint64_t) high << 32 | lrs_random_low(seed, id, high);
-                found = std::max(found, lrs_key(lrs_score(far, random), id));
+                found                 = std::max(found, lrs_key(lrs_score(far, random), id));
             }
         };
         if (!row) {
@@ -410,19 +371,15 @@ class row_choice {
             }
             return lrs_key_id(found);
         }
-        int32_t start = 0;
+        int32_t  start = 0;
         uint32_t high[BLOCK], far[BLOCK];
         for (; start + BLOCK <= sampler.n_real; start += BLOCK) {
             noise_block(part(), start, seed, high, far);
             if (any_in_bounds(high, far, (uint32_t) (found >> 32))) {
-                for (int32_t i = 0; i < BLOCK; i++) {
-                    offer(start + i, far[i], high[i]);
-                }
+                for (int32_t i = 0; i < BLOCK; i++) { offer(start + i, far[i], high[i]); }
             }
         }
-        for (; start < sampler.n_real; start++) {
-            offer(start, part().distance(start), lrs_random(seed, start));
-        }
+        for (; start < sampler.n_real; start++) { offer(start, part().distance(start), lrs_random(seed, start)); }
         return lrs_key_id(found);
     }
 };

@@ -30,37 +30,27 @@ LLAMA_ROW_HOT static float highest(const float * logits, int32_t n) {
     std::fill(lanes, lanes + 16, NONE);
     int32_t i = 0;
     for (; i + 16 <= n; i += 16) {
-        for (int j = 0; j < 16; j++) {
-            lanes[j] = logits[i + j] > lanes[j] ? logits[i + j] : lanes[j];
-        }
+        for (int j = 0; j < 16; j++) { lanes[j] = logits[i + j] > lanes[j] ? logits[i + j] : lanes[j]; }
     }
     float best = NONE;
-    for (; i < n; i++) {
-        best = std::max(best, logits[i]);
-    }
-    for (float lane : lanes) {
-        best = std::max(best, lane);
-    }
+    for (; i < n; i++) { best = std::max(best, logits[i]); }
+    for (float lane : lanes) { best = std::max(best, lane); }
     return best;
 }
 
 // The tokens of a row with logits from `low` to `high`, and how far they are from the best.
 struct row_part {
     const float * logits;
-    int32_t n;
-    float low, high; // both included
-    float scale;
+    int32_t       n;
+    float         low, high; // both included
+    float         scale;
 
-    uint32_t distance(int32_t i) const {
-        return logits[i] >= low && logits[i] <= high ? lrs_distance(logits[i], high, scale) : LRS_FAR;
-    }
+    uint32_t distance(int32_t i) const { return logits[i] >= low && logits[i] <= high ? lrs_distance(logits[i], high, scale) : LRS_FAR; }
 };
 
 LLAMA_ROW_HOT static uint64_t total_mass(row_part part) {
     uint64_t sum = 0;
-    for (int32_t i = 0; i < part.n; i++) {
-        sum += lrs_mass(part.distance(i));
-    }
+    for (int32_t i = 0; i < part.n; i++) { sum += lrs_mass(part.distance(i)); }
     return sum;
 }
 
@@ -80,7 +70,7 @@ struct row_sums {
 LLAMA_ROW_HOT static row_sums sums_below(row_part part) {
     row_sums all;
     for (int32_t i = 0; i < part.n; i++) {
-        const bool kept = part.logits[i] >= part.low && part.logits[i] <= part.high;
+        const bool     kept  = part.logits[i] >= part.low && part.logits[i] <= part.high;
         const uint64_t below = kept ? lrs_below(part.logits[i], part.high) : 0;
         all.n += kept;
         all.sum += below;
@@ -91,7 +81,7 @@ LLAMA_ROW_HOT static row_sums sums_below(row_part part) {
 
 LLAMA_ROW_HOT static void weigh_block(row_part part, int32_t first, int32_t n, uint32_t * far, uint64_t * mass) {
     for (int32_t i = 0; i < n; i++) {
-        far[i] = part.distance(first + i);
+        far[i]  = part.distance(first + i);
         mass[i] = lrs_mass(far[i]);
     }
 }
@@ -101,16 +91,16 @@ static const int32_t BLOCK = 256;
 LLAMA_ROW_HOT static void noise_block(row_part part, int32_t first, uint64_t seed, uint32_t * high, uint32_t * far) {
     for (int32_t i = 0; i < BLOCK; i++) {
         high[i] = lrs_random(seed, first + i);
-        far[i] = part.distance(first + i);
+        far[i]  = part.distance(first + i);
     }
 }
 
 LLAMA_ROW_HOT static bool any_in_bounds(const uint32_t * high, const uint32_t * far, uint32_t score) {
-    uint32_t some = 0;
+    uint32_t      some = 0;
     const int32_t base = (int32_t) (score >> 8) - (72 << (LRS_Q - 8)) - 2; // in 1/65536, rounded down
     for (int32_t i = 0; i < BLOCK; i++) {
         const int32_t least = base + (int32_t) (far[i] >> 8);
-        const int32_t bits = least < 0 ? 0 : least >> (LRS_Q - 8);
+        const int32_t bits  = least < 0 ? 0 : least >> (LRS_Q - 8);
         some |= far[i] <= LRS_LAST && high[i] <= (bits > 31 ? 0u : 0xffffffffu >> bits);
     }
     return some != 0;

@@ -41,7 +41,7 @@ struct llama_row_params {
     uint64_t xtc;       // probability that XTC applies, in 2^-32
     uint32_t xtc_least; // probability from which it removes, in 2^-32
     float    n_sigma;
-    float    scale;     // log2(e) / temperature, from LLAMA_ROW_OP_TEMPERATURE on; before it, log2(e)
+    float    scale;                  // log2(e) / temperature, from LLAMA_ROW_OP_TEMPERATURE on; before it, log2(e)
     uint8_t  ops[LLAMA_ROW_MAX_OPS]; // 0 ends them
 };
 
@@ -66,9 +66,7 @@ LRS_FN float lrs_div(float a, float b) {
 
 // A logit after the repetition penalty (if `seen`; Keskar et al. 2019) and after `less` is subtracted.
 LRS_FN float lrs_penalise(float logit, bool seen, float repetition, float less) {
-    if (seen) {
-        logit = logit > 0 ? lrs_div(logit, repetition) : lrs_mul(logit, repetition);
-    }
+    if (seen) { logit = logit > 0 ? lrs_div(logit, repetition) : lrs_mul(logit, repetition); }
     return logit - less;
 }
 
@@ -78,28 +76,22 @@ LRS_FN float lrs_penalise(float logit, bool seen, float repetition, float less) 
 LRS_FN uint32_t lrs_order(float logit) {
     uint32_t bits;
     memcpy(&bits, &logit, 4);
-    if ((bits & 0x7f800000u) == 0) {
-        bits = 0;
-    }
+    if ((bits & 0x7f800000u) == 0) { bits = 0; }
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 // The logit of an order.
 LRS_FN float lrs_logit(uint32_t order) {
     const uint32_t bits = order & 0x80000000u ? order & 0x7fffffffu : ~order;
-    float logit;
+    float          logit;
     memcpy(&logit, &bits, 4);
     return logit;
 }
 
 // Bigger is better: by `order`, then the lowest id.
-LRS_FN uint64_t lrs_key(uint32_t order, uint32_t id) {
-    return (uint64_t) order << 32 | (uint32_t) ~id;
-}
+LRS_FN uint64_t lrs_key(uint32_t order, uint32_t id) { return (uint64_t) order << 32 | (uint32_t) ~id; }
 
-LRS_FN uint32_t lrs_key_id(uint64_t key) {
-    return ~(uint32_t) key;
-}
+LRS_FN uint32_t lrs_key_id(uint64_t key) { return ~(uint32_t) key; }
 
 // Whether a raw logit is NaN or infinite.
 LRS_FN bool lrs_unusable(float logit) {
@@ -110,9 +102,9 @@ LRS_FN bool lrs_unusable(float logit) {
 
 // --- masses ------------------------------------------------------------------------------------------------------
 
-#define LRS_Q    24
-#define LRS_FAR  (63u << LRS_Q) // the distance of every token that is this far, or farther
-#define LRS_ONE  44             // the mass of the best token is 2^44: up to 2^19 tokens add up to less than 2^63
+#define LRS_Q      24
+#define LRS_FAR    (63u << LRS_Q) // the distance of every token that is this far, or farther
+#define LRS_ONE    44             // the mass of the best token is 2^44: up to 2^19 tokens add up to less than 2^63
 #define LRS_LOG2_E 1.44269504f
 
 // Distance to the best logit in binary logarithms of probability, Q24.
@@ -127,14 +119,14 @@ LRS_FN uint32_t lrs_distance(float logit, float best, float scale) {
 // 2^-distance, relative to the best token's.
 LRS_FN uint64_t lrs_mass(uint32_t distance) {
     // 2^g of g in (0, 1], Q30: exact at both ends, 8e-9 between
-    const uint32_t g = (1u << LRS_Q) - (distance & ((1u << LRS_Q) - 1));
-    uint32_t sum = 235160;
-    sum = 1332284 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
-    sum = 10392315 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
-    sum = 59577496 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
-    sum = 257943496 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
-    sum = 744261073 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
-    sum = 1073741824 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
+    const uint32_t g   = (1u << LRS_Q) - (distance & ((1u << LRS_Q) - 1));
+    uint32_t       sum = 235160;
+    sum                = 1332284 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
+    sum                = 10392315 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
+    sum                = 59577496 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
+    sum                = 257943496 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
+    sum                = 744261073 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
+    sum                = 1073741824 + (uint32_t) (((uint64_t) sum * g) >> LRS_Q);
     return ((uint64_t) sum << (LRS_ONE - 31)) >> (distance >> LRS_Q);
 }
 
@@ -145,18 +137,12 @@ LRS_FN uint64_t lrs_part(uint64_t total, uint32_t part) {
 }
 
 // For the mean distance: a token's share, Q44, at most 0.54 * 2^44.
-LRS_FN uint64_t lrs_moment(uint32_t distance, uint64_t mass) {
-    return (mass * (distance >> 8)) >> 16;
-}
+LRS_FN uint64_t lrs_moment(uint32_t distance, uint64_t mass) { return (mass * (distance >> 8)) >> 16; }
 
 // The entropy is the mean distance plus a constant; typical sampling orders by the difference to it.
-LRS_FN uint32_t lrs_mean_distance(uint64_t moments, uint64_t masses) {
-    return (uint32_t) (moments / (masses >> 16)) << 8;
-}
+LRS_FN uint32_t lrs_mean_distance(uint64_t moments, uint64_t masses) { return (uint32_t) (moments / (masses >> 16)) << 8; }
 
-LRS_FN uint32_t lrs_typical_order(uint32_t distance, uint32_t mean) {
-    return ~(distance > mean ? distance - mean : mean - distance);
-}
+LRS_FN uint32_t lrs_typical_order(uint32_t distance, uint32_t mean) { return ~(distance > mean ? distance - mean : mean - distance); }
 
 // --- top-n-sigma -------------------------------------------------------------------------------------------------
 
@@ -170,13 +156,11 @@ LRS_FN uint32_t lrs_below(float logit, float best) {
 LRS_FN uint32_t lrs_sigma(uint64_t n, uint64_t sum, uint64_t squares, float n_sigma) {
     // the variance in Q24, rounded down; sum < 2^41, so its square is divided in two steps
     const uint64_t mean = sum / n, rest = sum % n;
-    const uint64_t square = mean * mean + (2 * mean * rest) / n + (rest * rest) / n / n;
+    const uint64_t square   = mean * mean + (2 * mean * rest) / n + (rest * rest) / n / n;
     const uint64_t variance = squares / n > square ? squares / n - square : 0;
-    uint64_t root = 0;
+    uint64_t       root     = 0;
     for (uint64_t bit = 1ull << 23; bit; bit >>= 1) {
-        if ((root + bit) * (root + bit) <= variance) {
-            root += bit;
-        }
+        if ((root + bit) * (root + bit) <= variance) { root += bit; }
     }
     const float reach = (float) (uint32_t) root * n_sigma;
     return reach < 4194304.0f ? (uint32_t) (int32_t) reach : 1u << 22;
@@ -205,9 +189,7 @@ LRS_FN uint64_t lrs_row_seed(uint64_t seed, uint64_t position, uint64_t stream) 
 }
 
 // The high and the low half of a token's random number.
-LRS_FN uint32_t lrs_random(uint64_t row_seed, uint32_t id) {
-    return lrs_mix32(lrs_mix32(id + (uint32_t) row_seed) ^ (uint32_t) (row_seed >> 32));
-}
+LRS_FN uint32_t lrs_random(uint64_t row_seed, uint32_t id) { return lrs_mix32(lrs_mix32(id + (uint32_t) row_seed) ^ (uint32_t) (row_seed >> 32)); }
 
 LRS_FN uint32_t lrs_random_low(uint64_t row_seed, uint32_t id, uint32_t high) {
     return lrs_mix32(high + (uint32_t) (row_seed >> 32) + 0x9e3779b9u * id);
@@ -220,33 +202,31 @@ LRS_FN int lrs_bits(uint64_t x) {
     return x ? 64 - __builtin_clzll(x) : 0;
 #else
     int n = 0;
-    for (; x; x >>= 1) {
-        n++;
-    }
+    for (; x; x >>= 1) { n++; }
     return n;
 #endif
 }
 
 // The binary logarithm of x > 0, Q32; 2e-8 of the distance to the nearest power of two.
 LRS_FN int64_t lrs_log2(uint64_t x) {
-    int n = lrs_bits(x);
+    int     n = lrs_bits(x);
     int64_t m = (int64_t) ((n < 64 ? x << (64 - n) : x) >> 32); // [2^31, 2^32)
-    if (m > 3037000499ll) { // above the square root of 2
+    if (m > 3037000499ll) {                                     // above the square root of 2
         m >>= 1;
     } else {
         n--;
     }
-    const int64_t f = m - (1ll << 31);
-    int64_t sum = -116814120;
-    sum = 197512923 + ((sum * f) >> 31);
-    sum = -204469030 + ((sum * f) >> 31);
-    sum = 220007028 + ((sum * f) >> 31);
-    sum = -257402597 + ((sum * f) >> 31);
-    sum = 309834405 + ((sum * f) >> 31);
-    sum = -387290204 + ((sum * f) >> 31);
-    sum = 516360704 + ((sum * f) >> 31);
-    sum = -774540870 + ((sum * f) >> 31);
-    sum = 1549082004 + ((sum * f) >> 31);
+    const int64_t f   = m - (1ll << 31);
+    int64_t       sum = -116814120;
+    sum               = 197512923 + ((sum * f) >> 31);
+    sum               = -204469030 + ((sum * f) >> 31);
+    sum               = 220007028 + ((sum * f) >> 31);
+    sum               = -257402597 + ((sum * f) >> 31);
+    sum               = 309834405 + ((sum * f) >> 31);
+    sum               = -387290204 + ((sum * f) >> 31);
+    sum               = 516360704 + ((sum * f) >> 31);
+    sum               = -774540870 + ((sum * f) >> 31);
+    sum               = 1549082004 + ((sum * f) >> 31);
     return ((int64_t) n << 32) + ((f * sum) >> 29);
 }
 
@@ -255,7 +235,7 @@ LRS_FN int64_t lrs_gumbel(uint64_t random) {
     if (random < (1ull << 56)) { // by the series: the difference to 1 has too few bits
         const uint64_t v = random >> 32, v2 = (v * v) >> 32, v3 = (v2 * v) >> 32;
         const uint64_t more = v / 2 + v2 / 3 + v3 / 4;
-        const uint64_t e = (random | 1) + v * more + (((random & 0xffffffffu) * more) >> 32);
+        const uint64_t e    = (random | 1) + v * more + (((random & 0xffffffffu) * more) >> 32);
         return ((64ll << 32) - lrs_log2(e)) >> (32 - LRS_Q);
     }
     const uint64_t e2 = (uint64_t) ((64ll << 32) - lrs_log2(~random | 1)); // in units of ln 2
@@ -263,17 +243,13 @@ LRS_FN int64_t lrs_gumbel(uint64_t random) {
 }
 
 // The draw takes the highest of these. Above 0 and below 2^32.
-LRS_FN uint32_t lrs_score(uint32_t distance, uint64_t random) {
-    return (uint32_t) (lrs_gumbel(random) - (int64_t) distance + (72ll << LRS_Q));
-}
+LRS_FN uint32_t lrs_score(uint32_t distance, uint64_t random) { return (uint32_t) (lrs_gumbel(random) - (int64_t) distance + (72ll << LRS_Q)); }
 
 // A bound: tokens with the best score have at most this high half of a random number.
 LRS_FN uint32_t lrs_high_bound(uint32_t distance, uint32_t best_score) {
     // gumbel <= -log2(v), so that v <= 2^-(best_score - 72 + distance)
     const int64_t least = (int64_t) best_score + distance - (72ll << LRS_Q) - 64; // 64: more than the errors
-    if (least <= 0) {
-        return 0xffffffffu;
-    }
+    if (least <= 0) { return 0xffffffffu; }
     const int64_t bits = least >> LRS_Q; // rounded down
     return bits >= 32 ? 0 : 0xffffffffu >> bits;
 }

@@ -24,7 +24,8 @@ from qwen_serve.llamacpp.adapter import LoraAdapter
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
 from qwen_serve.llamacpp.vision import VisionTower, has_vision
-from qwen_serve.server.engine.planning.fit import plan_memory, read_checked
+from qwen_serve.server.engine.planning.fit import plan_memory
+from qwen_serve.server.engine.planning.spec import read_checked
 from tests.checkpoints import write_checkpoint
 from tests.gguf_mutations import I32, mutations, read
 from tests.server.engine.helpers import settings

@@ -99,7 +99,8 @@ def torn_call(_: str, event: Body) -> Body:
 
 def refused_arguments(_: str, body: Body) -> Body:
     """Give earlier calls arguments of a type that no server takes."""
-    for message in [*body.get("messages", []), *body.get("input", [])]:
+    given = body.get("messages", body.get("input"))
+    for message in given if isinstance(given, list) else []:
         for call in message.get("tool_calls") or []:
             call["function"]["arguments"] = [1]
         if message.get("type") == "function_call":

@@ -23,6 +23,8 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from qwen_serve.server.engine.sampling.choices import Choice
+
 MARK = "FAULT"
 SEED = 424_242
 CLIENTS = 1000
@@ -100,7 +102,7 @@ def in_parser(_: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def in_sampler(_: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """After a few tokens."""
-    make, sample = Sampler.__init__, Sampler.sample
+    make, choose = Sampler.__init__, Sampler.choose
     left: dict[Sampler, int] = {}
 
     def making(self: Sampler, params: Any, *rest: Any) -> None:
@@ -108,15 +110,15 @@ def in_sampler(_: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         if params.seed == SEED:
             left[self] = 5
 
-    def sampling(self: Sampler, *what: Any) -> int | None:
+    def choosing(self: Sampler, *what: Any) -> Choice[int | None]:
         if self in left:
             left[self] -= 1
             if not left[self]:
                 raise RuntimeError("a fault was injected: secret detail")
-        return sample(self, *what)
+        return (yield from choose(self, *what))
 
     patch.setattr(Sampler, "__init__", making)
-    patch.setattr(Sampler, "sample", sampling)
+    patch.setattr(Sampler, "choose", choosing)
     return chat("Hi", temperature=1.0, seed=SEED, ignore_eos=True)
 
 

@@ -18,7 +18,8 @@ from .futures import Result, run
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .places import Places
-from .planning.fit import plan_memory, read_checked
+from .planning.fit import plan_memory
+from .planning.spec import read_checked
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler

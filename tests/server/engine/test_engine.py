@@ -31,6 +31,7 @@ from tests.server.engine.helpers import (
     ask,
     ask_all,
     ask_at_once,
+    choosing,
     idle,
     running,
     standing_still,
@@ -102,7 +103,7 @@ async def test_the_end_token_ends_the_answer_and_is_not_part_of_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = iter([400, 401, min(engine.vocab.eog_ids)])
-    monkeypatch.setattr(Sampler, "sample", lambda *_: next(script))
+    monkeypatch.setattr(Sampler, "choose", choosing(script))
     generation = ask_for(engine, 100, params=SamplingParams(temperature=1.0))
     assert await rest(generation) == [400, 401]
     assert generation.finish_reason == "stop"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from qwen_serve.server.engine.sampling.choices import Choice
     from qwen_serve.server.engine.sequence import Sequence
 
 
@@ -51,17 +52,17 @@ def engine(nano_f32: Path) -> Iterator[Engine]:
 
 async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await ask(engine, Request(PROMPT, 40))
-    sample, calls = Sampler.sample, 0
+    choose, calls = Sampler.choose, 0
 
-    def sabotaged(self: Sampler, *arguments: Any) -> int | None:
+    def sabotaged(self: Sampler, *arguments: Any) -> Choice[int | None]:
         nonlocal calls
-        if self._chain is not None:  # the one that draws
+        if not self.params.is_greedy:
             calls += 1
             if calls == 10:
                 raise RuntimeError("out of luck")
-        return sample(self, *arguments)
+        return (yield from choose(self, *arguments))
 
-    monkeypatch.setattr(Sampler, "sample", sabotaged)
+    monkeypatch.setattr(Sampler, "choose", sabotaged)
     with standing_still(engine):
         broken = ask_for(engine, 40, params=replace(ENDLESS, temperature=1.0))
         healthy = ask_for(engine, 40)

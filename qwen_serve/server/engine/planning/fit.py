@@ -18,8 +18,8 @@ from qwen_serve.llamacpp import (
     keeps_f16_copies,
 )
 from qwen_serve.llamacpp.errors import ModelLoadError
-from qwen_serve.llamacpp.file_checks import check_adapter, check_model, check_tower, check_types
-from qwen_serve.llamacpp.gguf import read_header, read_model
+from qwen_serve.llamacpp.file_checks import check_adapter, check_tower, check_types
+from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
 from qwen_serve.server.engine.settings import MAX_SEQUENCES
 
@@ -34,7 +34,6 @@ from .vision import VisionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from qwen_serve.llamacpp.gguf import Header
     from qwen_serve.server.engine.settings import EngineSettings, Repack, Speculation
@@ -91,17 +90,6 @@ TRIALS = 5
 
 SMALLEST_UBATCH = 128
 """Smallest `ubatch_size` that an error recommends."""
-
-
-def read_checked(path: Path) -> Header:
-    """A model's header, whose types, shapes and keys fit each other, which llama.cpp takes for granted.
-
-    Raises ModelLoadError.
-    """
-    header = read_model(path, "model")
-    ModelSpec.from_header(header)  # names another architecture
-    check_model(header)
-    return header
 
 
 def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:

@@ -17,11 +17,13 @@ import numpy as np
 
 from qwen_serve.llamacpp import CACHE_TYPES, is_quantized, row_bytes
 from qwen_serve.llamacpp.errors import ModelLoadError
-from qwen_serve.llamacpp.gguf import Metadata
+from qwen_serve.llamacpp.file_checks import check_model
+from qwen_serve.llamacpp.gguf import Metadata, read_model
 from qwen_serve.server.engine.model_file import ModelFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from qwen_serve.llamacpp.gguf import Header, TensorInfo
     from qwen_serve.server.engine.settings import EngineSettings
@@ -267,6 +269,17 @@ def _check_experts(metadata: Metadata, header: Header) -> None:
             metadata.integer(key, least=1, most=MAX_WIDTH)
     if metadata.get("expert_group_count"):
         raise metadata.unusable("expert_group_count", "0 or missing: Qwen's experts have no groups")
+
+
+def read_checked(path: Path) -> Header:
+    """A model's header, whose types, shapes and keys fit each other, which llama.cpp takes for granted.
+
+    Raises ModelLoadError.
+    """
+    header = read_model(path, "model")
+    ModelSpec.from_header(header)  # names another architecture
+    check_model(header)
+    return header
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, card: Any) -> Any:
         path = Path("mmproj-4b-F16.gguf")
         header = Header(path, STATUS, TOWER | keys, tensors, "mmproj")
         monkeypatch.setattr(fit, "read_header", lambda *_: header)
+        monkeypatch.setattr(fit, "check_tower", lambda _: None)  # it has one tensor
         return four_b_plan(mmproj=path, speculation="off", **changes)
 
     return plan

@@ -20,6 +20,7 @@ from tests.server.engine.helpers import (
     ask,
     ask_all,
     ask_at_once,
+    choosing,
     random_prompt,
     running,
 )
@@ -222,7 +223,7 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(
 
         script.guess = lambda request: [*best.tokens[:3], end, *best.tokens[4:9]]  # type: ignore[method-assign]
         with monkeypatch.context() as patched:
-            patched.setattr(Sampler, "sample", lambda *_: next(chosen))
+            patched.setattr(Sampler, "choose", choosing(chosen))
             answer = await ask(engine, Request(prompt, 30, params=SamplingParams(temperature=1.0)))
         assert answer.tokens == best.tokens[:3]
         assert answer.finish_reason == "stop"
