@@ -224,10 +224,11 @@ record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure
 docs: setup $(VENV)/.dev ## build the documentation in build/site and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --site-dir build/site
 
-lint: setup $(VENV)/.dev ## run ruff, mypy --strict, clang-format and hadolint
+lint: setup $(VENV)/.dev ## run ruff, mypy --strict, clang-format, clang-tidy and hadolint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $$(find native -type f -name '?*.[chi]*')
+	$(VENV)/bin/clang-tidy --quiet native/src/*.cpp -- -std=c++17
 	$(VENV)/bin/mypy
 	$(VENV)/bin/mypy --strict patches/bump.py
 	$(VENV)/bin/hadolint Dockerfile.cuda Dockerfile.cpu deploy/Dockerfile.router
