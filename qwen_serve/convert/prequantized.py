@@ -68,7 +68,8 @@ BITS = (2, 4, 8)
 
 def method_of(config: Mapping[str, Any]) -> Any:
     """The `quantization_config` of a parsed `config.json`, on either level."""
-    for values in (config, config.get("text_config") or {}):
+    inner = config.get("text_config")
+    for values in (config, inner if isinstance(inner, dict) else {}):
         if method := values.get("quantization_config"):
             return method
     return None

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, _webp
 
 from qwen_serve.common.memory import give_back
@@ -16,7 +17,8 @@ from qwen_serve.common.memory import give_back
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
+Pixels = npt.NDArray[np.uint8]
+"""[height, width, 3]."""
 
 MAX_DECODED = 100_000_000
 """Most bytes of memory that the decoding of a picture takes, its result included."""
@@ -39,14 +41,14 @@ WEBP = 12
 BICUBIC = 2.0
 """Pixels on either side on which a resized one depends, in the larger of both scales."""
 
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+TURNS: dict[int, Callable[[Pixels], Pixels]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: np.rot90,
 }
 """EXIF's orientation -> what undoes it."""
 
@@ -55,9 +57,7 @@ class TooLarge(ValueError):
     """Decoding would take too much memory; the message says how much."""
 
 
-def decoded(
-    image: Image.Image, data: bytes, size_for: Callable[[int, int], tuple[int, int]]
-) -> npt.NDArray[np.uint8]:
+def decoded(image: Image.Image, data: bytes, size_for: Callable[[int, int], tuple[int, int]]) -> Pixels:
     """The pixels [height, width, 3] of an opened `image` and its file's `data`: of the first frame, turned as
     EXIF says, white where it is transparent.
 
@@ -70,13 +70,11 @@ def decoded(
     orientation = image.getexif().get(0x0112)  # after the check, since a PNG is decoded for it
     n_bytes = whole.width * whole.height * _bytes_of(whole)
     result = _in_strips(whole, size)
-    if orientation in TURNS:
-        result = np.asarray(Image.fromarray(result).transpose(TURNS[orientation]))
     if n_bytes >= LARGE:
         del whole
         image.close()
         give_back()
-    return result
+    return np.ascontiguousarray(TURNS[orientation](result)) if orientation in TURNS else result
 
 
 def _make_room(image: Image.Image, data: bytes, size: tuple[int, int]) -> None:
@@ -144,7 +142,7 @@ def _first_frame(image: Image.Image, data: bytes) -> Image.Image:
     return Image.frombuffer(mode, image.size, frame[0], "raw", mode, 0, 1)
 
 
-def _in_strips(image: Image.Image, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
+def _in_strips(image: Image.Image, size: tuple[int, int]) -> Pixels:
     """The image in RGB and in this size [height, width, 3]. A strip of the result is made of the rows on
     which it depends."""
     width, height = size

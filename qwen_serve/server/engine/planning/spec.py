@@ -277,8 +277,10 @@ def read_checked(path: Path) -> Header:
     Raises ModelLoadError.
     """
     header = read_model(path, "model")
-    ModelSpec.from_header(header)  # names another architecture
+    spec = ModelSpec.from_header(header)  # names another architecture
     check_model(header)
+    if not any(map(any, (layer.kv for layer in spec.layers))):
+        raise ModelLoadError(f"{header.name}: no layer has keys and values; every Qwen3.5 has some")
     return header
 
 
