@@ -70,6 +70,7 @@ ELSEWHERE = {
     r"stock\.toml": "recipes that the page tells how to write, and an hour",
     r"--publish": "a record that was made on a card; tests/bench/report",
     r"--distill": "torch and transformers; tests/reference/test_distillation.py",
+    r"^qwen-bench quality levels": "an hour; tests/bench/gates/test_levels.py",
     r"^python -m models\.nano\.train": "trains or writes the bundled model",
 }
 SMALLER = {
