@@ -25,14 +25,14 @@ PREFIX = "/page"
 HEADERS = {
     # no external and no inline code, so that a model's answer cannot load, run or send anything
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
     "Vary": "Accept-Encoding",
 }
 
-TEXTS = {".html", ".js", ".css"}
+TEXTS = {".html", ".js", ".mjs", ".css", ".svg", ".webmanifest"}
 
 
 def is_page(path: str) -> bool:

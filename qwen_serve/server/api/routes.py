@@ -230,9 +230,13 @@ def llama_props(service: Service) -> dict[str, Any]:
     backend = service.backend
     engine = backend.engine
     bos = engine.vocab.bos_id
-    params = llama_settings(backend.defaults.of("instruct"))
+    params, thinking = (llama_settings(backend.defaults.of(mode)) for mode in ("instruct", "thinking"))
     return {
-        "default_generation_settings": {"n_ctx": engine.context_size, "params": params},
+        "default_generation_settings": {
+            "n_ctx": engine.context_size,
+            "params": params,
+            "thinking_params": thinking,
+        },
         "total_slots": engine.settings.parallel,
         "model_alias": service.settings.model_id,
         "model_path": str(service.settings.model),

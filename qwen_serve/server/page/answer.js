@@ -37,6 +37,8 @@ export function request(messages, settings) {
   for (const { name } of SAMPLERS) {
     if (settings[name] !== "") body[name] = Number(settings[name]);
   }
+  if (settings.think && settings.reasoning_effort) body.reasoning_effort = settings.reasoning_effort;
+  if (settings.think && settings.thinking_budget !== "") body.thinking_budget = Number(settings.thinking_budget);
   if (settings.schema.trim() && settings.useSchema && begun.role === "user") {
     const schema = JSON.parse(settings.schema);
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };

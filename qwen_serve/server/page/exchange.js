@@ -2,6 +2,8 @@
 
 import { Conversation, newId } from "./conversation.js";
 import { asText } from "./files.js";
+import { fromElsewhere } from "./foreign.js";
+import { OWN } from "./settings.js";
 
 const FORMAT = "qwen-serve conversations";
 const HEADING = /^## (You|Model)$/m;
@@ -52,7 +54,9 @@ function checked(given, id, parent, conversation) {
   return message;
 }
 
-function made({ title, changed, leaf, messages }) {
+const ownOf = (own) => Object.fromEntries(OWN.filter((name) => typeof own?.[name] === "string").map((name) => [name, own[name]]));
+
+function made({ title, changed, leaf, messages, own }) {
   if (typeof title !== "string" || !Array.isArray(messages)) throw new Error("a conversation has no title or no messages");
   const id = newId();
   const ids = new Map(messages.map((message) => [message.id, newId()])); // new ones: it may be here already
@@ -61,13 +65,25 @@ function made({ title, changed, leaf, messages }) {
     return parent === null ? null : ids.get(parent);
   };
   const all = messages.map((message) => checked(message, ids.get(message.id), parentOf(message), id));
-  return new Conversation({ id, title: title.slice(0, 200), changed: Number(changed) || Date.now(), leaf: ids.get(leaf) }, all);
+  return new Conversation({ id, title: title.slice(0, 200), changed: Number(changed) || Date.now(), leaf: ids.get(leaf), own: ownOf(own) }, all);
 }
 
-/** The conversations of a file that was written here. Throws an Error that says what is wrong with it. */
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    const lines = text.split("\n").filter((line) => line.trim());
+    if (lines.length < 2) throw error;
+    return lines.map((line) => JSON.parse(line)); // JSON Lines
+  }
+}
+
+/** The conversations of a file: of this page, of llama-server's, ChatGPT's, ShareGPT's, or lists of OpenAI's messages. Throws
+ * an Error that says what is wrong with it. */
 export function fromText(text) {
-  if (!text.trimStart().startsWith("{")) return fromMarkdown(text).map(made);
-  const { format, conversations } = JSON.parse(text);
-  if (format !== FORMAT || !Array.isArray(conversations)) throw new Error(`its format is not “${FORMAT}”`);
-  return conversations.map(made);
+  if (!/^[{[]/.test(text.trimStart())) return fromMarkdown(text).map(made);
+  const given = parsed(text);
+  if (given.format !== FORMAT) return fromElsewhere(given).map(made);
+  if (!Array.isArray(given.conversations)) throw new Error("it has no conversations");
+  return given.conversations.map(made);
 }

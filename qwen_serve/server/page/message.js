@@ -53,7 +53,7 @@ export class MessageView {
   /** Shows the buttons: `siblings` are what was said in its place, `last` whether nothing follows it. */
   updateFoot(siblings, live, last) {
     const { role, content, reasoning, figures, interrupted, problem, json, full } = this.message;
-    const { begin, edit, again, resume, turn } = this.actions;
+    const { begin, edit, again, resume, takeOut, turn } = this.actions;
     const focused = this.foot.contains(document.activeElement) && document.activeElement.ariaLabel;
     const button = (name, label, action) => iconButton(name, label, () => action(this.message));
     const parts = [];
@@ -70,18 +70,21 @@ export class MessageView {
     if (role === "user") {
       parts.push(button("edit", "Edit and ask again", edit));
       if (last) parts.push(button("again", "Answer", again));
+      parts.push(button("bin", "Take out", takeOut));
     } else if (!live) {
       if (content) {
         const copier = iconButton("copy", "Copy", () => copy(content, copier));
         parts.push(copier);
       }
       parts.push(button("again", "Answer again", again));
+      if (!json) parts.push(button("edit", "Edit what was said", edit));
+      parts.push(button("bin", "Take out", takeOut));
       if (full) parts.push(button("new", "New conversation", begin));
       else if (interrupted && (content || reasoning) && !json) parts.push(button("go-on", "Continue", resume));
       const said = figures || (interrupted && !problem ? "interrupted" : "");
       if (said) parts.push(element("span", "figures", said));
     }
-    for (const part of parts) if (["Answer", "Answer again", "Continue"].includes(part.ariaLabel)) part.classList.add("asks");
+    for (const part of parts) if (["Answer", "Answer again", "Continue", "Take out"].includes(part.ariaLabel)) part.classList.add("asks");
     this.foot.classList.toggle("kept", siblings.length > 1 || (role === "user" && last));
     this.foot.replaceChildren(...parts);
     if (focused) this.focus(focused);
