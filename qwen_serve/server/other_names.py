@@ -42,6 +42,7 @@ _FLAGS = {
     "--no-cache-prompt": "--no-prefix-cache",
     "--no-webui --no-ui": "--no-page",
     "--webui --ui": "--page, which is on",
+    "--webui-mcp-proxy --ui-mcp-proxy": "--mcp-origins http://127.0.0.1:3001",
     "-to --timeout": "--body-timeout S for a client's body; --drain-timeout S at the end",
     "-v --verbose -lv --verbosity": "--log-level debug",
     "--log-disable": "--log-level error",

@@ -242,6 +242,7 @@ def llama_props(service: Service) -> dict[str, Any]:
         "model_path": str(service.settings.model),
         "modalities": {"vision": engine.encoder is not None, "audio": False},
         "limits": {"body_bytes": service.settings.max_body_mib * 2**20, "images": MAX_IMAGES},
+        "mcp_origins": service.settings.mcp_servers(),
         "chat_template": backend.prompter.template,
         "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
         "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),

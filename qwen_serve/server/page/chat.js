@@ -3,6 +3,7 @@
 import { Answer, request, running } from "./answer.js";
 import { Conversation } from "./conversation.js";
 import { draftOf, keepDraft, keepShown, shownId } from "./drafts.js";
+import { isCalling, settle, stopCalls } from "./agent.js";
 import { addressed, asked, showAddress, whenAddressed } from "./address.js";
 import { $, download, element, iconButton, inItsDirection, notify } from "./elements.js";
 import { fromText, toJson, toMarkdown } from "./exchange.js";
@@ -11,9 +12,11 @@ import { askForKey, closeSettings, effective, fields, openSettings, set, setting
 import { conversations, conversationsWith, messagesOf, remove, save, whenBlocked, whenChanged } from "./store.js";
 import { attached, example, readAll, watchFiles } from "./pictures.js";
 import { model, props } from "./stream.js";
+import { allow, count, offered, watchTools } from "./tools.js";
 
 const input = $("input"), log = $("log"), scroll = $("scroll"), search = $("search");
 
+$("unloaded").remove();
 let all = []; // conversations, or their records, the latest first
 let current = null; // the one shown; null for a new one that has no message yet
 let fresh = {}; // settings of its own that a new one will have
@@ -31,7 +34,7 @@ const elsewhere = new Map(); // when another tab last said that a message grows 
 // --- messages -------------------------------------------------------------------------------------------------
 
 const views = new WeakMap();
-const actions = { begin: () => choose(null), edit, again, resume, takeOut, turn };
+const actions = { begin: () => choose(null), decide, edit, again, resume, takeOut, turn };
 
 function viewOf(message) {
   if (!views.has(message)) views.set(message, new MessageView(message, actions));
@@ -99,7 +102,12 @@ function showUse() {
 
 // --- asking ---------------------------------------------------------------------------------------------------
 
-const busy = () => running.has(current?.id);
+const busy = () => running.has(current?.id) || isCalling(current?.id);
+
+function stop() {
+  running.get(current?.id)?.stop();
+  stopCalls(current?.id);
+}
 
 /** Streams an answer into `message`, behind what `path` says. */
 async function stream(conversation, message, body) {
@@ -128,20 +136,32 @@ async function stream(conversation, message, body) {
 }
 
 /** The body of a request; undefined where the schema is wrong, which the settings then say. */
-function bodyFor(path) {
+async function bodyFor(path) {
+  const values = effective();
+  const tools = await offered();
   try {
-    return request(path, effective());
+    return request(path, values, tools);
   } catch {
     openSettings(fields.schema);
     return undefined;
   }
 }
 
-async function answer(question) {
-  const body = bodyFor(current.upTo(question.id));
+async function answer(question, conversation = current) {
+  const body = await bodyFor(conversation.upTo(question.id));
   if (!body) return show();
   const json = "response_format" in body;
-  await stream(current, current.add(question.id, { role: "assistant", content: "", reasoning: "", json }), body);
+  await stream(conversation, conversation.add(question.id, { role: "assistant", content: "", reasoning: "", json }), body);
+}
+
+/** Runs a call of an answer, or not, and lets the model go on. */
+function decide(message, call, allowed) {
+  const conversation = current;
+  return settle(conversation, message, call, allowed, {
+    keep,
+    show: () => { if (conversation === current) show(atEnd()); else list(); },
+    goOn: () => answer(message, conversation),
+  });
 }
 
 async function send() {
@@ -201,7 +221,9 @@ async function again(message) {
 /** Goes on with an answer that was interrupted. */
 async function resume(message) {
   if (busy()) return;
-  await stream(current, message, bodyFor(current.upTo(message.id)));
+  const conversation = current;
+  if (message.calls) return answer(message);
+  await stream(conversation, message, await bodyFor(conversation.upTo(message.id)));
 }
 
 /** Shows another version of a message, and what followed it. */
@@ -511,6 +533,8 @@ function buttons() {
   $("example").hidden = !seeing;
   $("schema-chip").hidden = !settings.schema.trim();
   $("schema-chip").setAttribute("aria-pressed", settings.useSchema);
+  $("tools-chip").hidden = !count();
+  $("tools-chip").setAttribute("aria-pressed", settings.useTools);
   const send = $("send");
   send.disabled = !busy() && (unread > 0 || !(input.value.trim() || draft.given.length));
   send.title = busy() ? "Stop (Esc)" : "Send (Enter)";
@@ -551,7 +575,7 @@ addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
     if (document.body.classList.contains("open-side")) toggleSide();
     else if (draft.editing) cancelEdit();
-    else running.get(current?.id)?.stop();
+    else stop();
   } else if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code]) {
     event.preventDefault();
     KEYS[event.code]();
@@ -578,7 +602,7 @@ input.addEventListener("input", () => {
 });
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (busy()) running.get(current.id).stop();
+  if (busy()) stop();
   else send();
 });
 search.addEventListener("input", look);
@@ -607,6 +631,7 @@ $("own").addEventListener("click", () => openSettings());
 $("theme").addEventListener("click", () => { set({ theme: THEMES[settings.theme] }); buttons(); });
 $("think").addEventListener("click", () => { set({ think: !settings.think }); buttons(); });
 $("schema-chip").addEventListener("click", () => { set({ useSchema: !settings.useSchema }); buttons(); });
+$("tools-chip").addEventListener("click", () => { set({ useTools: !settings.useTools }); buttons(); });
 $("cancel-edit").addEventListener("click", cancelEdit);
 $("notice-close").addEventListener("click", () => notify(""));
 addEventListener("beforeunload", (event) => {
@@ -643,6 +668,7 @@ async function identify() {
     seeing = about.modalities.vision;
     fits = card.max_model_len;
     limits = about.limits;
+    allow(about.mcp_origins);
     showDefaults(about.default_generation_settings);
     showFacts(factsOf(card, about));
     $("model").textContent = card.id;
@@ -667,6 +693,7 @@ $("example").addEventListener("click", async () => {
   input.dispatchEvent(new Event("input"));
   await take([file]);
 });
+watchTools(buttons);
 whenAddressed((id) => {
   if (id !== (current?.id ?? null)) choose(all.find((one) => one.id === id) ?? null);
 });

@@ -1,7 +1,7 @@
 // Conversations as files: JSON has all of them, every branch, and Markdown the branch that is shown of one. Both are read again.
 
 import { Conversation, newId } from "./conversation.js";
-import { asText } from "./files.js";
+import { asText, quoted } from "./files.js";
 import { fromElsewhere } from "./foreign.js";
 import { OWN } from "./settings.js";
 
@@ -19,7 +19,8 @@ export const toJson = (conversations) => JSON.stringify({
 export function toMarkdown(conversation) {
   const said = conversation.branch.map((message) => {
     const shown = (message.pictures ?? []).map((_, index) => `[Picture ${index + 1}]`).join(" ");
-    const text = [shown, asText(message).trim()].filter(Boolean).join("\n\n").replace(/^(\\*)(?=## (You|Model)$)/gm, "\\$1");
+    const calls = (message.calls ?? []).map(({ name, arguments: given, result = "" }) => quoted({ name, text: `${given}\n${result}` }));
+    const text = [shown, asText(message).trim(), ...calls].filter(Boolean).join("\n\n").replace(/^(\\*)(?=## (You|Model)$)/gm, "\\$1");
     return `## ${message.role === "user" ? "You" : "Model"}\n\n${text}\n`;
   });
   return [`# ${conversation.title}\n`, ...said].join("\n");
@@ -49,6 +50,12 @@ function checked(given, id, parent, conversation) {
   for (const name of FLAGS) if (given[name] === true) message[name] = true;
   if (!pictures.every((url) => /^data:image\/[a-z+.-]+;base64,/.test(url))) throw new Error("a picture is none");
   if (!files.every(({ name, text }) => typeof name === "string" && typeof text === "string")) throw new Error("a file is none");
+  const calls = given.calls ?? [];
+  if (!calls.every(({ id: its, name, arguments: text }) => [its, name, text].every((one) => typeof one === "string"))) throw new Error("a call is none");
+  if (calls.length && role === "assistant") {
+    message.calls = calls.map(({ id: its, name, arguments: text, result, failed }) =>
+      ({ id: its, name, arguments: text, ...(typeof result === "string" ? { result } : {}), ...(failed === true ? { failed } : {}) }));
+  }
   if (pictures.length) message.pictures = pictures;
   if (files.length) message.files = files.map(({ name, text }) => ({ name, text }));
   return message;

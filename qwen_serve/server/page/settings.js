@@ -43,6 +43,7 @@ const NAMED = [...OWN, "schema", "key"];
 const DEFAULTS = {
   ...Object.fromEntries(NAMED.map((name) => [name, ""])),
   useSchema: true, think: true, theme: "auto", current: null,
+  useTools: true, javascript: false, mcp: [], // of each MCP server `{ url, key }`
 };
 
 function stored() {
@@ -160,6 +161,7 @@ export function askForKey(message) {
 /** Calls `changed` when a setting has changed, here or in another tab, and `closed` when the dialog has closed. */
 export function watchSettings(changed, closed) {
   dialog.addEventListener("input", ({ target }) => {
+    if (!target.name) return; // it is not a setting of requests
     if (target.name === "scope") return fill();
     if (target.name === "key") $("key-error").textContent = "";
     if (target.validity.valid) (OWN.includes(target.name) ? change : set)({ [target.name]: target.value });
