@@ -136,8 +136,8 @@ class ReplyParser:
     `tokens` are the tags that are tokens of the vocabulary (`markup`): then nothing else is such a tag. Then,
     too, what the model may have meant by a call that drifted from its form is understood, unless a grammar
     enforces the form (`enforced`), and if the prompt `closed` a think block, a `</think>` that closes nothing
-    is dropped, as is a `<think>` at the end. With tools so is a `</tool_call>` that closes nothing. `stops` cuts
-    the content, and nothing else. If the request has `stop_tokens`, its think block may end with one of them.
+    is dropped, as is a `<think>` at the end. With tools so is a `</tool_call>` that closes nothing. `stops`
+    cuts the content, and nothing else. If the request has `stop_tokens`, its think block may end with one.
     """
 
     def __init__(
@@ -198,7 +198,12 @@ class ReplyParser:
         tags, answer = self._tags, self._answer
         called = False
         if thinking or (self._closed and (yield from self._reopened())):
-            called = (yield from self._think_block()) == tags.call
+            end = yield from self._think_block()
+            while (
+                end == tags.end_think and self._closed and not self._inline and (yield from self._reopened())
+            ):
+                end = yield from self._think_block(after="\n\n")
+            called = end == tags.call
         ends = [tags.call, FUNCTION] if self._reading and self._reading.drifts else []
         ends += [tags.call] if self._reading and not ends else []
         ends += [tags.end_call] if self._reading and self._reading.drifts else []
@@ -219,16 +224,16 @@ class ReplyParser:
     # --- the think block -----------------------------------------------------------------------------------
 
     def _reopened(self) -> Parser[bool]:
-        """Whether the reply begins with a think block of its own, although the prompt closed one."""
+        """Whether the answer begins with a think block of its own, although there was one."""
         space = yield from self._scanner.spaces()
         if (yield from self._scanner.tag(self._tags.think, take=False)):
             return True
         self._answer.add(space)
         return False
 
-    def _think_block(self) -> Parser[str]:
+    def _think_block(self, after: str = "") -> Parser[str]:
         """Reads the reasoning and, if it ends in one, its `</think>` or its call. Returns a `<tool_call>`
-        that has not been read as a call."""
+        that has not been read as a call. `after` parts it from earlier reasoning."""
         tags = self._tags
         ends = (tags.end_think, tags.call) if self._reading else (tags.end_think,)
         space = yield from self._scanner.spaces()
@@ -242,6 +247,7 @@ class ReplyParser:
         else:
             yield from self._scanner.spaces()
             thoughts = Trimmed(self._reasoning)
+            thoughts.add(after)
         while end := (yield from self._scanner.until(ends, thoughts.add)):
             if end == tags.call and tags.exact:
                 if (yield from self._call(thoughts)):

@@ -59,6 +59,12 @@ CASES: dict[str, tuple[str, bool, dict[str, Any], tuple[str, str, list[Any], str
         {},
         ("Hm.", "Yes.", [], "stop"),
     ),
+    "a second think block": (
+        "A\n</think>\n\n<think>\nB\n</think>\n\nYes.",
+        True,
+        {},
+        ("A\n\nB", "Yes.", [], "stop"),
+    ),
     "a lone </think>": ("</think>\n\nYes.", False, {}, ("", "Yes.", [], "stop")),
     "an end within the reasoning": ("Hm, 3 or", True, {}, ("Hm, 3 or", "", [], "length")),
     "a lone </tool_call> at the end": ("Done.\n</tool_call>", False, {}, ("", "Done.", [], "stop")),
