@@ -329,6 +329,8 @@ def rope_parameters(text: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     if "attn_factor" in rope:  # llama.cpp's converter treats it as `attention_factor`
         rope.setdefault("attention_factor", rope.pop("attn_factor"))
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "mrope":  # Qwen2-VL's word for the default with sections
+        kind = "default"
     if kind not in ("default", "linear", "yarn"):
         raise CheckpointError(f"config.json: rope_type is {kind!r}; known are default, linear and yarn")
     rope["rope_type"] = kind

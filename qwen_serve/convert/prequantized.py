@@ -67,10 +67,11 @@ BITS = (2, 4, 8)
 
 
 def method_of(config: Mapping[str, Any]) -> Any:
-    """The `quantization_config` of a parsed `config.json`, on either level."""
+    """The `quantization_config` of a parsed `config.json`, on either level; compressed-tensors used to call
+    it `compression_config`."""
     inner = config.get("text_config")
     for values in (config, inner if isinstance(inner, dict) else {}):
-        if method := values.get("quantization_config"):
+        if method := values.get("quantization_config") or values.get("compression_config"):
             return method
     return None
 
@@ -167,6 +168,8 @@ def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[st
             ABOUT_ACTIVATIONS
         ):
             continue
+        elif end == "bias" and f"{stem}.qweight" in tensors and not tensor.read().any():
+            continue  # AutoGPTQ adds biases of zero
         elif name.endswith("_packed"):
             base = name.removesuffix("_packed")
             made[base] = _packed(base, tensor, tensors, method)

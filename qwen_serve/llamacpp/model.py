@@ -46,7 +46,8 @@ class Model:
     matrices are reordered in place for tensor cores on devices that have kernels for it, and cannot be
     written to; a llama.cpp without the patch `repacked-weights` leaves them as they are. `load_mtp` also
     loads the multi-token-prediction block, if the file has one. `writable` weights are in memory of their
-    own, as in the file, for `weights.Weights`. Raises ModelLoadError.
+    own, as in the file, for `weights.Weights`. `check`: refuse weights that are not finite, which reads the
+    whole file. Raises ModelLoadError.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Model:
         repack: bool = False,
         load_mtp: bool = False,
         writable: bool = False,
+        check: bool = True,
     ) -> None:
         self.path = path
         self._handle: Any = None
@@ -81,7 +83,9 @@ class Model:
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse or writable else mode
         params.no_alloc = rehearse
-        params.check_tensors = CHECK_TENSORS and not rehearse
+        self.checked = CHECK_TENSORS and check and not rehearse
+        """Whether all weights were read and found finite."""
+        params.check_tensors = self.checked
         params.load_mtp = load_mtp
         params.use_extra_bufts = amx_is_right() and not writable
         with tapped_log() as lines:
