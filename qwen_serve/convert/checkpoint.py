@@ -30,6 +30,10 @@ SINGLE, SHARDS, MTP_FILES = "model.safetensors", "model*.safetensors", "*mtp*.sa
 PICKLED = ("*.bin", "*.pt", "*.pth")
 SHARD = re.compile(r"model(?:\.safetensors)?-(\d+)-of-(\d+)\.safetensors")
 MTP_NAME = re.compile(r"(?:(?:model|language_model)\.)*mtp\.")
+OWN = ("model.", "lm_head.", "mtp.")
+"""Beginnings of official names. Trainers save other heads beside them, such as `v_head.`"""
+BUFFER = ".inv_freq"
+"""End of the names of tables that older versions of transformers saved, and that follow from config.json."""
 HEAD, EMBEDDINGS = "lm_head.weight", ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight")
 WRAPPERS = re.compile(r"(?:_orig_mod\.|_fsdp_wrapped_module\.|module\.|base_model\.model\.)+")
 """What torch.compile, FSDP, DDP and PEFT put before every name, if the wrapped model is saved."""
@@ -78,7 +82,14 @@ class Checkpoint:
         if not method_of(values) and (said := _method_beside(folder)):
             values["quantization_config"] = said
         config = ModelConfig.from_json(values)
-        tensors = with_weights(official_names(read_tensors(folder)), method_of(values))
+        named = official_names(read_tensors(folder))
+        foreign = [name for name in named if not name.startswith(OWN)]
+        own = {name: tensor for name, tensor in named.items() if name.startswith(OWN)}
+        tensors = with_weights(own, method_of(values))
+        if foreign and any(name in own for name in EMBEDDINGS):
+            more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+            remark = f"{foreign[0]}{more}: no part of the language model, left out as in transformers"
+            config = replace(config, remarks=(*config.remarks, remark))
         config = _with_own_head(config, values, tensors)
         if config.n_mtp_layers and not any(name.startswith("mtp.") for name in tensors):
             remark = (
@@ -138,6 +149,8 @@ def official_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
             if match := pattern.match(name):
                 name = prefix + name[match.end() :]
                 break
+        if name.endswith(BUFFER):
+            continue
         if name in found:
             raise CheckpointError(
                 f"{tensor.path}: tensors {found[name].name} and {tensor.name} are both {name}"

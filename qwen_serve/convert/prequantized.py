@@ -8,6 +8,7 @@
 - GPTQ (AutoGPTQ, GPTQModel): `X.qweight` [in / 8, out], `X.qzeros` and `X.scales` [groups, out], `X.g_idx`
   [in], the group of each row. AWQ (AutoAWQ's GEMM version): `X.qweight` [in, out / 8], eight columns to a
   word in an order of their own. auto-round's own format is one of them by its `packing_format`.
+- bitsandbytes: convert.bitsandbytes.
 
 Which codes a weight has follows from its parts, which groups from their shapes.
 """
@@ -18,6 +19,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from qwen_serve.convert import bitsandbytes
 from qwen_serve.convert.dequantize import (
     SMALL_FLOATS,
     WORD,
@@ -61,7 +63,16 @@ FORMATS = (
     "mixed-precision",
     "dense",
 )
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "auto-round")
+METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "compressed-tensors",
+    "modelopt",
+    "gptq",
+    "awq",
+    "auto-round",
+    "bitsandbytes",
+)
 ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 BITS = (2, 4, 8)
 
@@ -159,6 +170,8 @@ def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[st
     """
     if not method:
         return tensors
+    if _name(method) == "bitsandbytes":
+        return bitsandbytes.with_weights(tensors)
     made: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         stem, _, end = name.rpartition(".")
