@@ -26,9 +26,9 @@ from qwen_serve.server.engine.settings import EngineSettings
 QUANTS = ("Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "BF16")
 GB, HOST = 10**9, 64 * 10**9
 NOTE = (
-    "Tokens in the KV cache (F16) for all requests together, as the server plans them by default, with room "
-    "for the prefix cache. A GB is 10^9 bytes; the driver's margin is taken off. With the MTP head, without a "
-    "vision tower and FP16 copies; the embedding is in host memory."
+    "Tokens in the KV cache (F16) for all requests together, as the server plans them by default, with "
+    "room for the prefix cache. A GB is 10^9 bytes; the driver's margin is taken off. With the MTP head, "
+    "without a vision tower and FP16 copies; the embedding is in host memory."
 )
 
 
