@@ -107,7 +107,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A digest that changes with every input file: with its content or, for large shards, size and
         time."""
-        paths = [self.folder / name for name in TEXT_FILES]
+        paths = [self.folder / name for name in (*TEXT_FILES, MODELOPT, *QUANTIZERS)]
         paths += sorted(self.folder.glob(MORE_TEXTS))
         texts = {path.name: file_digest(path) for path in paths if path.is_file()}
         return fingerprint({"shards": shard_stamps(self.tensors), "texts": texts})

@@ -97,7 +97,7 @@ YARN = {
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a positive number"),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            "quant_method is 'hqq'; fp8, fbgemm_fp8, compressed-tensors, modelopt, gptq, awq, auto-round, bits",
+            "quant_method is 'hqq'; fp8, fbgemm_fp8, compressed-tensors, modelopt, gptq, awq, auto-round, b",
         ),
         ({"attention_bias": True}, "attention_bias is True; llama.cpp computes Qwen3.5 with False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; llama.cpp computes Qwen3.5 with 'silu'"),
