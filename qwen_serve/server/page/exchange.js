@@ -63,6 +63,20 @@ function checked(given, id, parent, conversation) {
 
 const ownOf = (own) => Object.fromEntries(OWN.filter((name) => typeof own?.[name] === "string").map((name) => [name, own[name]]));
 
+/** Throws if a message follows itself, at any distance: nobody would reach the first one. */
+function refuseCircles(messages) {
+  const parents = new Map(messages.map(({ id, parent }) => [id, parent]));
+  const fine = new Set([null]);
+  for (const { id } of messages) {
+    const path = new Set();
+    for (let at = id; !fine.has(at); at = parents.get(at)) {
+      if (path.has(at)) throw new Error("a message follows itself");
+      path.add(at);
+    }
+    for (const each of path) fine.add(each);
+  }
+}
+
 function made({ title, changed, leaf, messages, own }) {
   if (typeof title !== "string" || !Array.isArray(messages)) throw new Error("a conversation has no title or no messages");
   const id = newId();
@@ -71,6 +85,7 @@ function made({ title, changed, leaf, messages, own }) {
     if (parent !== null && !ids.has(parent)) throw new Error("a message follows one that is not there");
     return parent === null ? null : ids.get(parent);
   };
+  refuseCircles(messages.map(({ id, parent }) => ({ id: ids.get(id), parent: parentOf({ parent }) })));
   const all = messages.map((message) => checked(message, ids.get(message.id), parentOf(message), id));
   return new Conversation({ id, title: title.slice(0, 200), changed: Number(changed) || Date.now(), leaf: ids.get(leaf), own: ownOf(own) }, all);
 }
