@@ -118,11 +118,15 @@ def test_javascript_is_asked_for_runs_and_its_result_is_told(start: Start, page:
     page.goto(server.url)
     sent = bodies(page)
     use_javascript(page)
+    page.set_viewport_size({"width": 390, "height": 400})
     answered(page, "17 * 23?")
     card = page.get_by_role("group", name="Call of run_javascript")
     assert card.locator("pre").inner_text() == "code: 17 * 23"
     assert sent[0]["tools"][0]["function"]["name"] == "run_javascript"
     assert len(sent) == 1, "it waits to be allowed"
+    ends = """one => one.scrollHeight > one.clientHeight
+      && one.scrollHeight - one.scrollTop - one.clientHeight < 60"""
+    assert page.locator("#scroll").evaluate(ends), "its buttons are in view"
     page.reload()
     card.get_by_role("button", name="Run", exact=True).click()
     page.locator(".message.assistant .markdown").get_by_text("It is 391.").wait_for()
