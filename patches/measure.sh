@@ -80,7 +80,7 @@ declare -A off=(
     [moe-router]=GGML_CUDA_ROUTER_APART=1
     [mmvq-experts]=GGML_CUDA_MMVQ_EXPERTS_MAX=0
     [mmq-stream]=GGML_CUDA_MMQ_STREAM_MAX=0
-    [ragged-passes]=LLAMA_RUNS_MAX=1
+    [ragged-passes]=LLAMA_RAGGED_PASSES=0
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
