@@ -89,7 +89,8 @@ def output_reserve(path: Path) -> str:
 
 
 def passes(path: Path) -> tuple[bool, list[list[int]]]:
-    """Whether passes are ragged, and the tokens of each pass over a batch of `LENGTHS`, sequence by sequence, in the order of computation.
+    """Whether passes are ragged, and the tokens of each pass over a batch of `LENGTHS`, in the order of
+    computation. The batch is written sequence by sequence.
 
     A token is recognized by its embedding. A first batch, of one sequence, shows the embeddings of all
     tokens.

@@ -38,8 +38,10 @@ def read(
     states: dict[int, bytes] | None = None,
     **options: bool,
 ) -> tuple[Rows, list[int]]:
-    """(rows of each sequence's last tokens in each call, or of all, number of tokens of each pass). The states
-    at the end are put in `states`."""
+    """(rows of each sequence's last tokens in each call, or of all, number of tokens of each pass).
+
+    The states at the end are put in `states`.
+    """
     passes: list[int] = []
 
     def look(address: int, ask: bool, _data: object) -> bool:
