@@ -27,8 +27,8 @@ start again, each alone until it has a token. A sequence that gets none even alo
 
 On a hybrid model llama.cpp reads the weights once for each distinct token count of a step's sequences, since
 the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes,
-sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a prompt,
-attention would read a mask of all sequences' cells for each of its tokens.
+sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a
+prompt, attention would read a mask of all sequences' cells for each of its tokens.
 
 This module does not use llama.cpp: the scheduler counts cells, the runner fills them.
 """
