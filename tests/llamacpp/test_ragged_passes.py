@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
     """Logits by sequence and position."""
 
+Call = dict[int, int] | tuple[int, int]
+
 CELLS = 512
 PARTS = {0: 7, 1: 30, 2: 1, 3: 19, 4: 30}
 MORE = {4: 3, 3: 12, 0: 2}
@@ -32,13 +34,15 @@ STEP = dict.fromkeys(range(5), 1)
 
 def read(
     model: Model,
-    *calls: dict[int, int],
+    *calls: Call,
     n_ubatch: int = 256,
     all_rows: bool = False,
     states: dict[int, bytes] | None = None,
     **options: bool,
 ) -> tuple[Rows, list[int]]:
     """(rows of each sequence's last tokens in each call, or of all, number of tokens of each pass).
+
+    A call is how many tokens each sequence reads, or a copy from one to another.
 
     The states at the end are put in `states`.
     """
@@ -63,6 +67,10 @@ def read(
     tokens = np.random.default_rng(1).integers(256, 2000, (len(PARTS), 128))
     held, rows = dict.fromkeys(PARTS, 0), {}
     for call in calls:
+        if isinstance(call, tuple):
+            context.copy(*call)
+            held[call[1]] = held[call[0]]
+            continue
         ids, n = [*call], 0
         ended: list[tuple[int, int]] = []
         left = dict(call)
@@ -88,9 +96,16 @@ def read(
     return rows, passes
 
 
-def same_as_alone(model: Model, together: Rows, *calls: dict[int, int]) -> None:
-    apart = [{which: n} for call in calls for which, n in call.items()]
-    for place, row in read(model, *apart)[0].items():
+def one_by_one(*calls: Call) -> list[Call]:
+    """The same, with a call for each sequence."""
+    apart: list[Call] = []
+    for call in calls:
+        apart += [call] if isinstance(call, tuple) else [{which: n} for which, n in call.items()]
+    return apart
+
+
+def same_as_alone(model: Model, together: Rows, *calls: Call, all_rows: bool = False) -> None:
+    for place, row in read(model, *one_by_one(*calls), all_rows=all_rows)[0].items():
         np.testing.assert_allclose(together[place], row, atol=1e-4)
 
 
@@ -117,9 +132,22 @@ def test_verifications_of_several_lengths_are_one_pass(model: Model) -> None:
     verified = {0: 5, 1: 1, 3: 3, 4: 4}
     together, passes = read(model, PARTS, verified, STEP, all_rows=True)
     assert passes == [sum(PARTS.values()), 13, 5]
-    apart = [{which: n} for call in (PARTS, verified, STEP) for which, n in call.items()]
-    for place, row in read(model, *apart, all_rows=True)[0].items():
-        np.testing.assert_allclose(together[place], row, atol=1e-4)
+    same_as_alone(model, together, PARTS, verified, STEP, all_rows=True)
+
+
+def test_a_copy_and_its_source_go_on_in_one_pass(model: Model) -> None:
+    calls: tuple[Call, ...] = (
+        {0: 9, 1: 4},
+        (0, 2),
+        (0, 3),
+        {3: 2, 0: 3, 2: 5, 4: 6},
+        (2, 4),
+        {4: 2, 2: 1, 1: 3},
+        STEP,
+    )
+    together, passes = read(model, *calls)
+    assert passes == [13, 16, 6, 5]
+    same_as_alone(model, together, *calls)
 
 
 @pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="the build's rows depend on how many are computed")
