@@ -38,7 +38,7 @@ def read(
     n_ubatch: int = 256,
     all_rows: bool = False,
     states: dict[int, bytes] | None = None,
-    **options: bool,
+    **options: int,
 ) -> tuple[Rows, list[int]]:
     """(rows of each sequence's last tokens in each call, or of all, number of tokens of each pass).
 
@@ -74,7 +74,8 @@ def read(
         ids, n = [*call], 0
         ended: list[tuple[int, int]] = []
         left = dict(call)
-        for one in ubatches([*call.values()], n_ubatch, ragged=context.ragged_passes):
+        tail = context.n_snapshots + 1 if context.n_snapshots else 0
+        for one in ubatches([*call.values()], n_ubatch, tail, ragged=context.ragged_passes):
             for index, length in one:
                 which, end, at = ids[index], n + length, held[ids[index]]
                 context.tokens[n:end] = tokens[which, at : at + length]
@@ -126,6 +127,15 @@ def test_a_pass_is_full_before_another_one_begins(model: Model) -> None:
     together, passes = read(model, PARTS, STEP, n_ubatch=60)
     assert passes == [60, 27, 5]
     same_as_alone(model, together, PARTS, STEP)
+
+
+def test_ends_stay_whole_where_snapshots_are_kept(model: Model) -> None:
+    calls = (PARTS, {1: 70}, STEP)
+    together, passes = read(model, *calls, n_ubatch=39, n_snapshots=3)
+    assert passes == [39, 39, 9, 39, 31, 5]
+    same_as_alone(model, together, *calls)
+    # 1 token of the last part's 3 would fit, 2 of them be left
+    assert read(model, {0: 37, 1: 3}, n_ubatch=38, n_snapshots=3)[1] == [37, 3]
 
 
 def test_verifications_of_several_lengths_are_one_pass(model: Model) -> None:
