@@ -91,7 +91,8 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
     {
         const bool    chunks_before = args.offsets && t_begin > 0;
         const int64_t state_id      = chunks_before ? state_to : args.ids ? args.ids[sequence] : sequence;
-        const float * state         = (chunks_before ? args.state : args.curr_state) + (state_id * H + head) * S * S + col0 * S + row;
+        if (n_tokens == 0 && state_id == state_to && args.state == args.curr_state) { return; } // the state stays where it is
+        const float * state = (chunks_before ? args.state : args.curr_state) + (state_id * H + head) * S * S + col0 * S + row;
 #pragma unroll
         for (int c = 0; c < n_cols; ++c) {
             s[c][0] = state_id < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *(const float4 *) (state + c * 2 * S);
