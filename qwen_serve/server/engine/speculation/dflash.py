@@ -187,7 +187,7 @@ class DflashDrafter(HiddenDrafter):
         else:
             self._with_room(lambda: context.decode(n))
         rows = range(before, before + n)
-        tokens = context.best(context.sequences[before : before + n].tolist(), rows)
+        tokens = context.best(rows)
         return [tokens[at + 1 : at + block] for at in range(0, n, block)]
 
     def _inject(self, ids: Iterable[int]) -> None:

@@ -126,7 +126,7 @@ class MtpDrafter(HiddenDrafter):
         for turn in range(4):
             started = perf_counter()
             self._feed(0, turn * width, [0], hidden, width)
-            self._context.best([0], [0])
+            self._context.best([0])
             hidden = self._context.hidden(1)
             self._decode.add(perf_counter() - started)
         self._context.clear()
@@ -148,7 +148,7 @@ class MtpDrafter(HiddenDrafter):
         tokens: list[int] = []
         for depth in range(request.limit):
             started = perf_counter()
-            tokens += context.best([slot], [row])
+            tokens += context.best([row])
             if depth + 1 == request.limit:
                 break
             hidden, row = context.hidden(1), 0
