@@ -77,9 +77,6 @@ TYPES |= {ggml.I32: b"i32", 30: b"bf16"}
 OBJECT_HEADER = 32
 """Bytes of `struct ggml_object`."""
 
-GREEDY = (1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1)
-"""Which functions of `llama_sampler_i` llama.cpp's greedy sampler implements (src/llama-sampler.cpp)."""
-
 
 def tensor_layout() -> str:
     """Checks the size and fields of `struct ggml_tensor` on a tensor and a view of it."""

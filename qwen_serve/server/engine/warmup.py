@@ -75,9 +75,9 @@ def _requests(n: int, n_real: int) -> Iterator[RowRequest]:
         yield RowRequest(sampler, n_top=20 if i % 4 == 0 else -1)
 
 
-def decode(context: Context, n_sequences: int, length: int = 1) -> None:
+def decode(context: Context, n_sequences: int, length: int = 1, *, wait: bool = True) -> None:
     """Decode the first `length` tokens of `n_sequences` different sequences, each with a row at its end, and
-    wait for them."""
+    wait for them, or not."""
     n = n_sequences * length
     context.clear()
     context.tokens[:n] = np.arange(n) % 256
@@ -86,4 +86,5 @@ def decode(context: Context, n_sequences: int, length: int = 1) -> None:
     context.outputs[:n] = 0
     context.outputs[length - 1 : n : length] = 1
     context.decode(n)
-    context.wait()
+    if wait:
+        context.wait()

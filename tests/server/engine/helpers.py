@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.server.engine import Adapters, Generation
-    from qwen_serve.server.engine.sampling.choices import Choice
 
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 """With F32 weights on the CPU: logits move by 1e-6 with the shape of a batch, which no greedy choice sees."""

@@ -57,4 +57,3 @@ def assert_right(asked: list[Request], found: list[Answer], expected: list[Answe
             n = min(len(answer.tokens), len(right.tokens))
             assert n >= min(request.cancel_after, len(right.tokens))
             assert answer.tokens[:n] == right.tokens[:n]
-
