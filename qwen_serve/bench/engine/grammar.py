@@ -14,8 +14,8 @@ from qwen_serve.bench.engine.recording import Recorder, recorded
 from qwen_serve.bench.terminal import Cell, Table
 from qwen_serve.server.chat.formats import compose, json_format
 from qwen_serve.server.engine import Constraint, Engine, EngineSettings, Grammar, SamplingParams
-from qwen_serve.server.engine.rows import Rows
 from qwen_serve.server.engine.runner import Launched
+from qwen_serve.server.engine.sampling.rows import Rows
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "a text": {

@@ -12,8 +12,9 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.row_sampler import MOST_ROWS
 
 from .batch import Placement
-from .rows import RawRows, SampledRows, requests_of
+from .sampling.rows import RawRows, SampledRows
 from .ubatches import ubatches
+from .verification import requests_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
-    from .rows import Rows
+    from .sampling.rows import Rows
     from .sequence import Adapters
     from .ubatches import Pass
 

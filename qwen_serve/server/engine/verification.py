@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from collections.abc import Sequence as ListLike
 
+    from qwen_serve.llamacpp.row_sampler import RowRequest
+
     from .batch import Batch, Chunk, Placement
-    from .rows import Rows
+    from .sampling.rows import Rows
 
 
 @dataclass(slots=True)
@@ -30,6 +33,27 @@ class SampleResult:
     def accepted(self) -> int:
         """Number of draft tokens known to be right."""
         return max(0, len(self.tokens) - 1)
+
+
+def requests_of(batch: Batch, errors: dict[int, Exception]) -> Iterator[tuple[int, RowRequest]]:
+    """Each row of the batch whose result counts, with its request. What a request could not be made for is
+    added to `errors`, by row."""
+    for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
+        sequence = chunk.sequence
+        if sequence in batch.dropped:
+            continue
+        sampler, logprobs = sequence.sampler, sequence.logprobs
+        for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
+            n_top = -1 if logprobs is None else logprobs.n_prompt_top
+            yield row, sampler.request_score(sequence.tokens[position + 1], n_top)
+        if not placement.rows:
+            continue
+        try:
+            requests = sampler.requests(chunk.draft, -1 if logprobs is None else logprobs.n_top)
+        except Exception as error:  # an error of one sequence must not affect the others
+            errors.update(dict.fromkeys(placement.rows, error))
+            continue
+        yield from zip(placement.rows, requests, strict=True)
 
 
 def sample(

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.rows import Rows
     from qwen_serve.server.engine.runner import Launched
+    from qwen_serve.server.engine.sampling.rows import Rows
 
 PROMPT = [*range(300, 330)]
 POISON = 400

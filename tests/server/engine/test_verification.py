@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.rows import Rows
     from qwen_serve.server.engine.sampling import Sampler
+    from qwen_serve.server.engine.sampling.rows import Rows
 
 END = 9_999
 ENDS = frozenset({END})

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import DrySampler
-    from qwen_serve.server.engine.rows import Rows
+    from qwen_serve.server.engine.sampling.rows import Rows
     from qwen_serve.server.engine.vocab import Vocab
 
     from .constraint import Constraint

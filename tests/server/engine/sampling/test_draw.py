@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from qwen_serve.server.engine.rows import Rows
     from qwen_serve.server.engine.sampling.constraint import Constraint
+    from qwen_serve.server.engine.sampling.rows import Rows
     from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
 
 

@@ -1,4 +1,4 @@
-"""The rows of one step: what is asked of each, and what came of it."""
+"""The rows of one step, as samplers read them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 from qwen_serve.llamacpp.row_sampler import RowResult, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp.row_sampler import RowRequest, RowResults
-
-    from .batch import Batch
+    from qwen_serve.llamacpp.row_sampler import RowResults
 
 
 class Rows(Protocol):
@@ -62,24 +60,3 @@ class RawRows:
         """As of `Rows`."""
         logits: npt.NDArray[np.float32] = self._logits[row]
         return logits
-
-
-def requests_of(batch: Batch, errors: dict[int, Exception]) -> Iterator[tuple[int, RowRequest]]:
-    """Each row of the batch whose result counts, with its request. What a request could not be made for is
-    added to `errors`, by row."""
-    for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
-        sequence = chunk.sequence
-        if sequence in batch.dropped:
-            continue
-        sampler, logprobs = sequence.sampler, sequence.logprobs
-        for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
-            n_top = -1 if logprobs is None else logprobs.n_prompt_top
-            yield row, sampler.request_score(sequence.tokens[position + 1], n_top)
-        if not placement.rows:
-            continue
-        try:
-            requests = sampler.requests(chunk.draft, -1 if logprobs is None else logprobs.n_top)
-        except Exception as error:  # an error of one sequence must not affect the others
-            errors.update(dict.fromkeys(placement.rows, error))
-            continue
-        yield from zip(placement.rows, requests, strict=True)
