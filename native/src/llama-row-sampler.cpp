@@ -164,6 +164,9 @@ LLAMA_ROW_API void llama_row_sampler_set_active(llama_row_sampler * sampler, int
 // Takes the answer's next token.
 LLAMA_ROW_API void llama_row_sampler_accept(llama_row_sampler * sampler, int32_t token) { sampler->accept(token); }
 
+// Undoes the last accept, of this token.
+LLAMA_ROW_API void llama_row_sampler_take_back(llama_row_sampler * sampler, int32_t token) { sampler->take_back(token); }
+
 // Chooses a token from each of n rows [n_vocab]; neither the rows nor the samplers change.
 LLAMA_ROW_API void llama_row_sample(
         const llama_row_ask * asks, const float * const * logits, llama_row_result * results, int32_t n, int32_t n_vocab, int32_t n_threads) {

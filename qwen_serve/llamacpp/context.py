@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -17,7 +18,7 @@ from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
 from .patches import BATCH_INVARIANT, STEPS_APART, brings
 from .ragged import most_lengths
-from .row_sampler import HAS_ROW_SAMPLER, UNCHECKED, Filters, Place, RowRequest, RowSampler, RowSteps
+from .row_sampler import HAS_ROW_SAMPLER, UNCHECKED, UNKNOWN, Filters, Place, RowRequest, RowSampler, RowSteps
 from .snapshots import Snapshots, n_rs_seq
 
 if TYPE_CHECKING:
@@ -319,13 +320,23 @@ class Context:
             found[:, index * n : (index + 1) * n] = rows[first:] if together else rows[batch_indices]
         return found
 
-    def best(self, indices: Sequence[int]) -> list[int]:
-        """The best token of each output of the last batch, all of one pass, for drafts. `indices` are those
-        of the batch. Logits may be -inf: some drafters have fewer tokens. Waits for the device."""
+    def best(self, indices: Sequence[int], samplers: Sequence[RowSampler | None] = ()) -> list[int]:
+        """The best token of each output of the last batch, all of one pass, for drafts; or with `samplers`
+        what each of them, if it is one, would choose. Rows that follow each other with the same sampler are
+        for one token after the other. `indices` are those of the batch. Logits may be -inf: some drafters
+        have fewer tokens. Waits for the device."""
         if self.row_steps is None:
             return [int(token) for token in self.logits(len(indices)).argmax(axis=1)]
-        request = RowRequest(self._greedy, n_top=UNCHECKED)
-        self.row_steps.begin([request] * len(indices), indices, now=True)
+        each = [*(samplers or [None] * len(indices)), None]
+        requests = [
+            RowRequest(
+                self._greedy if one is None else one,
+                n_top=UNCHECKED,
+                draft=UNKNOWN if one is not None and one is following else -1,
+            )
+            for one, following in pairwise(each)
+        ]
+        self.row_steps.begin(requests, indices, now=True)
         return self.row_steps.results().tokens
 
     @cached_property

@@ -56,6 +56,9 @@ ALWAYS = 2**31 - 1
 MOST_ROWS = 64
 """Most rows of a pass whose tokens the next step reads where they were sampled (LLAMA_ROW_MOST)."""
 
+UNKNOWN = ALWAYS
+"""As `draft` of a request: some token comes before the next row. It is not counted."""
+
 UNCHECKED = -2
 """`n_top` of a row whose logits need not be finite."""
 
@@ -142,6 +145,7 @@ if HAS_ROW_SAMPLER:
     _penalties = ggml.quick("llama_row_sampler_penalties", _I32, _P, _F32, _F32, _F32, _I32, _P, _I32)
     _set_active = ggml.quick("llama_row_sampler_set_active", None, _P, _I32, ctypes.c_bool)
     _accept = ggml.quick("llama_row_sampler_accept", None, _P, _I32)
+    _take_back = ggml.quick("llama_row_sampler_take_back", None, _P, _I32)
     _sample = ggml.declare("llama_row_sample", None, _P, _P, _P, _I32, _I32, _I32)
     _set_row_sampling = ggml.declare("llama_set_row_sampling", ctypes.c_bool, _P, _I32)
     _sample_rows = ggml.declare("llama_sample_rows", ctypes.c_bool, _P, _P, _I32, ctypes.c_bool)
@@ -242,6 +246,10 @@ class RowSampler:
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
         _accept(self._handle, token)
+
+    def take_back(self, token: int) -> None:
+        """Undo the last `accept`, of this token."""
+        _take_back(self._handle, token)
 
     def close(self) -> None:
         """Free its memory. Idempotent."""

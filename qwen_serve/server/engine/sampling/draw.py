@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import DrySampler
+    from qwen_serve.llamacpp.row_sampler import RowSampler
     from qwen_serve.server.engine.sampling.rows import Rows
     from qwen_serve.server.engine.vocab import Vocab
 
@@ -98,6 +99,12 @@ class Sampler:
         self._processors = [*rules, *self._penalties]
         if not params.is_greedy:
             self._chain = SamplerChain(samplers_of(params, seed, vocab.size))
+
+    @property
+    def noise(self) -> RowSampler | None:
+        """What drafters choose with: drafts by the same noise are likelier to be accepted. None: the best
+        tokens."""
+        return None if self._native is None else self._native.sampler
 
     def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
         """Requests for the row after the pending tokens, and for those after each token of a draft. `n_top`:

@@ -54,7 +54,7 @@ class NativeSampler:
             or params.min_tokens
             or params.allowed_token_ids is not None
         )
-        self._sampler = sampler = RowSampler(_filters(params, seed), vocab.n_real)
+        self.sampler = sampler = RowSampler(_filters(params, seed), vocab.n_real)
         sampler.ban(banned)
         sampler.bias(params.logit_bias)
         if params.allowed_token_ids is not None:
@@ -74,21 +74,21 @@ class NativeSampler:
     ) -> list[RowRequest]:
         """Requests for the rows before each token of a draft, and for the one after it; the draft's first
         tokens are `forced`, which were accepted already. Raises what the constraint raises."""
-        made = [RowRequest(self._sampler, n_top=n_top, scored=token) for token in forced[: len(draft) + 1]]
+        made = [RowRequest(self.sampler, n_top=n_top, scored=token) for token in forced[: len(draft) + 1]]
         if len(made) > len(draft):
             return made
         if self._within >= 0 and self._thinking is not None:
-            self._sampler.set_active(self._within, self._thinking.open)
+            self.sampler.set_active(self._within, self._thinking.open)
         rest = draft[len(made) :]
         masks = [] if constraint is None else constraint.masks(rest)
         for i in range(len(rest) + 1):
             mask, token = masks[i] if i < len(masks) else None, rest[i] if i < len(rest) else -1
-            made.append(RowRequest(self._sampler, mask=mask, n_top=n_top, draft=token))
+            made.append(RowRequest(self.sampler, mask=mask, n_top=n_top, draft=token))
         return made
 
     def request_score(self, token: int, n_top: int) -> RowRequest:
         """A request for a token's log-probability."""
-        return RowRequest(self._sampler, n_top=n_top, scored=token)
+        return RowRequest(self.sampler, n_top=n_top, scored=token)
 
     def check(self, result: RowResult, *, constrained: bool) -> RowResult | None:
         """The result if there is one; None if the row was not kept. Raises as `Sampler.choose` does."""
@@ -105,11 +105,11 @@ class NativeSampler:
 
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
-        self._sampler.accept(token)
+        self.sampler.accept(token)
 
     def close(self) -> None:
         """Free its memory. Idempotent."""
-        self._sampler.close()
+        self.sampler.close()
 
 
 def _filters(params: SamplingParams, seed: int) -> Filters:
