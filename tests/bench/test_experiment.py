@@ -139,5 +139,5 @@ def test_an_unknown_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "nothing"]) == 1
     assert (
         "there are card, card-quick, dflash, hackathon, hackathon-one-card, llama-server, nano, "
-        "three-servers, verify" in capsys.readouterr().err
+        "sampling, three-servers, verify" in capsys.readouterr().err
     )

@@ -17,7 +17,16 @@ from qwen_serve.bench.arguments import PromptOptions, ServerOptions, StoreOption
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.load.client import Client, clip
 from qwen_serve.bench.load.counters import read_counters, record_growth
-from qwen_serve.bench.load.generator import Job, Sender, Sent, Target, closed_loop, open_loop, values_of
+from qwen_serve.bench.load.generator import (
+    Job,
+    Sender,
+    Sent,
+    Target,
+    beside,
+    closed_loop,
+    open_loop,
+    values_of,
+)
 from qwen_serve.bench.load.goodput import Limits
 from qwen_serve.bench.load.prompts import Kind, Prompts, find_prompts
 from qwen_serve.bench.load.protocol import WARM_UPS
@@ -158,10 +167,11 @@ class Cell:
         def advance(one: Sent) -> None:
             bar.advance(note=f"{1000 * (one.ended - one.planned):,.0f} ms")
 
-        if self.rate is None:
-            sent = await closed_loop(sender, jobs, self.clients, advance)
-        else:
-            sent = await open_loop(sender, jobs, self.rate, self.rng(round, "arrivals"), advance)
+        async with beside(sender, self._jobs[0] or jobs):
+            if self.rate is None:
+                sent = await closed_loop(sender, jobs, self.clients, advance)
+            else:
+                sent = await open_loop(sender, jobs, self.rate, self.rng(round, "arrivals"), advance)
         rows = []
         for one in sent:
             values = await values_of(one, self.supply.vocabulary)

@@ -6,8 +6,9 @@ requests. An open loop sends requests at Poisson arrivals and times each from it
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -23,11 +24,14 @@ generated."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server under load. ``model``: the requests' model; None: requests have no such field."""
+    """A server under load. ``model``: the requests' model; None: requests have no such field. ``fields`` are
+    in every request. ``beside``: fields of one more client's requests, which are not measured."""
 
     name: str
     client: Client
     model: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,13 @@ class Sender:
     def body(self, job: Job, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A request's body: ``history`` as messages in a chat, else its last message as prompt."""
         asked = {"messages": list(history)} if job.chat else {"prompt": history[-1]["content"]}
-        body = {**asked, "max_tokens": self.max_tokens, "temperature": 0.0, **job.fields}
+        body = {
+            **asked,
+            "max_tokens": self.max_tokens,
+            "temperature": 0.0,
+            **job.fields,
+            **self.target.fields,
+        }
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.target.model is not None:
@@ -158,6 +168,30 @@ async def open_loop(
 
     times = zip(jobs, arrivals(rate, rng), strict=False)
     return [one for sent in await asyncio.gather(*(arrive(job, at) for job, at in times)) for one in sent]
+
+
+@asynccontextmanager
+async def beside(sender: Sender, jobs: Sequence[Job]) -> AsyncIterator[None]:
+    """Keep one request of the target's ``beside`` running meanwhile. Raises BenchError if one fails."""
+    if sender.target.beside is None:
+        yield
+        return
+    other = replace(sender, target=replace(sender.target, fields=sender.target.beside, beside=None))
+
+    async def keep_on() -> None:
+        while True:
+            for sent in await closed_loop(other, jobs):
+                if sent.error is not None:
+                    raise BenchError(f"the client beside: {sent.error}")
+
+    task = asyncio.ensure_future(keep_on())
+    try:
+        yield
+    finally:
+        if task.done():
+            task.result()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def arrivals(rate: float, rng: random.Random) -> Iterator[float]:

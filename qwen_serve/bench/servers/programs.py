@@ -6,12 +6,14 @@ keeps the prompt of each slot, saves prompts to host memory (8 GiB), keeps check
 on the host, samples on the host, and does not speculate.
 """
 
+import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.servers.launch import PYTHON_PATH, ServerProcess, free_port, search_path
@@ -26,6 +28,7 @@ READY = {
 }
 NAMED = re.compile(r"(?P<name>(?!https?:)(?:(?! -)[^=:])+)=(?P<rest>.+)", re.DOTALL)
 """NAME=WHAT. A name may contain spaces. An equals sign after a flag's hyphen belongs to the flag."""
+RUNNING = re.compile("https?://")
 DRAFTS = re.compile(r"(mtp|dflash)-([1-9]\d?)")
 
 NO_HOST_CACHES = ("--cache-ram", "0", "--ctx-checkpoints", "0")
@@ -44,7 +47,9 @@ A peer is ``[NAME=]WHAT [FLAGS]``. WHAT is one of
 * ``server``: qwen-serve (python -m qwen_serve.server)
 * ``llama-server``: llama.cpp's server; ``llama-server:PART+PART`` adds the parts below to its defaults
 * ``vllm[:MODEL]``: vLLM, if it is installed. MODEL is a hub id or a folder (default: the GGUF)
-* ``http://host:port``: a running server, such as SGLang
+* ``http://host:port [FIELDS] [beside FIELDS]``: a running server, such as SGLang. FIELDS, a JSON object such
+  as ``{"temperature": 0.7, "top_k": 20}``, is added to its requests, so that one server is measured with
+  several ways to sample. ``beside``: one more client, which is not measured, sends requests with other fields
 
 FLAGS are passed to the program, after the flags that this command sets.
 
@@ -64,13 +69,15 @@ Parts of llama-server:
 @dataclass(frozen=True, slots=True)
 class Peer:
     """A server to compare. ``flags``: the preset's, then the user's; ``model``: what vLLM serves instead of
-    the GGUF."""
+    the GGUF; ``fields``: what requests have more; ``beside``: the fields of a client that is not measured."""
 
     name: str
     program: Program
     flags: tuple[str, ...] = ()
     url: str | None = None
     model: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    beside: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +107,11 @@ def parse_peer(text: str) -> Peer:
     """Parse a value of --peer (`SYNTAX`). Raises BenchError, which says what is wrong."""
     named = NAMED.fullmatch(text)
     rest = named["rest"] if named else text
+    if RUNNING.match(rest):
+        url, _, more = rest.partition(" ")
+        fields, beside = read_fields(text, more)
+        url = url.rstrip("/").removesuffix("/v1")
+        return Peer(named["name"] if named else rest, "url", url=url, fields=fields, beside=beside)
     try:
         words = shlex.split(rest)
     except ValueError as error:
@@ -107,10 +119,6 @@ def parse_peer(text: str) -> Peer:
     if not words:
         raise BenchError("--peer: empty; want [NAME=]WHAT [FLAGS]")
     what, flags = words[0], tuple(words[1:])
-    if what.startswith(("http://", "https://")):
-        if flags:
-            raise BenchError(f"--peer {text}: a running server takes no flags")
-        return Peer(named["name"] if named else what, "url", url=what.rstrip("/").removesuffix("/v1"))
     name = named["name"] if named else " ".join(words)
     program, _, preset = what.partition(":")
     if program == "llama-server":
@@ -122,6 +130,20 @@ def parse_peer(text: str) -> Peer:
     if preset:
         raise BenchError(f"--peer {text}: only llama-server has presets; give {program} its flags")
     return Peer(name, "server", flags)
+
+
+def read_fields(peer: str, text: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """(fields of the measured requests, those of the client beside them or None). Raises BenchError."""
+    fields, word, beside = re.fullmatch(r"\s*(.*?)\s*(?:(beside)\s+(.*))?", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    try:
+        found = [json.loads(one) if one else {} for one in (fields, beside)]
+    except ValueError:
+        found = [None]
+    if not all(isinstance(one, dict) for one in found):
+        raise BenchError(
+            f"--peer {peer}: a running server takes no flags, only JSON objects: [FIELDS] [beside FIELDS]"
+        )
+    return found[0], found[1] if word else None
 
 
 def preset_flags(preset: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ others continue.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -48,9 +48,12 @@ class Contender:
             command=command,
             url=process.url,
             **log,
+            **({"fields": dict(peer.fields)} if peer.fields else {}),
+            **({"beside": dict(peer.beside)} if peer.beside is not None else {}),
             **resources(peer, setup),
         )
-        return cls(peer, process, Target(peer.name, Client(process.url, timeout=timeout, api_key=api_key)))
+        client = Client(process.url, timeout=timeout, api_key=api_key)
+        return cls(peer, process, Target(peer.name, client, fields=peer.fields, beside=peer.beside))
 
     @property
     def alive(self) -> bool:
@@ -67,7 +70,7 @@ class Contender:
         """Record the running server's description of itself."""
         named = self.peer.program in ("url", "vllm")  # these require the model's name
         listed = await self.target.client.model() if named else None
-        self.target = Target(self.peer.name, self.target.client, listed)
+        self.target = replace(self.target, model=listed)
         about = await provenance.about_server(self.target.client)
         seconds = {"start_seconds": self.process.start_seconds} if self.process.command else {}
         run.describe(self.peer.name, **about, **seconds)

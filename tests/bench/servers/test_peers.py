@@ -16,7 +16,7 @@ import pytest
 from qwen_serve.bench.analysis.statistics import times_as_good
 from qwen_serve.bench.cli import main
 from qwen_serve.bench.store import Results, load
-from tests.bench.fake_server import FakeServer, Script
+from tests.bench.fake_server import Body, FakeServer, Script
 from tests.marks import slow_but
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ MANY = ["--input-tokens", "24", "--output-tokens", "12", "--requests", "6", "--l
 PROGRAM = """#!{python}
 import sys, time
 sys.path.insert(0, {root!r})
-from tests.bench.fake_server import FakeServer, Script
+from tests.bench.fake_server import Body, FakeServer, Script
 flags = sys.argv
 print("started with", *flags[1:], flush=True)
 if "--crash" in flags:
@@ -313,3 +313,47 @@ def port_is_free(url: str) -> bool:
     """Whether nothing listens on the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) != 0
+
+
+def test_a_running_servers_requests_have_fields(tmp_path: Path) -> None:
+    """One server, measured with several ways to sample."""
+    drawn = {"temperature": 0.7, "logit_bias": {"5": 1}}
+    with FakeServer() as server:
+        peers = ["--peer", f"greedy={server.url}", "--peer", f"drawn={server.url}/v1 {json.dumps(drawn)}"]
+        found = compare(
+            tmp_path, *peers, *TOKENIZER, "--workload", "random", *MANY, "--rounds", "1", "--spot-checks", "0"
+        )
+        asked = [body for _, body in server.requests if "prompt" in body]
+    assert {body["temperature"] for body in asked} == {0.0, 0.7}
+    assert all(body.get("logit_bias") == {"5": 1} for body in asked if body["temperature"])
+    assert {len(values(found, "output_rate", subject=name)) for name in ("greedy", "drawn")} == {2}
+
+
+def test_a_client_beside_is_not_measured(tmp_path: Path) -> None:
+    with FakeServer(Script(token_delay=0.002)) as server:
+        peer = f'{server.url} {{"top_k": 7}} beside {{"top_k": 9}}'
+        options = ["--workload", "random", *MANY, "--rounds", "2", "--spot-checks", "0", *TOKENIZER]
+        found = compare(tmp_path, "--peer", f"one={peer}", *options)
+        kinds = [body["top_k"] for _, body in server.requests if "prompt" in body]
+    assert kinds.count(7) > 12 * 2, "warm-up too"
+    assert 9 in kinds
+    assert len(values(found, "latency", subject="one")) == 6 * 2 * 2
+
+
+def test_a_failing_client_beside_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(path: str, body: Body) -> Body:
+        return {**body, "prompt": 7} if body.get("top_k") == 9 else body
+
+    with FakeServer(Script(on_request=refuse, token_delay=0.002)) as server:
+        peer = f'{server.url} beside {{"top_k": 9}}'
+        options = ["--workload", "random", *MANY, *TOKENIZER, "--out", str(tmp_path)]
+        assert main(["peers", "--peer", f"one={peer}", *options]) == 1
+    assert "the client beside" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", ["--flag", "{", "[1]", "{} beside", '{} besides {"a": 1}'])
+def test_fields_that_are_no_objects_are_refused(
+    more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["peers", "--peer", f"http://127.0.0.1:9 {more}", "--out", str(tmp_path)]) == 1
+    assert "[FIELDS] [beside FIELDS]" in capsys.readouterr().err
