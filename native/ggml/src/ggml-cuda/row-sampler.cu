@@ -4,6 +4,9 @@
 // of a launch must be resident at once (cudaLaunchCooperativeKernel). Sums are integers, so their order is free.
 #include "row-sampler.cuh"
 
+#include <mutex>
+#include <unordered_map>
+
 #if defined(GGML_USE_HIP) || defined(GGML_USE_MUSA)
 
 extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t, const llama_row_launch *) { return false; }
@@ -685,22 +688,29 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
 
 static_assert(sizeof(row_scratch) * LLAMA_ROW_MOST <= LLAMA_ROW_SCRATCH, "no room for what the blocks of a row share");
 
-// What is of one device: uploads have a stream of their own, so that they do not wait for the pass.
-struct row_device {
+// What is of one backend. Uploads have a stream of their own, so that they do not wait for the pass.
+struct row_streams {
     cudaStream_t uploads  = nullptr;
     cudaEvent_t  uploaded = nullptr, sampled = nullptr;
 };
 
-extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t backend, const llama_row_launch * launch) {
-    static row_device           devices[GGML_CUDA_MAX_DEVICES];
-    ggml_backend_cuda_context & context = *(ggml_backend_cuda_context *) backend->context;
-    row_device &                device  = devices[context.device];
-    ggml_cuda_set_device(context.device);
-    if (!device.uploads) {
-        CUDA_CHECK(cudaStreamCreateWithFlags(&device.uploads, cudaStreamNonBlocking));
-        CUDA_CHECK(cudaEventCreateWithFlags(&device.uploaded, cudaEventDisableTiming));
-        CUDA_CHECK(cudaEventCreateWithFlags(&device.sampled, cudaEventDisableTiming));
+static row_streams & streams_of(const ggml_backend_cuda_context & context) {
+    static std::mutex                                                         mutex;
+    static std::unordered_map<const ggml_backend_cuda_context *, row_streams> all;
+    std::lock_guard<std::mutex>                                               lock(mutex);
+    row_streams &                                                             found = all[&context];
+    if (!found.uploads) {
+        CUDA_CHECK(cudaStreamCreateWithFlags(&found.uploads, cudaStreamNonBlocking));
+        CUDA_CHECK(cudaEventCreateWithFlags(&found.uploaded, cudaEventDisableTiming));
+        CUDA_CHECK(cudaEventCreateWithFlags(&found.sampled, cudaEventDisableTiming));
     }
+    return found;
+}
+
+extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t backend, const llama_row_launch * launch) {
+    ggml_backend_cuda_context & context = *(ggml_backend_cuda_context *) backend->context;
+    ggml_cuda_set_device(context.device);
+    row_streams & device = streams_of(context);
     if (!launch) {
         CUDA_CHECK(cudaEventSynchronize(device.sampled));
         return true;
