@@ -271,6 +271,19 @@ def test_rows_of_a_draft_count_what_comes_before_them(last_n: int | None) -> Non
     assert choose(sampler, rows[0]).token == choose(make(), rows[0]).token
 
 
+def test_the_same_noise_chooses_the_same_from_similar_logits() -> None:
+    """So a drafter that draws with a request's noise is right far more often than one that takes the best."""
+    rng, same, best, n = np.random.default_rng(5), 0, 0, 300
+    for seed in range(n):
+        logits = rng.normal(0, 1.5, 2000).astype(np.float32)
+        others = logits + rng.normal(0, 0.7, 2000).astype(np.float32)
+        sampler = RowSampler(Filters(("temperature",), seed=seed), 2000)
+        right = choose(sampler, logits).token
+        same += choose(sampler, others).token == right
+        best += int(others.argmax()) == right
+    assert same > 0.4 * n > 4 * best
+
+
 # --- rules, penalties, broken rows -----------------------------------------------------------------------
 
 
