@@ -14,6 +14,7 @@ import os
 import weakref
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -304,6 +305,17 @@ class RowResult:
         return not (same and all(np.array_equal(*pair) for pair in pairs))
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Of all rows together."""
+
+    n_top: list[int]
+    """-1 where no log-probabilities are wanted."""
+    logprobs: list[float]
+    ranks: list[int]
+    top: npt.NDArray[np.float32]
+
+
 class RowResults:
     """The results of a step's requests, in their order."""
 
@@ -316,13 +328,24 @@ class RowResults:
         return len(self.tokens)
 
     def __getitem__(self, i: int) -> RowResult:
-        one = self._array[i]
-        if not one["mass"]:
-            return RowResult(Status(self.statuses[i]), self.tokens[i])
-        n, sum_ = int(one["n_top"]), float(one["best"]) + math.log(int(one["mass"])) - _LOG_ONE
-        logprobs = (one["top_logits"][:n].astype(np.float64) - sum_).astype(np.float32)
-        logprob = float(np.float32(float(one["logit"]) - sum_))
-        return RowResult(Status.OK, self.tokens[i], logprob, int(one["rank"]), one["top"][:n], logprobs)
+        n, token, status = self._scores.n_top[i], self.tokens[i], Status(self.statuses[i])
+        if n < 0:
+            return RowResult(status, token)
+        found = self._scores
+        best = self._array["top"][i, :n], found.top[i, :n]
+        return RowResult(status, token, found.logprobs[i], found.ranks[i], *best)
+
+    @cached_property
+    def _scores(self) -> _Scores:
+        array = self._array
+        scored = array["mass"] > 0
+        sums = array["best"] + np.log(np.maximum(array["mass"], 1).astype(np.float64)) - _LOG_ONE
+        return _Scores(
+            np.where(scored, array["n_top"], -1).tolist(),
+            (array["logit"] - sums).astype(np.float32).tolist(),
+            array["rank"].tolist(),
+            (array["top_logits"] - sums[:, None]).astype(np.float32),
+        )
 
     def whole(self, i: int) -> npt.NDArray[np.float32]:
         """The row [n_vocab] of a request without a sampler, writable. Valid until the next step's."""
