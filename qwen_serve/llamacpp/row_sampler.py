@@ -17,17 +17,17 @@ from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import numpy.typing as npt
 
 from . import ggml
 from .errors import LlamaError
+from .patches import ROW_SAMPLER, brings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-HAS_ROW_SAMPLER = hasattr(C._lib, "llama_sample_rows")
+HAS_ROW_SAMPLER = brings(ROW_SAMPLER, "llama_sample_rows")
 """Whether this build has the sampler. Stock llama.cpp has not."""
 
 N_THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

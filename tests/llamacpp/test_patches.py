@@ -48,7 +48,7 @@ def test_what_the_server_cannot_do_without_is_refused() -> None:
     done = told("layer-inputs-ring,mmq-thin")
     assert done.returncode != 0
     known = (
-        "amx-broadcast, batch-invariant, f16-copies, layer-inputs-ring, repacked-weights, shared-snapshots"
+        "amx-broadcast, batch-invariant, f16-copies, layer-inputs-ring, repacked-weights, row-sampler, shared-snapshots"
     )
     assert f"LLAMA_PATCHES_HIDE: mmq-thin: want some of {known}" in done.stderr
 
