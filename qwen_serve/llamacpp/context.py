@@ -16,6 +16,7 @@ from . import inside, layers
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
+from .memory import matrix
 from .patches import BATCH_INVARIANT, STEPS_APART, brings
 from .ragged import most_lengths
 from .row_sampler import HAS_ROW_SAMPLER, UNCHECKED, UNKNOWN, Filters, Place, RowRequest, RowSampler, RowSteps
@@ -50,12 +51,6 @@ FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
 PLANES = 4
 """Axes of a picture's position: time, row, column, and one that Qwen3.5 leaves at 0."""
-
-
-def matrix(address: int, rows: int, width: int) -> npt.NDArray[np.float32]:
-    """A view of llama.cpp's memory with 4 bytes a number: shape [rows, width]."""
-    memory = (ctypes.c_char * (4 * rows * width)).from_address(address)
-    return np.frombuffer(memoryview(memory), np.float32).reshape(rows, width)
 
 
 class Context:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from . import ggml
 from .errors import LlamaError
+from .memory import matrix
 from .patches import ROW_SAMPLER, brings
 
 if TYPE_CHECKING:
@@ -418,5 +419,4 @@ class RowSteps:
         return int(_n_rows_in_order(self._context))
 
     def _whole_row(self, i: int) -> npt.NDArray[np.float32]:
-        memory = (ctypes.c_char * (4 * self._n_vocab)).from_address(_whole_row(self._context, i))
-        return np.frombuffer(memoryview(memory), np.float32)
+        return matrix(_whole_row(self._context, i), 1, self._n_vocab)[0]
