@@ -419,4 +419,5 @@ class RowSteps:
         return int(_n_rows_in_order(self._context))
 
     def _whole_row(self, i: int) -> npt.NDArray[np.float32]:
-        return matrix(_whole_row(self._context, i), 1, self._n_vocab)[0]
+        row: npt.NDArray[np.float32] = matrix(_whole_row(self._context, i), 1, self._n_vocab)[0]
+        return row
