@@ -90,6 +90,9 @@ class Status(IntEnum):
     """The row was not kept."""
 
 
+_STATUSES = tuple(Status)
+
+
 class _Params(ctypes.Structure):
     """`struct llama_row_params`."""
 
@@ -285,18 +288,24 @@ class RowRequest:
     """The next request is for the row behind this token, with the same sampler; -1: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, eq=False)
 class RowResult:
-    """The log-probabilities are those of the row as the model computed it, padding included."""
+    """The log-probabilities are those of the row as the model computed it, padding included.
+
+    Not frozen, since a frozen one takes twice as long to make.
+    """
 
     status: Status
     token: int
     logprob: float = math.nan
     rank: int = 0
     """1 for the likeliest token; of equally likely ones the lowest id comes first."""
-    best: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    best: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
     """The likeliest tokens, best first; of equally likely ones the lowest id."""
-    best_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    best_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
 
     def differs(self, other: RowResult) -> bool:
         """Whether any bit of it is another."""
@@ -329,7 +338,7 @@ class RowResults:
         return len(self.tokens)
 
     def __getitem__(self, i: int) -> RowResult:
-        n, token, status = self._scores.n_top[i], self.tokens[i], Status(self.statuses[i])
+        n, token, status = self._scores.n_top[i], self.tokens[i], _STATUSES[self.statuses[i]]
         if n < 0:
             return RowResult(status, token)
         found = self._scores

@@ -111,7 +111,8 @@ class Sampler:
         the likeliest tokens with log-probabilities, or -1 for none. Raises what the constraint raises."""
         if self._native is None:
             return [RowRequest(None) for _ in range(len(draft) + 1)]
-        return self._native.requests(list(self._forced), draft, self._constraint, n_top)
+        forced = list(self._forced) if self._forced else []
+        return self._native.requests(forced, draft, self._constraint, n_top)
 
     def request_score(self, token: int, n_top: int) -> RowRequest:
         """A request for the log-probability of a prompt's `token`, which follows the row."""

@@ -55,6 +55,8 @@ class NativeSampler:
             or params.allowed_token_ids is not None
         )
         self.sampler = sampler = RowSampler(_filters(params, seed), vocab.n_real)
+        self._usual = [RowRequest(sampler)]
+        """Requests for a step without a draft."""
         sampler.ban(banned)
         sampler.bias(params.logit_bias)
         if params.allowed_token_ids is not None:
@@ -74,6 +76,10 @@ class NativeSampler:
     ) -> list[RowRequest]:
         """Requests for the rows before each token of a draft, and for the one after it; the draft's first
         tokens are `forced`, which were accepted already. Raises what the constraint raises."""
+        if not forced and not draft and constraint is None and self._within < 0:  # nearly all
+            if self._usual[0].n_top != n_top:
+                self._usual = [RowRequest(self.sampler, n_top=n_top)]
+            return self._usual
         made = [RowRequest(self.sampler, n_top=n_top, scored=token) for token in forced[: len(draft) + 1]]
         if len(made) > len(draft):
             return made
