@@ -268,7 +268,7 @@ enum { LLAMA_ROW_SEEN = 1, LLAMA_ROW_SEEN_WITHIN = 2, LLAMA_ROW_BANNED = 4 };
 
 #define LLAMA_ROW_MAX_TOP 20
 
-#define LLAMA_ROW_UNCHECKED -2 // n_top of a row that may have logits that are not finite: a draft of some of the tokens
+#define LLAMA_ROW_UNCHECKED (-2) // n_top of a row that may have logits that are not finite: a draft of some of the tokens
 
 // What a request's rules and penalties change in its row; one edit a token.
 struct llama_row_edit {
