@@ -72,11 +72,12 @@ LRS_FN float lrs_penalise(float logit, bool seen, float repetition, float less) 
 
 // --- order -------------------------------------------------------------------------------------------------------
 
-// Orders floats as numbers. Fast math flushes denormal ones to 0, so they are 0 here, and so is -0. Not for NaN.
+// Orders floats as numbers. Fast math flushes denormal ones to 0, so they are 0 here, and so is -0. NaN is the lowest.
 LRS_FN uint32_t lrs_order(float logit) {
     uint32_t bits;
     memcpy(&bits, &logit, 4);
     if ((bits & 0x7f800000u) == 0) { bits = 0; }
+    if ((bits & 0x7fffffffu) > 0x7f800000u) { return 0; }
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 

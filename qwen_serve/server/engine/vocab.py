@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from contextlib import suppress
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 from unicodedata import normalize
@@ -99,7 +100,6 @@ class Vocab:
         self.n_real = model.n_real
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         self._pieces: dict[int, bytes] = {}
-        self._spellings: dict[int, bytes] = {}
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
         self._cache: LRUCache[str, array[int]] = LRUCache(cached, getsizeof=len)
         self._cache_lock = Lock()
@@ -209,10 +209,13 @@ class Vocab:
         """The token's own text, also that of a control token."""
         if not 0 <= token < self.size:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
-        piece = self._spellings.get(token)
-        if piece is None:
-            piece = self._spellings[token] = self._model.piece(token, special=True)
-        return piece
+        return self._model.piece(token, special=True)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The spelling of every token, with U+FFFD for a part of a character."""
+        pieces = (self._model.piece(token, special=True) for token in range(self.size))
+        return [piece.decode("utf-8", "replace") for piece in pieces]
 
 
 def token_of(vocab: Vocab, tag: str) -> int | None:
