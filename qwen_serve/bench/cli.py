@@ -116,6 +116,13 @@ COMMANDS = {
                 "Types of the KV cache: bytes, time, divergence, retrieval over long distances.",
                 "qwen_serve.bench.engine.kv_cache:kv_cache",
             ),
+            "memory": Command(
+                "Which quant and which context fit on a card.", "qwen_serve.bench.engine.memory:memory"
+            ),
+            "recipe": Command(
+                "A recipe for a larger model, from a smaller one's search.",
+                "qwen_serve.bench.engine.recipe:recipe",
+            ),
             "roofline": Command(
                 "Predicted time of a request on a card.",
                 "qwen_serve.bench.analysis.roofline:roofline",

@@ -61,6 +61,10 @@ PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
 PLAIN = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the model's weights unchanged."""
 REFUSED = {
+    "use_qalora": "QA-LoRA adds up inputs by groups, which llama.cpp does not",
+    "use_bdlora": "BD-LoRA has block-diagonal matrices, which llama.cpp does not apply",
+    "kasa_config": "KaSA also changes the model's own weights; merge it into the checkpoint",
+    "monteclora_config": "MonteCLoRA mixes drawn matrices; merge it into the checkpoint",
     "use_dora": "DoRA also scales each row of the sum, which llama.cpp does not",
     "lora_bias": "llama.cpp adds no bias of an adapter",
     "modules_to_save": "modules that were trained whole are no adapter; merge it into the checkpoint",

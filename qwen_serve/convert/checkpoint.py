@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -25,9 +26,17 @@ if TYPE_CHECKING:
 SMALL_SHARD = 64_000_000  # bytes; a shard up to this size is hashed quickly
 HEAD_CHUNK = 1 << 20  # elements of embedding and head that are compared at a time
 INDEX = "model.safetensors.index.json"
-SHARDS = "model*.safetensors"
-SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+SINGLE, SHARDS, MTP_FILES = "model.safetensors", "model*.safetensors", "*mtp*.safetensors"
+PICKLED = ("*.bin", "*.pt", "*.pth")
+SHARD = re.compile(r"model(?:\.safetensors)?-(\d+)-of-(\d+)\.safetensors")
+MTP_NAME = re.compile(r"(?:(?:model|language_model)\.)*mtp\.")
+OWN = ("model.", "lm_head.", "mtp.")
+"""Beginnings of official names. Trainers save other heads beside them, such as `v_head.`"""
+BUFFER = ".inv_freq"
+"""End of the names of tables that older versions of transformers saved, and that follow from config.json."""
 HEAD, EMBEDDINGS = "lm_head.weight", ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight")
+WRAPPERS = re.compile(r"(?:_orig_mod\.|_fsdp_wrapped_module\.|module\.|base_model\.model\.)+")
+"""What torch.compile, FSDP, DDP and PEFT put before every name, if the wrapped model is saved."""
 NAMES = (
     (re.compile(r"(?:(?:model|language_model)\.)*(?=(?:lm_head|mtp)\.)"), ""),
     (re.compile(r"(?:(?:model|language_model)\.)*(?=visual\.)"), "model."),
@@ -45,6 +54,8 @@ TEXT_FILES = (  # everything besides the tensors that ends up in the GGUF
     "README.md",
 )
 MODELOPT = "hf_quant_config.json"
+QUANTIZERS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of AutoGPTQ and AutoAWQ, and the method if they do not name it."""
 MORE_TEXTS = "additional_chat_templates/*.jinja"
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Files that describe the preprocessing of pictures. The second takes precedence; newer checkpoints have it
@@ -68,11 +79,17 @@ class Checkpoint:
             CheckpointError: a file is missing, damaged or of another architecture; the message says which.
         """
         values = read_json(folder / "config.json")
-        if not method_of(values) and (folder / MODELOPT).is_file():  # where modelopt used to write it
-            said = read_json(folder / MODELOPT).get("quantization") or {}
-            values["quantization_config"] = {"quant_method": "modelopt", **said}
+        if not method_of(values) and (said := _method_beside(folder)):
+            values["quantization_config"] = said
         config = ModelConfig.from_json(values)
-        tensors = with_weights(official_names(read_tensors(folder)), method_of(values))
+        named = official_names(read_tensors(folder))
+        foreign = [name for name in named if not name.startswith(OWN)]
+        own = {name: tensor for name, tensor in named.items() if name.startswith(OWN)}
+        tensors = with_weights(own, method_of(values))
+        if foreign and any(name in own for name in EMBEDDINGS):
+            more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+            remark = f"{foreign[0]}{more}: no part of the language model, left out as in transformers"
+            config = replace(config, remarks=(*config.remarks, remark))
         config = _with_own_head(config, values, tensors)
         if config.n_mtp_layers and not any(name.startswith("mtp.") for name in tensors):
             remark = (
@@ -90,10 +107,20 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """A digest that changes with every input file: with its content or, for large shards, size and
         time."""
-        paths = [self.folder / name for name in TEXT_FILES]
+        paths = [self.folder / name for name in (*TEXT_FILES, MODELOPT, *QUANTIZERS)]
         paths += sorted(self.folder.glob(MORE_TEXTS))
         texts = {path.name: file_digest(path) for path in paths if path.is_file()}
         return fingerprint({"shards": shard_stamps(self.tensors), "texts": texts})
+
+
+def _method_beside(folder: Path) -> dict[str, Any] | None:
+    """How a checkpoint is quantized, by the files in which modelopt, AutoGPTQ and AutoAWQ used to say it."""
+    if (folder / MODELOPT).is_file():
+        return {"quant_method": "modelopt", **(read_json(folder / MODELOPT).get("quantization") or {})}
+    for name, method in QUANTIZERS.items():
+        if (folder / name).is_file():
+            return {"quant_method": method, **read_json(folder / name)}
+    return None
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -116,10 +143,14 @@ def official_names(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTenso
     """
     found: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
+        if wrapped := WRAPPERS.match(name):
+            name = name[wrapped.end() :]
         for pattern, prefix in NAMES:
             if match := pattern.match(name):
                 name = prefix + name[match.end() :]
                 break
+        if name.endswith(BUFFER):
+            continue
         if name in found:
             raise CheckpointError(
                 f"{tensor.path}: tensors {found[name].name} and {tensor.name} are both {name}"
@@ -179,15 +210,23 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
         CheckpointError: a shard is missing or damaged, or a tensor is duplicated or missing.
     """
+    weight_map = _weight_map(folder)
     tensors: dict[str, StoredTensor] = {}
-    for shard in _shards(folder):
+    for shard in _shards(folder, weight_map):
         for tensor in read_header(shard):
             if tensor.name in tensors:
                 raise CheckpointError(
                     f"{shard}: tensor {tensor.name} is also in {tensors[tensor.name].path.name}"
                 )
             tensors[tensor.name] = tensor
-    _check_against_index(folder, tensors)
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / file}: tensor {name}, promised by {INDEX}, is not in it")
+    used = {tensor.path for tensor in tensors.values()}
+    for path in sorted({*folder.glob(MTP_FILES)} - used):  # tools that keep a head in a file of its own
+        for tensor in read_header(path):
+            if MTP_NAME.match(tensor.name):
+                tensors.setdefault(tensor.name, tensor)
     return tensors
 
 
@@ -205,6 +244,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
+    """Name of each tensor -> name of its file, by the index; empty without one, or if it is an older
+    checkpoint's."""
+    if not (folder / INDEX).is_file():
+        return {}
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX}: weight_map must map tensor names to shard names")
@@ -215,32 +258,32 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 f"{folder / INDEX}: weight_map has {shard!r:.80} for {tensor}; want the name of a file in "
                 "this folder, *.safetensors"
             )
+    if (folder / SINGLE).is_file() and SINGLE not in weight_map.values():
+        print(
+            f"{folder}: {SINGLE} is read, as in transformers; {INDEX} names other files, which are not",
+            file=sys.stderr,
+        )
+        return {}
     return weight_map
 
 
-def _shards(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        names = sorted(set(_weight_map(folder).values()))
+def _shards(folder: Path, weight_map: Mapping[str, str]) -> list[Path]:
+    if weight_map:
+        names = sorted(set(weight_map.values()))
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise CheckpointError(
                 f"{folder}: {len(missing)} of {len(names)} shards named in {INDEX} are missing: "
                 f"{', '.join(missing)}"
             )
         return [folder / name for name in names]
-    if (single := folder / "model.safetensors").is_file():
+    if (single := folder / SINGLE).is_file():
         return [single]
     if not (shards := sorted(folder.glob(SHARDS))):
-        raise CheckpointError(f"{folder} has neither {INDEX} nor {single.name}, nor others {SHARDS}")
+        others = [path.name for end in PICKLED for path in sorted(folder.glob(end))]
+        hint = f"; {others[0]} is pickled: save it with `save_pretrained` of transformers 5" if others else ""
+        raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}, nor others {SHARDS}{hint}")
     parts = [SHARD.fullmatch(path.name) for path in shards]
     counts = {int(part[2]) for part in parts if part}
     if len(counts) == 1 and all(parts) and len(shards) != (count := counts.pop()):
         raise CheckpointError(f"{folder}: {len(shards)} of {count} shards are there; download the others")
     return shards
-
-
-def _check_against_index(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    if not (folder / INDEX).is_file():
-        return
-    for name, shard in _weight_map(folder).items():
-        if name not in tensors:
-            raise CheckpointError(f"{folder / shard}: tensor {name}, promised by {INDEX}, is not in it")

@@ -15,6 +15,10 @@ from qwen_serve.convert.prequantized import check_method, method_of
 DENSE_ARCHITECTURES = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
 MOE_ARCHITECTURES = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 ARCHITECTURES = (*DENSE_ARCHITECTURES, *MOE_ARCHITECTURES)
+BY_TYPE = dict(
+    zip(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), ARCHITECTURES, strict=True)
+)
+"""The architecture of a `model_type`, where a configuration has none."""
 ARCHS = ("qwen35", "qwen35moe")
 """llama.cpp's names for the dense and the expert models: `general.architecture`."""
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -97,7 +101,7 @@ class ModelConfig:
         Raises: CheckpointError: another architecture, a quantized checkpoint, a field that is missing or
             wrong, or an unknown field that may change the model.
         """
-        named = config.get("architectures") or ["(none)"]
+        named = config.get("architectures") or [BY_TYPE.get(str(config.get("model_type")), "(none)")]
         if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
             raise CheckpointError(f"config.json: architectures must be a list of names, got {named!r}")
         if not isinstance(config.get("text_config", {}), Mapping):
@@ -291,6 +295,10 @@ def _layer_types(given: Any, n_layers: int, interval: int) -> tuple[str, ...]:
         raise CheckpointError(
             f"config.json: layer_types must be num_hidden_layers ({n_layers}) names, each {LINEAR} or {FULL}"
         )
+    if len(set(given)) == 1:
+        raise CheckpointError(
+            f"config.json: layer_types has {given[0]} alone; llama.cpp computes Qwen3.5 with both kinds"
+        )
     return tuple(given)
 
 
@@ -329,6 +337,8 @@ def rope_parameters(text: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     if "attn_factor" in rope:  # llama.cpp's converter treats it as `attention_factor`
         rope.setdefault("attention_factor", rope.pop("attn_factor"))
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "mrope":  # Qwen2-VL's word for the default with sections
+        kind = "default"
     if kind not in ("default", "linear", "yarn"):
         raise CheckpointError(f"config.json: rope_type is {kind!r}; known are default, linear and yarn")
     rope["rope_type"] = kind

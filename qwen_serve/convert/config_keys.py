@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 READ = frozenset(
     [
         "architectures",
+        "compression_config",
         "full_attention_interval",
         "head_dim",
         "hidden_size",

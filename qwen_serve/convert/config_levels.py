@@ -46,7 +46,7 @@ MOE_DEFAULTS: dict[str, Any] = {
 }
 """Of `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig`; saved configurations rarely leave them out."""
 
-OUTER = {"architectures", "quantization_config", TIED, INNER}
+OUTER = {"architectures", "compression_config", "quantization_config", TIED, INNER}
 """Keys that are read on the outer level, too."""
 
 OFTEN_ASKED = {

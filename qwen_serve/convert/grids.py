@@ -4,15 +4,17 @@ A quantized checkpoint's weight is scale * (code - zero) with a scale for each g
 of 32 columns hold that exactly if a block has one scale and zero point, the scale is a number of F16, and:
 
 - Q4_0 (scale * (q - 8), q from 0 to 15): code - zero is from -8 to 7, as without zero points;
-- Q4_1 (scale * q + offset): the offset, -scale * zero, is a number of F16;
 - Q8_0 (scale * q, q from -128 to 127), for 8 bits.
 
 Groups of 64 or 128 columns, and one for a row, repeat their scale in each block. A scale in BF16 is one of
-F16 from 7.6e-6 up to 65504. Scales in F32, and most offsets, need more bits than F16 has: then the integers
-are kept, too, and the scales or offsets rounded to F16. That moves a weight by less than 1/130 of a step,
-where rounding to another grid moves it by a quarter, and the converter says so. Q4_K has nothing to add: its
-blocks of 256 columns have a scale in F16 and multiples of it in 6 bits, which hold groups of 256 and more
-columns alone, in no fewer bits.
+F16 from 7.6e-6 up to 65504. Scales in F32 need more bits than F16 has: then the integers are kept, too, and
+the scales rounded to F16. That moves a weight by less than 1/130 of a step, where rounding to another grid
+moves it by a quarter, and the converter says so.
+
+Two types would hold more, and are not used. Q4_1 (scale * q + offset) holds 4 bits with zero points, in half
+a bit more than Q4_K; such a file was larger and diverged more than one that is rounded again
+(docs/conversion.md). Q4_K has a scale in F16 for 256 columns and multiples of it in 6 bits, which hold groups
+of 256 and more columns alone, in no fewer bits.
 """
 
 from __future__ import annotations
@@ -45,16 +47,14 @@ if TYPE_CHECKING:
     from qwen_serve.convert.tensors import PlannedTensor, TensorPlan
     from qwen_serve.convert.whole_model import WholeModel
 
-GRID_VERSION: Final = 1
+GRID_VERSION: Final = 2
 """Raise it when the same grid would be written differently."""
 BLOCK = 32
 MIDDLE_4 = 8
 """What Q4_0 subtracts."""
 RELATIVE = 2.0**-11
 """Largest relative error of rounding to a normal number of F16."""
-SLACK = 0.5
-"""Bits a weight by which an exact type may exceed the recipe's."""
-Q4_0, Q4_1, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0
+Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
 
 
 class NotHeld(Exception):
@@ -93,13 +93,13 @@ class Kept:
                 continue
             try:
                 kind, _, exact = blocks_of(_grid(tensor, model.config))
-                if _bits(kind) > _bits(planned[tensor.name]) + SLACK:
+                if _bits(kind) > _bits(planned[tensor.name]):
                     raise NotHeld(f"the recipe's {planned[tensor.name].name} is smaller")
             except NotHeld as why:
                 others[str(why)] += 1
             else:
                 types[tensor.name] = kind
-                kept[kind.name if exact else f"{kind.name}, scales or offsets rounded to F16"] += 1
+                kept[kind.name if exact else f"{kind.name}, scales rounded to F16"] += 1
         print(f"matrices that keep the checkpoint's integers: {_counts(kept)}", file=sys.stderr)
         if others:
             print(f"matrices whose integers are rounded again: {_counts(others)}", file=sys.stderr)
@@ -151,7 +151,7 @@ def has_grid(stored: TensorSource) -> bool:
 
 
 def blocks_of(grid: Grid) -> tuple[GGMLQuantizationType, NDArray[np.uint8], bool]:
-    """The type that holds a grid, its blocks [rows, bytes], and whether scales and offsets are exact in F16.
+    """The type that holds a grid, its blocks [rows, bytes], and whether scales are exact in F16.
 
     Raises:
         NotHeld: there is none.
@@ -172,9 +172,7 @@ def blocks_of(grid: Grid) -> tuple[GGMLQuantizationType, NDArray[np.uint8], bool
         return Q8_0, _joined(rows, steps[..., None], values.astype(np.int8)), exact
     if low >= -MIDDLE_4 and high < MIDDLE_4:
         return Q4_0, _joined(rows, steps[..., None], _nibbles(values + MIDDLE_4)), exact
-    offsets, also = _as_f16(-scales * zeros.astype(np.float32))
-    codes = _nibbles(grid.codes.reshape(shape))
-    return Q4_1, _joined(rows, np.stack([steps, offsets], -1), codes), exact and also
+    raise NotHeld("4 bits with zero points")
 
 
 def _grid(tensor: PlannedTensor, config: ModelConfig) -> Grid:

@@ -6,6 +6,7 @@ qwen35moe.cpp); names, licence and model-card fields follow gguf's own heuristic
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -34,8 +35,9 @@ FILE_TYPES: dict[str, gguf.LlamaFileType] = {
 
 RATIO_OF_ONE = 1e-6
 
+WHOLE_NUMBERS = ("top_k", "penalty_last_n", "mirostat")
 SAMPLING = {
-    **{name: name for name in ("sequence", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold")},
+    **{name: name for name in ("top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold")},
     **{name: name for name in ("penalty_last_n", "mirostat", "mirostat_tau", "mirostat_eta")},
     "temperature": "temp",
     "repetition_penalty": "penalty_repeat",
@@ -90,9 +92,30 @@ def _metadata(folder: Path, n_params: int) -> gguf.Metadata:
         for path in (folder / "config.json", folder / "generation_config.json")
     )
     metadata = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), card, config, folder, n_params)
+    for entry in fields(metadata):
+        setattr(metadata, entry.name, _as_texts(getattr(metadata, entry.name)))
     for key, name in SAMPLING.items():
-        setattr(metadata, f"sampling_{name}", generation.get(key))
+        setattr(metadata, f"sampling_{name}", _number(key, generation.get(key), name in WHOLE_NUMBERS))
     return metadata
+
+
+def _as_texts(value: Any) -> Any:
+    """A model card's value with texts in place of numbers and dates, which YAML reads where a text is
+    meant."""
+    if isinstance(value, dict):
+        return {key: _as_texts(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_as_texts(each) for each in value]
+    return value if value is None else str(value)
+
+
+def _number(key: str, value: Any, whole: bool) -> float | int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
+        wanted = "a whole number" if whole else "a number"
+        raise CheckpointError(f"generation_config.json: {key} is {value!r:.60}; want {wanted}")
+    return int(value) if whole else float(value)
 
 
 def add_attention(writer: gguf.GGUFWriter, config: ModelConfig | DraftConfig) -> None:

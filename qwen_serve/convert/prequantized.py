@@ -8,6 +8,7 @@
 - GPTQ (AutoGPTQ, GPTQModel): `X.qweight` [in / 8, out], `X.qzeros` and `X.scales` [groups, out], `X.g_idx`
   [in], the group of each row. AWQ (AutoAWQ's GEMM version): `X.qweight` [in, out / 8], eight columns to a
   word in an order of their own. auto-round's own format is one of them by its `packing_format`.
+- bitsandbytes: convert.bitsandbytes.
 
 Which codes a weight has follows from its parts, which groups from their shapes.
 """
@@ -18,6 +19,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from qwen_serve.convert import bitsandbytes
 from qwen_serve.convert.dequantize import (
     SMALL_FLOATS,
     WORD,
@@ -61,16 +63,26 @@ FORMATS = (
     "mixed-precision",
     "dense",
 )
-METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "auto-round")
+METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "compressed-tensors",
+    "modelopt",
+    "gptq",
+    "awq",
+    "auto-round",
+    "bitsandbytes",
+)
 ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 BITS = (2, 4, 8)
 
 
 def method_of(config: Mapping[str, Any]) -> Any:
-    """The `quantization_config` of a parsed `config.json`, on either level."""
+    """The `quantization_config` of a parsed `config.json`, on either level; compressed-tensors used to call
+    it `compression_config`."""
     inner = config.get("text_config")
     for values in (config, inner if isinstance(inner, dict) else {}):
-        if method := values.get("quantization_config"):
+        if method := values.get("quantization_config") or values.get("compression_config"):
             return method
     return None
 
@@ -158,6 +170,8 @@ def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[st
     """
     if not method:
         return tensors
+    if _name(method) == "bitsandbytes":
+        return bitsandbytes.with_weights(tensors)
     made: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         stem, _, end = name.rpartition(".")
@@ -167,6 +181,8 @@ def with_weights(tensors: Mapping[str, StoredTensor], method: Any) -> Mapping[st
             ABOUT_ACTIVATIONS
         ):
             continue
+        elif end == "bias" and f"{stem}.qweight" in tensors and not tensor.read().any():
+            continue  # AutoGPTQ adds biases of zero
         elif name.endswith("_packed"):
             base = name.removesuffix("_packed")
             made[base] = _packed(base, tensor, tensors, method)

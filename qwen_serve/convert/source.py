@@ -20,6 +20,7 @@ from qwen_serve.convert.checkpoint import (
     MODELOPT,
     MORE_TEXTS,
     PREPROCESSOR_FILES,
+    QUANTIZERS,
     TEXT_FILES,
 )
 from qwen_serve.convert.errors import ConvertError
@@ -32,6 +33,7 @@ PATTERNS = (
     *PREPROCESSOR_FILES,
     INDEX,
     MODELOPT,
+    *QUANTIZERS,
     "*.safetensors",
     "adapter_config.json",
     "LICENSE*",

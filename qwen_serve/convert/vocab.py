@@ -27,6 +27,7 @@ PRE_TOKENIZERS = {
 }
 TEMPLATE, OLD_TEMPLATE = "chat_template.jinja", "chat_template.json"
 MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+KNOWN_ENDS, MORE_ENDS = ("<|im_end|>", "<|endoftext|>"), ("eot", "eom")
 BYTE_LEVEL_SPACE = chr(ord(" ") + 256)  # how byte-level BPE writes a space
 
 
@@ -49,14 +50,20 @@ class Vocab:
         Raises: CheckpointError: it is no byte-level BPE, llama.cpp has no name for its pre-tokenizer, or it
             has ids beyond the embedding.
         """
+        if not (folder / "tokenizer.json").is_file() and (folder / "vocab.json").is_file():
+            raise CheckpointError(
+                f"{folder} has vocab.json and no tokenizer.json, which says how text is split: load it with "
+                "AutoTokenizer of transformers 5 and save it (`save_pretrained`), or copy the base model's"
+            )
         tokenizer = read_json(folder / "tokenizer.json")
-        settings = read_json(folder / "tokenizer_config.json")
+        settings = _read_if_there(folder / "tokenizer_config.json")
         model = tokenizer.get("model") or {}
         if model.get("type") != "BPE":
             raise CheckpointError(f"tokenizer.json: model.type must be BPE, got {model.get('type')!r}")
         added = _added_tokens(tokenizer, settings, config.vocab_size)
         tokens, types = _tokens(model.get("vocab") or {}, added, config.vocab_size)
         special_ids = _special_ids(settings, added, config)
+        special_ids |= _more_ends(folder, special_ids, tokens)
         merges = [_merge(entry) for entry in model.get("merges") or []]
         _check_unicode("model.merges", merges)
         return cls(
@@ -103,6 +110,13 @@ def _added_tokens(
             file=sys.stderr,
         )
         del added[id_]
+    for entry in added.values():
+        if flags := [flag for flag in ("lstrip", "rstrip", "single_word") if entry.get(flag)]:
+            print(
+                f"tokenizer: token {entry['content']!r} has {', '.join(flags)}, which llama.cpp does not "
+                "apply: text beside it is tokenized otherwise than in transformers",
+                file=sys.stderr,
+            )
     return added
 
 
@@ -200,6 +214,29 @@ def _special_ids(
         elif kind in config.special_token_ids:
             ids[kind] = config.special_token_ids[kind]
     return ids
+
+
+def _more_ends(folder: Path, special_ids: Mapping[str, int], tokens: Sequence[str]) -> dict[str, int]:
+    """Tokens beside eos that end an answer, by generation_config.json: llama.cpp has keys for two. It knows
+    some by their texts. Others are named on stderr."""
+    named = _read_if_there(folder / "generation_config.json").get("eos_token_id")
+    ids = [id_ for id_ in (named if isinstance(named, list) else [named]) if isinstance(id_, int)]
+    ends = dict.fromkeys(
+        id_
+        for id_ in ids
+        if 0 <= id_ < len(tokens) and id_ != special_ids.get("eos") and tokens[id_] not in KNOWN_ENDS
+    )
+    if lost := [tokens[id_] for id_ in [*ends][len(MORE_ENDS) :]]:
+        print(
+            f"{folder / 'generation_config.json'}: eos_token_id also has {', '.join(lost)}; a GGUF has no "
+            "room for more ends of an answer, so they do not end one",
+            file=sys.stderr,
+        )
+    return dict(zip(MORE_ENDS, ends, strict=False))
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
 
 
 def _add_special(

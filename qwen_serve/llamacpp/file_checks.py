@@ -83,6 +83,8 @@ RECURRENT = (
 NEXTN = tuple(f"nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm"))
 """Tensors of a block, without its FFN. llama.cpp misses some only when it computes, or not at all."""
 
+TOWER_NAMES = ("v.", "mm.")
+"""Beginnings of the names of a vision tower's tensors."""
 TOWER_KEYS = {
     "clip.has_vision_encoder": BOOL,
     "clip.has_audio_encoder": BOOL,
@@ -131,6 +133,12 @@ def check_model(header: Header) -> None:
     _check_kinds(header, {f"{arch}.{key}": kind for key, kind in MODEL_KEYS.items()} | TOKENIZER_KEYS)
     _check_kinds(header, {f"{arch}.{key}": MODEL_KEYS[key] for key in MODEL_NEEDS}, needed=True)
     check_types(header)
+    if foreign := next((name for name in header.tensors if name.startswith(TOWER_NAMES)), None):
+        raise ModelLoadError(
+            f"{header.name}: has tensor {foreign}: a model and its vision tower in one file, as Ollama keeps "
+            "them. llama.cpp wants two; take the GGUF and the mmproj of the model's page, or convert the "
+            "checkpoint"
+        )
     metadata = Metadata(header, arch)
     n_blocks, n_mtp = metadata.integer("block_count", least=1), metadata.integer("nextn_predict_layers", 0)
     for i in range(n_blocks):

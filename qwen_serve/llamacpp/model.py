@@ -25,6 +25,8 @@ EMBEDDING = rb"^token_embd\.weight$"
 
 _ATTR_UNUSED, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 1, 1 << 3, 1 << 4
 
+EOS_KEY, DEFAULT_EOS = "tokenizer.ggml.eos_token_id", 11
+"""The key of the token that ends an answer, and what llama.cpp takes without it (llama-vocab.cpp, gpt2)."""
 CHECK_TENSORS = True
 """Whether a weight or scale that is not finite is an error when a model is loaded, not answers of NaN."""
 
@@ -55,7 +57,8 @@ class Model:
     matrices are reordered in place for tensor cores on devices that have kernels for it, and cannot be
     written to; a llama.cpp without the patch `repacked-weights` leaves them as they are. `load_mtp` also
     loads the multi-token-prediction block, if the file has one. `writable` weights are in memory of their
-    own, as in the file, for `weights.Weights`. Raises ModelLoadError.
+    own, as in the file, for `weights.Weights`. `check`: refuse weights that are not finite, which reads the
+    whole file. Raises ModelLoadError.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Model:
         repack: bool = False,
         load_mtp: bool = False,
         writable: bool = False,
+        check: bool = True,
     ) -> None:
         self.path = path
         self._handle: Any = None
@@ -90,7 +94,9 @@ class Model:
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
         params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse or writable else mode
         params.no_alloc = rehearse
-        params.check_tensors = CHECK_TENSORS and not rehearse
+        self.checked = CHECK_TENSORS and check and not rehearse
+        """Whether all weights were read and found finite."""
+        params.check_tensors = self.checked
         params.load_mtp = load_mtp
         params.use_extra_bufts = amx_is_right() and not writable
         with tapped_log() as lines:
@@ -111,7 +117,10 @@ class Model:
         self.n_ctx_train = int(C.llama_model_n_ctx_train(self._handle))
         self.n_params = int(C.llama_model_n_params(self._handle))
         self.size_bytes = int(C.llama_model_size(self._handle))
+        self._names_eos = EOS_KEY in self.metadata()
         self.eos = int(C.llama_vocab_eos(self._vocab))
+        if not self._names_eos:
+            self.eos = min(self.eog_ids, default=self.eos)
         adds_bos = C.llama_vocab_get_add_bos(self._vocab)
         self.bos = int(C.llama_vocab_bos(self._vocab)) if adds_bos else None
 
@@ -190,7 +199,10 @@ class Model:
 
     @cached_property
     def eog_ids(self) -> frozenset[int]:
-        return frozenset(token for token in range(self.n_vocab) if C.llama_vocab_is_eog(self._vocab, token))
+        """Tokens that end an answer: by keys of the file, or by their texts. llama.cpp adds token 11, a
+        comma, if the file does not name one."""
+        ends = frozenset(token for token in range(self.n_vocab) if C.llama_vocab_is_eog(self._vocab, token))
+        return ends if self._names_eos else ends - {DEFAULT_EOS}
 
     @cached_property
     def n_real(self) -> int:

@@ -97,7 +97,7 @@ YARN = {
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta must be a positive number"),
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            "quant_method is 'hqq'; fp8, fbgemm_fp8, compressed-tensors, modelopt, gptq, awq, auto-round are",
+            "quant_method is 'hqq'; fp8, fbgemm_fp8, compressed-tensors, modelopt, gptq, awq, auto-round, b",
         ),
         ({"attention_bias": True}, "attention_bias is True; llama.cpp computes Qwen3.5 with False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; llama.cpp computes Qwen3.5 with 'silu'"),
@@ -150,7 +150,7 @@ def test_yarns_attention_factor_over_what_llama_cpp_infers(extra: dict[str, floa
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM", None])
 def test_another_architecture_is_refused(architecture: str | None) -> None:
-    config = model_config() | {"architectures": [architecture] if architecture else None}
+    config = model_config() | {"architectures": [architecture] if architecture else None, "model_type": "x"}
     with pytest.raises(CheckpointError, match="knows Qwen3_5ForConditionalGeneration"):
         ModelConfig.from_json(config)
 

@@ -142,8 +142,8 @@ def test_groups_of_gptq(tmp_path: Path, g_idx: Any, said: str) -> None:
     ("method", "said"),
     [
         (
-            {"quant_method": "bitsandbytes"},
-            "'bitsandbytes'; fp8, fbgemm_fp8, compressed-tensors, .* are known",
+            {"quant_method": "torchao"},
+            "'torchao'; fp8, fbgemm_fp8, compressed-tensors, .* are known",
         ),
         ({"quant_method": "fp8", "weight_block_size": [1]}, r"weight_block_size is \[1\]; want two lengths"),
         ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "quant_algo is 'INT4_AWQ'; FP8, "),

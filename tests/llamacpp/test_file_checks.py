@@ -213,3 +213,51 @@ def test_no_mutation_ends_the_process(files: Files, kind: str, tmp_path: Path) -
             found[what] = outcome(lambda: use(files, kind, path))  # noqa: B023 - it runs here
     assert {what: how for what, how in found.items() if how not in ("ran", "refused")} == {}
     assert sum(how == "refused" for how in found.values()) > 0.8 * len(found)
+
+
+def test_a_tower_in_the_models_file(files: Files, tmp_path: Path) -> None:
+    """As Ollama keeps them; llama.cpp says that the number of tensors is wrong."""
+    whole = read(files.model)
+    inside = replace(whole.tensors[-1], name="v.patch_embd.weight")
+    path = replace(whole, tensors=(*whole.tensors, inside)).write(tmp_path / "both.gguf")
+    with pytest.raises(
+        ModelLoadError, match=r"has tensor v\.patch_embd\.weight: a model and its vision tower"
+    ):
+        read_checked(path)
+
+
+def test_a_layer_of_either_kind_is_needed(tmp_path: Path) -> None:
+    """llama.cpp ends the process when it computes a model without recurrent layers."""
+    folder = write_checkpoint(tmp_path / "x", layers=LAYERS, mtp=False)
+    checkpoint = Checkpoint.open(folder)
+    full = replace(checkpoint, config=replace(checkpoint.config, layer_types=("full_attention",) * LAYERS))
+    names = ("linear_attn", "self_attn")
+    tensors = {}
+    for name, stored in checkpoint.tensors.items():
+        for layer in range(LAYERS) if f"layers.3.{names[1]}" in name else ():
+            tensors[name.replace("layers.3.", f"layers.{layer}.")] = stored
+        if names[0] not in name:
+            tensors[name] = stored
+    full = replace(full, tensors=tensors)
+    kept, out = tuple(range(LAYERS)), tmp_path / "full.gguf"
+    write_gguf(out, full, Source(folder), plan_tensors(full, "F16", kept), kept, "F16")
+    with pytest.raises(ModelLoadError, match="no layer has a recurrent state"):
+        read_checked(out)
+
+
+def test_keys_of_the_tokenizer_that_are_missing(
+    files: Files, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without eos llama.cpp ends answers at token 11, which is a comma; without pre it splits otherwise."""
+    whole = read(files.model)
+    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.pre"):
+        whole = whole.with_key(key, None)
+    path = whole.write(tmp_path / "less.gguf")
+    with Runtime(1, 0).load(files.model) as complete, Runtime(1, 0).load(path) as model:
+        assert 11 not in model.eog_ids
+        assert model.eog_ids == complete.eog_ids
+        assert model.eos in complete.eog_ids
+    read_checked(files.model)
+    assert not caplog.messages
+    read_checked(path)
+    assert "there is no tokenizer.ggml.pre" in caplog.text

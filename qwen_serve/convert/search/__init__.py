@@ -6,6 +6,7 @@ record.py   the measurements so far, on disk after every probe
 law.py      the additive model: what a tensor costs at a type
 solve.py    the types of least cost under limits, exactly
 search.py   the search itself
+transfer.py types for a larger model of the family, from a smaller one's probes
 write.py    the result as a recipe file
 """
 

@@ -270,9 +270,9 @@ class _Search:
         laws, left_out = {}, []
         for group, matrices in self._layout.groups.items():
             measured = {}
-            for kind in _probed(matrices[0]):
+            for kind in probed(matrices[0]):
                 reading = self._measure(group, {m.name: kind for m in matrices})
-                measured[kind] = _value(reading, matrices)
+                measured[kind] = probe_value(reading, matrices)
             errors = [self._record.errors[m.name] for m in matrices]
             laws[group] = fit(errors, measured)
             left_out.append(left_out_error(errors, measured))
@@ -280,7 +280,7 @@ class _Search:
 
     def _probes(self) -> Iterator[tuple[str, dict[str, Type]]]:
         for group, matrices in self._layout.groups.items():
-            for kind in _probed(matrices[0]):
+            for kind in probed(matrices[0]):
                 yield f"{group} at {kind.name}", {m.name: kind for m in matrices}
 
     def _cost(
@@ -326,7 +326,7 @@ class _Search:
         return {m.name: m.types[i] for m, i in zip(layout.matrices, chosen, strict=True)}
 
 
-def _probed(matrix: Matrix) -> list[Type]:
+def probed(matrix: Matrix) -> list[Type]:
     """The types at which a group is measured, spread evenly from the fewest bits to just below the most."""
     wanted = [Type.Q2_K, Type.Q4_K, Type.Q6_K]
     if all(kind in matrix.types for kind in wanted):
@@ -335,7 +335,7 @@ def _probed(matrix: Matrix) -> list[Type]:
     return [matrix.types[i * last // (PROBES - 1)] for i in range(PROBES)]
 
 
-def _value(reading: Reading, matrices: tuple[Matrix, ...]) -> float:
+def probe_value(reading: Reading, matrices: tuple[Matrix, ...]) -> float:
     """The value that a probe of this group measures."""
     if matrices[0].mtp:
         assert reading.draft is not None, "a probe of the MTP block measures drafts"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from qwen_serve.convert.progress import duration
 from qwen_serve.convert.recipes import Evidence, Override, Recipe
@@ -56,7 +56,16 @@ def evidence_of(found: Found, command: str, source: str) -> Evidence:
     )
 
 
-def as_recipe(found: Found, about: str, evidence: Evidence) -> Recipe:
+class Chosen(Protocol):
+    """Types by tensor, and their parts of the divergence."""
+
+    @property
+    def types(self) -> Mapping[str, Type]: ...
+    @property
+    def shares(self) -> Mapping[str, float]: ...
+
+
+def as_recipe(found: Chosen, about: str, evidence: Evidence | None) -> Recipe:
     """Overrides by type, then by role, so that tensors of a role with one type are one line."""
     weights: Counter[Type] = Counter(found.types.values())
     by_type: dict[Type, list[str]] = defaultdict(list)

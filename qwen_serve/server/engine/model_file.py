@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -23,6 +24,9 @@ from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.server.about import cache_folder
 
 log = logging.getLogger(__name__)
+
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+"""End of the name of one of several files of a model, by which llama.cpp finds the others."""
 
 BLOCK = 2**23
 """Bytes of a block; blocks are hashed on several threads."""
@@ -56,6 +60,25 @@ class ModelFile:
         mine, now = self.fingerprint(), _now(self.path)
         if now != self and (now is None or now.fingerprint() != mine):
             raise _other(self.path)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether a file of these bytes was loaded before, and all its weights were finite. Never so for a
+        part of a model, which says nothing of the others."""
+        return not PART.search(self.path.name) and self._mark.is_file()
+
+    def note_checked(self) -> None:
+        """Record that its weights are finite, for later starts; a failure is logged."""
+        try:
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            self._mark.touch()
+        except OSError as error:
+            log.debug("%s is not written: %s", self._mark, error)
+
+    @property
+    def _mark(self) -> Path:
+        name = hashlib.sha256(self.fingerprint().encode()).hexdigest()[:32]
+        return cache_folder() / "checked" / name
 
     @property
     def overwritten(self) -> bool:

@@ -200,3 +200,35 @@ def test_one_that_is_replaced_in_the_middle_of_loading_is_refused(
                 remember=remember,
             )
         )
+
+
+def test_weights_are_checked_once(
+    nano_f32: Path, read: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first load of these bytes, under any name; a changed file is checked again, and refused."""
+    path = tmp_path / "model.gguf"
+    shutil.copy(nano_f32, path)
+    checked: list[bool] = []
+
+    def load(path: Path, **options: Any) -> Model:
+        model = Model(path, **options)
+        if not options.get("rehearse"):
+            checked.append(model.checked)
+        return model
+
+    monkeypatch.setattr(contexts, "Model", load)
+    for name in ("model.gguf", "model.gguf", "moved.gguf"):
+        path = path.rename(path.with_name(name))
+        Engine(settings(path, remember=True)).close()
+    Engine(settings(path, remember=False)).close()
+    assert checked == [True, False, False, True]
+    part = path.with_name("model-00001-of-00001.gguf")
+    shutil.copy(path, part)
+    assert not found(part).is_checked  # other parts may be others
+    reader = gguf.GGUFReader(path, "r+")
+    [data] = [tensor.data for tensor in reader.tensors if tensor.name == "blk.1.ffn_down.weight"]
+    data[0, 0] = float("nan")
+    reader.data.flush()
+    del reader, data
+    with pytest.raises(ModelLoadError, match=r"invalid data|not finite"):
+        Engine(settings(path, remember=True))

@@ -295,6 +295,7 @@ async def begin(
             enforced=wanted is not None,
             closed=prompter.closes_thinking,
             stops=generation.stops,
+            stop_tokens=bool(request.stop_token_ids),
         )
         told = request.include_reasoning is not False
         replies.append(Reply(generation, parser, one_call=one_call, reasoning=told))

@@ -77,6 +77,7 @@ def load_model(
         f16_copies=settings.f16_copies == "on" and not rehearse,
         repack=settings.repack == "on" and not rehearse,
         load_mtp=uses_mtp(settings, spec),
+        check=not _is_checked(spec.file, settings),
     )
     if settings.repack == "on" and not (rehearse or model.repacked):
         log.warning(
@@ -95,6 +96,7 @@ def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = Fa
         use_mmap=settings.use_mmap,
         mlock=settings.mlock,
         rehearse=rehearse,
+        check=not _is_checked(spec.file, settings),
     )
     return _confirmed(model, spec.file, settings)
 
@@ -104,15 +106,22 @@ def load_adapters(model: Model, spec: ModelSpec) -> list[LoraAdapter]:
     return [LoraAdapter(model, adapter.path) for adapter in spec.adapters]
 
 
+def _is_checked(file: ModelFile, settings: EngineSettings) -> bool:
+    """Whether an earlier start has found all weights of this file finite."""
+    return settings.remember and file.is_checked
+
+
 def _confirmed(model: Model, file: ModelFile, settings: EngineSettings) -> Model:
-    """Return the model. If anything is stored for it, check that it came from the file whose header was read;
-    raises ModelLoadError if not."""
+    """Return the model, whose weights are finite. If anything is stored for it, check that it came from the
+    file whose header was read; raises ModelLoadError if not."""
     if settings.remember or settings.prefix_file:
         try:
             file.confirm()
         except ModelLoadError:
             model.close()
             raise
+    if settings.remember and model.checked:
+        file.note_checked()
     return model
 
 

@@ -92,8 +92,10 @@ SMALLEST_UBATCH = 128
 """Smallest `ubatch_size` that an error recommends."""
 
 
-def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
+def plan_memory(wanted: EngineSettings, header: Header, places: Sequence[Device] | None = None) -> MemoryPlan:
     """Choose the sizes of context, pass and step that are left open, and check that everything fits.
+
+    `places` are the GPU and the host of another machine; by default they are this one's.
 
     Raises DoesNotFit, with the shortfall and the settings that would help, or ModelLoadError if the model is
     not a Qwen3.5 or llama.cpp rejects the file or the settings.
@@ -113,7 +115,7 @@ def plan_memory(wanted: EngineSettings, header: Header) -> MemoryPlan:
         adapters.append(AdapterSpec.from_header(name, adapter, header, len(spec.layers)))
         check_adapter(adapter)
     spec = replace(spec, adapters=tuple(adapters))
-    places = devices_for(wanted)
+    places = devices_for(wanted) if places is None else places
     if wanted.f16_copies == "on":
         _check_copies(places)
     on_gpu = places[0].is_gpu

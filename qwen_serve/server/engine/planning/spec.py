@@ -7,6 +7,7 @@ llama-model.cpp, models/qwen35.cpp, qwen35moe.cpp and dflash.cpp.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -56,6 +57,11 @@ MAX_HEADS, MAX_HEAD_SIZE, MAX_WIDTH = 2**12, 2**13, 2**20
 
 MAX_KERNEL = 64
 """Maximum tokens that the convolution before a recurrent layer sees."""
+
+log = logging.getLogger(__name__)
+
+PRE = "tokenizer.ggml.pre"
+"""The key that names how text is split before it is tokenized."""
 
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 
@@ -279,8 +285,17 @@ def read_checked(path: Path) -> Header:
     header = read_model(path, "model")
     spec = ModelSpec.from_header(header)  # names another architecture
     check_model(header)
+    if PRE not in header.metadata and "tokenizer.ggml.tokens" in header.metadata:
+        log.warning(
+            "%s: there is no %s: llama.cpp splits text by its default, not as Qwen3.5 does, so some text "
+            "becomes other tokens; take a file of a newer converter",
+            header.name,
+            PRE,
+        )
     if not any(map(any, (layer.kv for layer in spec.layers))):
         raise ModelLoadError(f"{header.name}: no layer has keys and values; every Qwen3.5 has some")
+    if not spec.state:
+        raise ModelLoadError(f"{header.name}: no layer has a recurrent state; every Qwen3.5 has some")
     return header
 
 

@@ -1,0 +1,26 @@
+"""The table of what fits on a card, by the server's plan of a header alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from qwen_serve.bench.cli import main
+from qwen_serve.bench.engine import memory
+
+
+def test_larger_cards_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cards of so many MB; the driver's margin alone is 256 MiB."""
+    monkeypatch.setattr(memory, "GB", 10**6)
+    table = memory.fits_table("small", ["Q4_K_M", "F16"], [200, 330, 2000], [1])
+    assert [row[0] for row in table.rows] == ["Q4_K_M", "F16"]
+    for row in table.rows:
+        none, some, more = row[2:]
+        assert none == ""
+        assert 2048 <= int(str(some).replace(",", "")) < int(str(more).replace(",", ""))
+    quantized, whole = (float(str(row[1])) for row in table.rows)
+    assert 2.5 * quantized < whole
+
+
+def test_an_unknown_quant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "memory", "--quants", "Q9"]) == 1
+    assert "--quants Q9: known are" in capsys.readouterr().err
