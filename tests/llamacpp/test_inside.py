@@ -103,18 +103,6 @@ def test_parameters_with_a_field_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "n_batch of llama_context_default_params is 512, not 2048" in inside.defaults()
 
 
-@pytest.mark.parametrize("inserted", range(1, 12))
-def test_a_sampler_interface_with_a_function_more(monkeypatch: pytest.MonkeyPatch, inserted: int) -> None:
-    name = ggml.Name(lambda _: b"greedy")
-    address = ctypes.cast(name, ctypes.c_void_p).value or 0
-    there = [*inside.GREEDY[:inserted], int(not inside.GREEDY[inserted]), *inside.GREEDY[inserted:]]
-    functions = (ctypes.c_size_t * len(there))(*(address * each for each in there))
-    sampler = (ctypes.c_size_t * 2)(ctypes.addressof(functions), 0)
-    monkeypatch.setattr(ggml, "quick", lambda *_: lambda: ctypes.addressof(sampler))
-    monkeypatch.setattr(ggml, "sampler_free", lambda _: None)
-    assert "the greedy sampler has functions" in inside.sampler_interface()
-
-
 def test_an_extension_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(llama_cpp_ext, "llama_get_embeddings_nextn")
     assert inside.extensions() == "llama_cpp_ext has no llama_get_embeddings_nextn"
