@@ -221,7 +221,7 @@ record: setup $(VENV)/.bench $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## measure
 	$(PY) -m qwen_serve.bench record '$(MODEL)' --tasks '$(if $(filter file,$(origin TASKS)),$(if $(NAMED),official,nano),$(TASKS))' $(ARGS)
 
 #: Maintain
-docs: setup $(VENV)/.dev ## build the documentation in build/site and check its links
+docs: setup $(VENV)/.docs ## build the documentation in build/site and check its links
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --site-dir build/site
 
 lint: setup $(VENV)/.dev ## run ruff, mypy --strict, clang-format, clang-tidy and hadolint
@@ -263,6 +263,10 @@ $(VENV)/.cluster: pyproject.toml | $(VENV)/.serve
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/.serve
 	$(PIP) install -e '.[bench]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.serve
+	$(PIP) install -e '.[docs]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.serve

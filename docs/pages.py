@@ -6,6 +6,7 @@ those to files that have none lose their target and keep their text.
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 import re
 import sys
@@ -55,6 +56,14 @@ BADGE = re.compile(r"^\[!\[.*\n", re.MULTILINE)
 NAMED = re.compile(r"^( *```\w+) [\w.-]+$", re.MULTILINE)
 """A fence with a snippet's name after its language, which superfences would not take for a fence."""
 
+DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def drawn(match: re.Match[str]) -> str:
+    """A diagram's picture, which docs/draw.py has drawn; its source where that has not run since a change."""
+    name = f"pictures/diagram-{hashlib.sha256(match[1].encode()).hexdigest()[:12]}.svg"
+    return f"![Diagram]({name})" if (ROOT / "docs" / name).is_file() else f"```text\n{match[1]}```"
+
 
 def relinked(text: str, file: str) -> str:
     """The text of `file`, whose links are right on the site."""
@@ -67,7 +76,7 @@ def relinked(text: str, file: str) -> str:
             page = path.removeprefix("docs/")
         return f"{image}[{label}]({page}{anchor or ''})" if page else label
 
-    return LINK.sub(turned, NAMED.sub(r"\1", BADGE.sub("", text)))
+    return DIAGRAM.sub(drawn, LINK.sub(turned, NAMED.sub(r"\1", BADGE.sub("", text))))
 
 
 def table(headers: list[str], rows: list[list[str]]) -> str:

@@ -43,6 +43,7 @@ function(llama_native_sources)
         if(NOT WIN32 OR NOT BUILD_SHARED_LIBS) # the test calls what a DLL does not export
             llama_build_and_test(${LLAMA_NATIVE_DIR}/tests/test-kv-mask.cpp)
             target_include_directories(test-kv-mask PRIVATE ${LLAMA_HOOKED_DIR}/src)
+            llama_build_and_test(${LLAMA_NATIVE_DIR}/tests/test-row-sampler.cpp)
         endif()
     endif()
 endfunction()

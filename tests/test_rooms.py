@@ -27,7 +27,6 @@ REASONS = {
     "common/memory.py": {"ctypes"},  # malloc_trim, neither
     "bench/gates/levels.py": {"llama_cpp"},  # only to come before numpy, or some CUDA builds crash
     "bench/gates/perplexity.py": {"llama_cpp"},  # the same
-    "bench/engine/sampling.py": {"llama_cpp"},  # llama.cpp's own samplers, to measure ours against
 }
 
 OTHERS = {

@@ -48,23 +48,16 @@ static uint64_t lowest_kept(std::vector<row_token> & tokens, uint64_t need, Weig
 // The tokens that are left: those of the row from `low` to `high`, or a list.
 class row_choice {
 public:
-    row_choice(const llama_row_sampler & sampler) : sampler(sampler), params(sampler.params) {}
+    row_choice(const llama_row_request & request, int32_t n_real) : params(request.params), position(request.position), n_real(n_real) {}
 
     void whole(const float * logits) {
         row  = logits;
-        best = highest(row, sampler.n_real);
+        best = highest(row, n_real);
         low  = LOWEST;
     }
 
-    std::vector<row_token> & candidates() {
-        row = nullptr;
-        tokens().clear();
-        return tokens();
-    }
-
-    // -1 if no token is left. `number`, from 0 to 1, draws by the sum of masses; a negative one has it drawn by noise.
-    int32_t token(double number) {
-        if (!row) { find_best(); }
+    // -1 if no token is left
+    int32_t token() {
         if (best == NONE) { return -1; }
         for (int i = 0; i < LLAMA_ROW_MAX_OPS && params.ops[i]; i++) {
             switch (params.ops[i]) {
@@ -93,31 +86,18 @@ public:
                     return greedy();
             }
         }
-        return number < 0 ? draw() : draw_by(number);
-    }
-
-    // Whether the listed tokens alone decide, if `hidden` more tokens pass top_k, whose logits are at most `lowest`: if
-    // top_p comes next and keeps the same tokens, whether those have no mass or as much as they may.
-    bool settled(uint64_t hidden, float lowest) {
-        int i = 1; // behind top_k
-        scale = params.ops[i] == LLAMA_ROW_OP_TEMPERATURE ? params.scale : LRS_LOG2_E;
-        i += params.ops[i] == LLAMA_ROW_OP_TEMPERATURE;
-        find_best();
-        if (params.ops[i] != LLAMA_ROW_OP_TOP_P || best == NONE) { return false; }
-        const uint64_t known = weigh(), all = known + hidden * lrs_mass(lrs_distance(lowest, best, scale));
-        const uint64_t need = lrs_part(all, params.top_p);
-        scale               = LRS_LOG2_E;
-        return need <= known && lowest_kept(tokens(), need, mass_of) == lowest_kept(tokens(), lrs_part(known, params.top_p), mass_of);
+        return draw();
     }
 
 private:
     static constexpr float LOWEST = -std::numeric_limits<float>::max();
 
-    const llama_row_sampler & sampler;
-    const llama_row_params &  params;
-    const float *             row = nullptr; // NULL: the list
-    float                     low = LOWEST, best = NONE;
-    float                     scale = LRS_LOG2_E;
+    const llama_row_params & params;
+    const uint64_t           position;
+    const int32_t            n_real;
+    const float *            row = nullptr; // NULL: the list
+    float                    low = LOWEST, best = NONE;
+    float                    scale = LRS_LOG2_E;
 
     // kept by each thread, since memory for a whole row is slow to get
     static std::vector<row_token> & tokens() {
@@ -125,7 +105,7 @@ private:
         return list;
     }
 
-    row_part part() const { return { row, sampler.n_real, low, best, scale }; }
+    row_part part() const { return { row, n_real, low, best, scale }; }
 
     uint32_t distance(const row_token & t) const { return lrs_distance(t.logit, best, scale); }
 
@@ -139,8 +119,8 @@ private:
         least                         = std::max(least, low);
         std::vector<row_token> & list = tokens();
         list.clear();
-        for (int32_t start = 0; start < sampler.n_real; start += BLOCK) {
-            const int32_t end = std::min(start + BLOCK, sampler.n_real);
+        for (int32_t start = 0; start < n_real; start += BLOCK) {
+            const int32_t end = std::min(start + BLOCK, n_real);
             if (highest(row + start, end - start) < least) { continue; }
             for (int32_t i = start; i < end; i++) {
                 if (row[i] >= least && row[i] <= best) { list.push_back({ lrs_key(lrs_order(row[i]), i), 0, row[i] }); }
@@ -189,7 +169,7 @@ private:
         if (row) {
             // at least k logits reach the k-th highest of the blocks' best, and few exceed it
             std::vector<float> blocks;
-            for (int32_t start = 0; start + BLOCK <= sampler.n_real; start += BLOCK) { blocks.push_back(highest(row + start, BLOCK)); }
+            for (int32_t start = 0; start + BLOCK <= n_real; start += BLOCK) { blocks.push_back(highest(row + start, BLOCK)); }
             float least = low;
             if (blocks.size() > 2 * k && best == *std::max_element(blocks.begin(), blocks.end())) {
                 std::nth_element(blocks.begin(), blocks.begin() + (k - 1), blocks.end(), std::greater<float>());
@@ -226,10 +206,10 @@ private:
     uint64_t lowest_of_row(uint32_t share, Rank rank_of, Key key_of) {
         thread_local std::vector<uint32_t>  far;
         thread_local std::vector<row_token> same;
-        far.resize(sampler.n_real);
+        far.resize(n_real);
         uint64_t masses[2048] = { 0 }, total = 0, mass[BLOCK];
-        for (int32_t start = 0; start < sampler.n_real; start += BLOCK) {
-            const int32_t n = std::min(BLOCK, sampler.n_real - start);
+        for (int32_t start = 0; start < n_real; start += BLOCK) {
+            const int32_t n = std::min(BLOCK, n_real - start);
             weigh_block(part(), start, n, far.data() + start, mass);
             for (int32_t i = 0; i < n; i++) { masses[rank_of(far[start + i]) >> 19] += mass[i]; }
         }
@@ -242,13 +222,13 @@ private:
         };
         const uint32_t coarse = reach();
         std::fill(masses, masses + 2048, 0);
-        for (int32_t i = 0; i < sampler.n_real; i++) {
+        for (int32_t i = 0; i < n_real; i++) {
             const uint32_t rank = rank_of(far[i]);
             if (rank >> 19 == coarse) { masses[rank >> 8 & 2047] += lrs_mass(far[i]); }
         }
         const uint32_t fine = coarse << 11 | reach();
         same.clear();
-        for (int32_t i = 0; i < sampler.n_real; i++) {
+        for (int32_t i = 0; i < n_real; i++) {
             if (rank_of(far[i]) >> 8 == fine && row[i] >= low && row[i] <= best) { same.push_back({ key_of(i, far[i]), lrs_mass(far[i]), row[i] }); }
         }
         const uint64_t least = lowest_kept(same, need, mass_of);
@@ -317,7 +297,7 @@ private:
         const uint64_t           least   = lowest_of_row(params.typical, rank_of, key_of);
         std::vector<row_token> & list    = tokens();
         list.clear();
-        for (int32_t i = 0; i < sampler.n_real; i++) {
+        for (int32_t i = 0; i < n_real; i++) {
             if (row[i] >= low && row[i] <= best && key_of(i, lrs_distance(row[i], best, scale)) >= least) {
                 list.push_back({ lrs_key(lrs_order(row[i]), i), 0, row[i] });
             }
@@ -327,14 +307,14 @@ private:
     }
 
     void xtc() {
-        const uint64_t seed = lrs_row_seed(params.seed, sampler.position, LRS_STREAM_XTC);
+        const uint64_t seed = lrs_row_seed(params.seed, position, LRS_STREAM_XTC);
         if (lrs_random(seed, 0) >= params.xtc) { return; }
         const uint64_t least = lrs_part(row ? total_mass(part()) : weigh(), params.xtc_least);
         if (row) {
             // what is removed goes on from the best, so a row may be left, but few remove less than a logit's ties
             const float lowest = lowest_logit([&](float logit) { return lrs_mass(lrs_distance(logit, best, scale)) >= least; });
             int32_t     n      = 0;
-            for (int32_t i = 0; i < sampler.n_real; i++) { n += row[i] >= lowest && row[i] <= best; }
+            for (int32_t i = 0; i < n_real; i++) { n += row[i] >= lowest && row[i] <= best; }
             if (n < 2) { return; }
             collect(low);
             weigh();
@@ -347,16 +327,8 @@ private:
         find_best();
     }
 
-    // the first token, best first, up to which the masses reach this part of all
-    int32_t draw_by(double number) {
-        if (row) { collect(low); }
-        const uint64_t part  = (uint64_t) (number * (double) weigh());
-        const uint64_t least = lowest_kept(tokens(), std::max<uint64_t>(part, 1), mass_of);
-        return lrs_key_id(least);
-    }
-
     int32_t draw() const {
-        const uint64_t seed  = lrs_row_seed(params.seed, sampler.position, LRS_STREAM_DRAW);
+        const uint64_t seed  = lrs_row_seed(params.seed, position, LRS_STREAM_DRAW);
         uint64_t       found = 0;
         const auto     offer = [&](uint32_t id, uint32_t far, uint32_t high) {
             if (far <= LRS_LAST && high <= lrs_high_bound(far, (uint32_t) (found >> 32))) {
@@ -373,13 +345,13 @@ private:
         }
         int32_t  start = 0;
         uint32_t high[BLOCK], far[BLOCK];
-        for (; start + BLOCK <= sampler.n_real; start += BLOCK) {
+        for (; start + BLOCK <= n_real; start += BLOCK) {
             noise_block(part(), start, seed, high, far);
             if (any_in_bounds(high, far, (uint32_t) (found >> 32))) {
                 for (int32_t i = 0; i < BLOCK; i++) { offer(start + i, far[i], high[i]); }
             }
         }
-        for (; start < sampler.n_real; start++) { offer(start, part().distance(start), lrs_random(seed, start)); }
+        for (; start < n_real; start++) { offer(start, part().distance(start), lrs_random(seed, start)); }
         return lrs_key_id(found);
     }
 };

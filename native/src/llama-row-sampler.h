@@ -72,11 +72,12 @@ LRS_FN float lrs_penalise(float logit, bool seen, float repetition, float less) 
 
 // --- order -------------------------------------------------------------------------------------------------------
 
-// Orders floats as numbers. Fast math flushes denormal ones to 0, so they are 0 here, and so is -0. Not for NaN.
+// Orders floats as numbers. Fast math flushes denormal ones to 0, so they are 0 here, and so is -0. NaN is the lowest.
 LRS_FN uint32_t lrs_order(float logit) {
     uint32_t bits;
     memcpy(&bits, &logit, 4);
     if ((bits & 0x7f800000u) == 0) { bits = 0; }
+    if ((bits & 0x7fffffffu) > 0x7f800000u) { return 0; }
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
@@ -252,4 +253,78 @@ LRS_FN uint32_t lrs_high_bound(uint32_t distance, uint32_t best_score) {
     if (least <= 0) { return 0xffffffffu; }
     const int64_t bits = least >> LRS_Q; // rounded down
     return bits >= 32 ? 0 : 0xffffffffu >> bits;
+}
+
+// --- a row's request and result ----------------------------------------------------------------------------------
+
+enum llama_row_status : int32_t {
+    LLAMA_ROW_OK = 0,
+    LLAMA_ROW_NOT_FINITE, // a logit is NaN or infinite
+    LLAMA_ROW_ZERO,       // all logits are 0
+    LLAMA_ROW_NONE_LEFT,  // rules and mask leave no token
+    LLAMA_ROW_MISSING,    // the row was not kept
+};
+
+enum { LLAMA_ROW_SEEN = 1, LLAMA_ROW_SEEN_WITHIN = 2, LLAMA_ROW_BANNED = 4 };
+
+#define LLAMA_ROW_MAX_TOP 20
+
+#define LLAMA_ROW_UNCHECKED (-2) // n_top of a row that may have logits that are not finite: a draft of some of the tokens
+
+// What a request's rules and penalties change in its row; one edit a token.
+struct llama_row_edit {
+    int32_t  token;
+    uint32_t flags;
+    float    add;  // logit_bias; a kernel keeps the model's logit here
+    float    less; // presence and frequency penalties
+};
+
+struct llama_row_request {
+    llama_row_params params;
+    uint64_t         position; // tokens of the answer before this one
+    llama_row_edit * edits;
+    const uint32_t * mask; // a bit for each token of the vocabulary that may be chosen; NULL: all
+    int32_t          n_edits;
+    float            repetition[2]; // for LLAMA_ROW_SEEN, and after it for LLAMA_ROW_SEEN_WITHIN
+    int32_t          n_top;         // likeliest tokens to return with log-probabilities; negative: none at all
+    int32_t          scored;        // a token to take instead of a choice, or -1
+};
+
+struct llama_row_result {
+    int32_t  status;
+    int32_t  token; // -1 without LLAMA_ROW_OK
+    int32_t  rank;  // 1 for the likeliest token; of equally likely ones the lowest id comes first
+    int32_t  n_top;
+    float    logit; // of the token, as the model computed it
+    float    best;  // of the likeliest token
+    uint64_t mass;  // of the whole row, padding included, in 2^-44 of the likeliest token's
+    int32_t  top[LLAMA_ROW_MAX_TOP];
+    float    top_logits[LLAMA_ROW_MAX_TOP];
+};
+
+// A launch for rows that lie on a device. `upload` bytes go from `from` to `to` first, where the requests are.
+struct llama_row_launch {
+    float *                   logits; // [n_rows][n_vocab]: as before when the launch ends
+    int32_t                   n_rows, n_vocab, n_real;
+    const int32_t *           which; // [n_rows] each row's request, or -1 for none; copied
+    const void *              from;
+    void *                    to;
+    size_t                    upload;
+    const llama_row_request * requests; // on the device
+    llama_row_result *        results;  // where the device can write, by request
+    int32_t *                 tokens;   // on the device, by row, or NULL
+    void *                    scratch;  // on the device, LLAMA_ROW_SCRATCH bytes: 0 before the first launch
+};
+
+#define LLAMA_ROW_MOST    64 // rows that are sampled together
+#define LLAMA_ROW_SCRATCH (LLAMA_ROW_MOST * (140 << 10))
+
+// Begins the launch behind what the backend computes, or with NULL waits for the last one. Found by the name
+// "ggml_backend_cuda_sample_rows" in the backend's registry. Returns false if the device cannot.
+typedef bool (*llama_row_launch_t)(struct ggml_backend * backend, const llama_row_launch * launch);
+
+LRS_FN float lrs_edited(const llama_row_edit & e, const float * repetition, float logit) {
+    if (e.flags & LLAMA_ROW_BANNED) { return lrs_logit(0x007fffffu); }
+    logit = lrs_penalise(logit + e.add, e.flags & LLAMA_ROW_SEEN, repetition[0], e.less);
+    return lrs_penalise(logit, e.flags & LLAMA_ROW_SEEN_WITHIN, repetition[1], 0);
 }

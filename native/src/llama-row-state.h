@@ -1,10 +1,9 @@
-// One request's rules and penalties, which follow its answer.
+// One request's rules and penalties, which follow its answer, and the requests for its rows that they become.
 #pragma once
 
 #include "llama-row-sampler.h"
 
 #include <algorithm>
-#include <deque>
 #include <limits>
 #include <unordered_map>
 #include <utility>
@@ -12,94 +11,183 @@
 
 static const float NONE = -std::numeric_limits<float>::infinity(); // the logit of a token that may not be chosen
 
+#define LLAMA_ROW_ALWAYS INT32_MAX
+
 struct row_penalties {
-    struct slot {
-        int32_t token;
-        int32_t count;
-        bool    in_prompt;
-    };
-
-    float                               repetition, presence, frequency;
-    bool                                active = true;
-    int32_t                             last_n; // negative: no window
-    std::vector<slot>                   slots;
-    std::unordered_map<int32_t, size_t> places;
-    std::deque<int32_t>                 window;
-
-    slot & of(int32_t token) {
-        const auto [it, added] = places.try_emplace(token, slots.size());
-        if (added) { slots.push_back({ token, 0, false }); }
-        return slots[it->second];
-    }
-
-    void accept(int32_t token) {
-        if (last_n >= 0) {
-            if ((int32_t) window.size() == last_n) {
-                of(window.front()).count--;
-                window.pop_front();
-            }
-            window.push_back(token);
-        }
-        of(token).count++;
-    }
-
-    float applied(const slot & s, float logit) const {
-        const float less = s.count ? presence + lrs_mul(frequency, (float) s.count) : 0.0f;
-        return lrs_penalise(logit, s.in_prompt || s.count, repetition, less);
-    }
+    float                repetition = 1, presence = 0, frequency = 0;
+    bool                 active = true;
+    int32_t              last_n = -1; // negative: no window
+    std::vector<int32_t> seen;        // with a window, all tokens
 };
 
 struct llama_row_sampler {
-    llama_row_params                         params;
-    int32_t                                  n_real;
-    uint64_t                                 position = 0; // tokens of the answer
-    std::vector<std::pair<int32_t, float>>   bias;
-    std::vector<std::pair<int32_t, int32_t>> bans; // token, and the number of tokens for which it is banned
-    std::vector<bool>                        allowed;
-    std::vector<std::vector<int32_t>>        bad_words;
-    std::vector<int32_t>                     last; // the answer's last tokens, as many as bad words need
-    size_t                                   longest = 0;
-    std::vector<row_penalties>               penalties;
+    // what is known of one token
+    struct entry {
+        int32_t token;
+        float   add          = 0;
+        int32_t banned_until = 0; // the number of tokens for which it is banned
+        int32_t count[2]     = { 0, 0 };
+        bool    in_prompt[2] = { false, false };
+    };
 
-    bool has_rules() const {
-        if (!bias.empty() || !bans.empty() || !allowed.empty() || !bad_words.empty()) { return true; }
-        for (const auto & each : penalties) {
-            if (each.active && !each.slots.empty()) { return true; }
+    llama_row_params                    params;
+    int32_t                             n_real;
+    uint64_t                            position = 0; // tokens of the answer
+    std::vector<entry>                  entries;
+    std::unordered_map<int32_t, size_t> places;
+    std::vector<uint32_t>               allowed; // a bit a token; empty: all
+    std::vector<std::vector<int32_t>>   bad_words;
+    std::vector<int32_t>                last; // the answer's tokens, if bad words need them
+    std::vector<row_penalties>          penalties;
+
+    entry & of(int32_t token) {
+        const auto [it, added] = places.try_emplace(token, entries.size());
+        if (added) {
+            entries.emplace_back();
+            entries.back().token = token;
         }
-        return false;
+        return entries[it->second];
     }
 
-    void apply_rules(float * logits) const {
-        for (const auto & [token, more] : bias) { logits[token] += more; }
-        for (const auto & [token, until] : bans) {
-            if (position < (uint64_t) until) { logits[token] = NONE; }
+    // counts a token `by` times for the i-th penalties, at the end of what they have seen
+    void count(size_t i, int32_t token) {
+        row_penalties & each = penalties[i];
+        of(token).count[i]++;
+        if (each.last_n < 0) { return; }
+        each.seen.push_back(token);
+        if ((int32_t) each.seen.size() > each.last_n) { of(each.seen[each.seen.size() - 1 - each.last_n]).count[i]--; }
+    }
+
+    void accept(int32_t token) {
+        position++;
+        if (!bad_words.empty()) { last.push_back(token); }
+        if (token < 0 || token >= n_real) { return; }
+        for (size_t i = 0; i < penalties.size(); i++) { count(i, token); }
+    }
+
+    // undoes the last accept
+    void take_back(int32_t token) {
+        position--;
+        if (!bad_words.empty()) { last.pop_back(); }
+        if (token < 0 || token >= n_real) { return; }
+        for (size_t i = 0; i < penalties.size(); i++) {
+            row_penalties & each = penalties[i];
+            of(token).count[i]--;
+            if (each.last_n < 0) { continue; }
+            if ((int32_t) each.seen.size() > each.last_n) { of(each.seen[each.seen.size() - 1 - each.last_n]).count[i]++; }
+            each.seen.pop_back();
         }
-        for (size_t i = 0; i < allowed.size(); i++) {
-            if (!allowed[i]) { logits[i] = NONE; }
+    }
+
+    // appends the edits of the next row
+    void edit(std::vector<llama_row_edit> & edits) const {
+        const size_t first = edits.size();
+        for (const entry & e : entries) {
+            llama_row_edit made = { e.token, 0, e.add, 0 };
+            if ((uint64_t) std::max(e.banned_until, 0) > position) { made.flags |= LLAMA_ROW_BANNED; }
+            for (size_t i = 0; i < penalties.size(); i++) {
+                const row_penalties & each = penalties[i];
+                if (!each.active || !(e.count[i] > 0 || e.in_prompt[i])) { continue; }
+                made.flags |= i ? LLAMA_ROW_SEEN_WITHIN : LLAMA_ROW_SEEN;
+                if (e.count[i] > 0) { made.less += each.presence + lrs_mul(each.frequency, (float) e.count[i]); }
+            }
+            edits.push_back(made);
         }
         for (const auto & word : bad_words) {
             const size_t before = word.size() - 1;
-            if (last.size() >= before && std::equal(word.begin(), word.end() - 1, last.end() - before)) { logits[word.back()] = NONE; }
-        }
-    }
-
-    void apply_penalties(float * logits) const {
-        for (const auto & each : penalties) {
-            if (each.active) {
-                for (const auto & s : each.slots) { logits[s.token] = each.applied(s, logits[s.token]); }
+            if (last.size() >= before && std::equal(word.begin(), word.end() - 1, last.end() - before)) {
+                edits[first + places.at(word.back())].flags |= LLAMA_ROW_BANNED;
             }
         }
     }
+};
 
-    // a candidate of the device: only bans and penalties come here
-    float applied(int32_t token, float logit) const {
-        for (const auto & [other, until] : bans) {
-            if (other == token && position < (uint64_t) until) { return NONE; }
+// What is wanted of a row: that behind the token `index` of a batch, or another.
+struct llama_row_ask {
+    llama_row_sampler * sampler; // NULL: the whole row, on the host
+    const uint32_t *    mask;    // a bit for each token that may be chosen; NULL: all
+    int32_t             n_mask;  // words of the mask; tokens behind them are not allowed
+    int32_t             index;
+    int32_t             n_top;  // as in llama_row_request
+    int32_t             scored; // as in llama_row_request
+    int32_t             draft;  // the next row, of the same sampler, is behind this token; -1: it is the last one
+};
+
+// Requests with what they point to.
+struct llama_row_requests {
+    std::vector<llama_row_request> rows;
+    std::vector<llama_row_edit>    edits;
+    std::vector<uint32_t>          masks;
+
+    size_t edits_at() const { return (rows.size() * sizeof(llama_row_request) + 15) / 16 * 16; }
+
+    size_t masks_at() const { return edits_at() + edits.size() * sizeof(llama_row_edit); }
+
+    size_t bytes() const { return masks_at() + masks.size() * sizeof(uint32_t); }
+
+    // Copies all to `from`, with pointers that hold when it lies at `to`.
+    void copy(char * from, char * to) const {
+        std::copy(rows.begin(), rows.end(), (llama_row_request *) from);
+        for (size_t i = 0; i < rows.size(); i++) {
+            llama_row_request & row = ((llama_row_request *) from)[i];
+            if (row.edits) { row.edits = (llama_row_edit *) (to + edits_at()) + (row.edits - edits.data()); }
+            if (row.mask) { row.mask = (const uint32_t *) (to + masks_at()) + (row.mask - masks.data()); }
         }
-        for (const auto & each : penalties) {
-            const auto it = each.active ? each.places.find(token) : each.places.end();
-            if (it != each.places.end()) { logit = each.applied(each.slots[it->second], logit); }
+        std::copy(edits.begin(), edits.end(), (llama_row_edit *) (from + edits_at()));
+        std::copy(masks.begin(), masks.end(), (uint32_t *) (from + masks_at()));
+    }
+
+    void fill(const llama_row_ask * asks, int32_t n, int32_t n_vocab) {
+        const size_t words = (n_vocab + 31) / 32;
+        rows.clear();
+        edits.clear();
+        masks.clear();
+        std::vector<size_t>  first_edit, first_mask;
+        std::vector<int32_t> drafted;
+        for (int32_t i = 0; i < n; i++) {
+            const llama_row_ask & ask = asks[i];
+            if (!ask.sampler) {
+                rows.emplace_back();
+                first_edit.push_back(edits.size());
+                first_mask.push_back(masks.size());
+                continue;
+            }
+            llama_row_sampler & sampler = *ask.sampler;
+            llama_row_request   made    = {
+                sampler.params, sampler.position, nullptr, nullptr, 0, { 1, 1 },
+                     ask.n_top, ask.scored
+            };
+            first_edit.push_back(edits.size());
+            first_mask.push_back(masks.size());
+            if (ask.scored < 0) {
+                sampler.edit(edits);
+                for (size_t k = 0; k < sampler.penalties.size(); k++) { made.repetition[k] = sampler.penalties[k].repetition; }
+                if (ask.mask) {
+                    masks.insert(masks.end(), ask.mask, ask.mask + std::min<size_t>(ask.n_mask, words));
+                    masks.resize(first_mask[i] + words, 0);
+                    for (size_t k = 0; k < sampler.allowed.size(); k++) { masks[first_mask[i] + k] &= sampler.allowed[k]; }
+                } else if (!sampler.allowed.empty()) {
+                    masks.insert(masks.end(), sampler.allowed.begin(), sampler.allowed.end());
+                    masks.resize(first_mask[i] + words, 0);
+                }
+            }
+            made.n_edits = edits.size() - first_edit[i];
+            rows.push_back(made);
+            if (ask.draft >= 0) {
+                sampler.accept(ask.draft);
+                drafted.push_back(ask.draft);
+            } else {
+                for (; !drafted.empty(); drafted.pop_back()) { sampler.take_back(drafted.back()); }
+            }
         }
-        return logit;
+        for (int32_t i = 0; i < n; i++) {
+            const size_t end = i + 1 < n ? first_mask[i + 1] : masks.size();
+            rows[i].edits    = rows[i].n_edits ? edits.data() + first_edit[i] : nullptr;
+            rows[i].mask     = end > first_mask[i] ? masks.data() + first_mask[i] : nullptr;
+        }
     }
 };
+
+// Samples rows on the host, on several threads. logits[i]: [n_vocab], NULL for a row that is missing.
+void llama_rows_on_host(const llama_row_request * rows, const float * const * logits, llama_row_result * results, int32_t n, int32_t n_vocab,
+        int32_t n_real, int32_t n_threads);

@@ -14,7 +14,6 @@ from .context import (
     Context,
 )
 from .context_options import ContextOptions
-from .device_sampler import N_CANDIDATES
 from .devices import (
     CACHE_TYPES,
     HAS_F16_COPIES,
@@ -29,10 +28,8 @@ from .devices import (
 from .layers import HAS_RING, Ring
 from .log import set_up, tapped_log
 from .model import Model
-from .needs import DeviceSampler
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
-from .rows import Rows
 from .samplers import DrySampler, SamplerChain
 from .snapshots import SHARED as SHARES_SNAPSHOTS
 
@@ -43,18 +40,15 @@ __all__ = [
     "HAS_BATCH_INVARIANCE",
     "HAS_F16_COPIES",
     "HAS_RING",
-    "N_CANDIDATES",
     "READS_OWN_CELLS",
     "SHARES_SNAPSHOTS",
     "Context",
     "ContextOptions",
     "Device",
-    "DeviceSampler",
     "DrySampler",
     "LoraAdapter",
     "Model",
     "Ring",
-    "Rows",
     "SamplerChain",
     "devices",
     "is_quantized",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -11,27 +13,23 @@ import numpy as np
 from llama_cpp import llama_cpp_ext
 
 from . import inside, layers
-from .ahead import outputs_of
-from .device_sampler import DeviceSamplers
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
-from .needs import DeviceSampler
-from .patches import BATCH_INVARIANT, brings
-from .ragged import most_lengths
-from .rows import READS_LOGITS, Rows, keep_logits, matrix
+from .memory import matrix
+from .patches import BATCH_INVARIANT, STEPS_APART, brings
+from .ragged import ragged_passes
+from .row_sampler import HAS_ROW_SAMPLER, UNCHECKED, UNKNOWN, Filters, Place, RowRequest, RowSampler, RowSteps
 from .snapshots import Snapshots, n_rs_seq
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
     from .adapter import LoraAdapter
-    from .ahead import Outputs
     from .context_options import ContextOptions
     from .model import Model
-    from .rows import Tokens
 
 ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 """Flags for the part of a state that is not keys or values, copied within the device."""
@@ -45,6 +43,9 @@ BATCH_INVARIANT_TOKENS = 64
 BATCH_INVARIANT_SNAPSHOTS = 15
 """Most snapshots that leave the bits of a batch-invariant context unchanged. The recurrent layers always
 compute the last tokens of a prompt's pass one by one: this many and one more."""
+
+READS_LOGITS = brings(STEPS_APART, "llama_read_logits")
+"""Whether a batch leaves the rows of the last one that it does not write over in their order."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
@@ -74,7 +75,6 @@ class Context:
         params.n_batch = options.n_batch
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
-        params.n_outputs_max_per_seq = options.n_outputs_per_seq
         params.n_rs_seq = n_rs_seq(options.n_snapshots)
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
@@ -86,10 +86,6 @@ class Context:
         if options.eval_callback is not None:
             params.cb_eval = options.eval_callback
         params.no_perf = True
-        self.samplers = DeviceSamplers(
-            model, options.n_samplers, options.sampler, ahead=options.ahead, exact=options.batch_invariant
-        )
-        params.samplers, params.n_samplers = self.samplers.configs, options.n_samplers
         with tapped_log() as lines:
             self._handle = C.llama_init_from_model(model._handle, params)
         self.log = lines
@@ -113,7 +109,7 @@ class Context:
         """Targets of copies that llama.cpp makes in the next decode (ids with cells of their own)."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
-        self.most_lengths = most_lengths(self._handle)
+        self.ragged_passes = ragged_passes(self._handle)
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 if the model keeps none."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
@@ -140,8 +136,10 @@ class Context:
             seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(ctypes.POINTER(C.llama_seq_id))),
             logits=self.outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-        self._rows = Rows(self._handle, self._n_vocab, model.n_real, self.samplers.next_tokens is not None)
-        self._n_decoded = 0
+        self._place, self._ahead = options.row_sampling, options.ahead
+        self.row_steps: RowSteps | None = None
+        """Samples rows where they are computed; None if all are copied to the host."""
+        self.sample_rows()
 
     @cached_property
     def embeddings(self) -> npt.NDArray[np.float32]:
@@ -163,14 +161,14 @@ class Context:
         return batch
 
     def decode(
-        self, n_tokens: int, *, of_pictures: bool = False, next_rows: Tokens | None = None, keep: bool = False
+        self, n_tokens: int, *, of_pictures: bool = False, next_rows: npt.NDArray[np.int32] | None = None
     ) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap,
         except after a picture.
 
         With `of_pictures` the batch reads `embeddings`, a picture's rows. `next_rows`: for each token the row
-        of the last batch from which the device chose it, or -1 if it is in `tokens`. Such a batch must be one
-        pass (`in_one_pass`) and needs `runs_ahead`. `keep`: for `Rows.fetch`, rows of all passes.
+        of the last pass from which it was sampled, or -1 if it is in `tokens`. Such a batch must be one pass
+        (`in_one_pass`) and needs `runs_ahead`.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -192,18 +190,13 @@ class Context:
         self._uncopied.clear()
         self._copied_from.clear()
         batch = self._embedded(n_tokens) if of_pictures else self._batch
-        chosen = self.samplers.next_tokens
-        if next_rows is not None and not (self.runs_ahead and chosen and chosen.read(next_rows)):
+        if next_rows is not None and not (self.row_steps and self.row_steps.read_next(next_rows)):
             raise LlamaError("the token embedding is not where tokens are chosen")
-        keep_logits(self._handle, keep=keep)
         status = C.llama_decode(self._handle, batch)
-        if self.samplers.error is not None:
-            raise LlamaError("a device sampler could not be built") from self.samplers.error
         if status == 1:
             raise NoMemorySlot(f"no room in the cache for a batch of {n_tokens} tokens")
         if status != 0:
             raise LlamaError(f"llama_decode returned {status} for a batch of {n_tokens} tokens")
-        self._n_decoded += 1
         self._n_reserved = max(rows, self._n_seq)
         if self.n_snapshots:
             self._snapshots.decoded(sequences)
@@ -222,51 +215,49 @@ class Context:
         passes of up to 64 tokens and longer passes each reuse the graph of the last pass of their kind."""
         return int(C.llama_perf_context(self._handle).n_reused)
 
+    @contextmanager
+    def whole_rows(self) -> Iterator[None]:
+        """Within this, rows are copied to the host (`logits`)."""
+        sampled = self.row_steps is not None
+        self.sample_rows(on=False)
+        try:
+            yield
+        finally:
+            self.sample_rows(on=sampled)
+
     def wait(self) -> None:
         """Wait until the device has computed all decoded batches."""
         C.llama_synchronize(self._handle)
 
+    def sample_rows(self, on: bool = True) -> None:
+        """Sample rows where they are computed, as the options say, or copy them to the host (`logits`)."""
+        steps = RowSteps(self._handle, self._n_vocab) if HAS_ROW_SAMPLER and self._place is not None else None
+        if steps is not None and steps.switch(self._place if on else None):
+            self.row_steps = steps
+        else:
+            self.row_steps = None
+
+    def sample_on_host(self) -> None:
+        """Sample rows on the host from now on."""
+        self._place = Place.HOST
+        self.sample_rows()
+
+    @property
+    def samples_on_device(self) -> bool:
+        return self.row_steps is not None and self._place is Place.DEVICE
+
     @cached_property
     def runs_ahead(self) -> bool:
-        """Whether `decode` may read its tokens on the device, and rows may be read after another decode."""
-        tokens = self.samplers.next_tokens if self.samplers.active else None
-        return tokens is not None and tokens.attach(self._handle)
+        """Whether `decode` may read its tokens where the last ones were sampled."""
+        if not self._ahead or self.row_steps is None:
+            return False
+        able = self.row_steps.read_next(np.zeros(1, np.int32))
+        self.row_steps.read_next(np.zeros(0, np.int32))
+        return able
 
     def in_one_pass(self, sequences: Sequence[int]) -> bool:
         """Whether one pass may have these sequences; with cells of their own only consecutive ids."""
         return self.unified or list(sequences) == [sequences[0] + i for i in range(len(sequences))]
-
-    @property
-    def most_ahead(self) -> int:
-        """Most rows of a batch that is read after another was decoded. The other batch has the same limit."""
-        return max(self._n_seq, 2 * len(self.samplers.kinds)) // 2 if self.runs_ahead else 0
-
-    def outputs_ahead(self) -> Outputs | None:
-        """Addresses of the last batch's rows, for `rows` after another decode; None if they are unknown."""
-        return outputs_of(self._handle, self._n_decoded, self.samplers.kinds)
-
-    def rows(
-        self,
-        sequences: Sequence[int],
-        indices: Sequence[int],
-        ahead: Outputs | None = None,
-        *,
-        chosen: bool = False,
-    ) -> Rows:
-        """The last batch's outputs in order. `sequences` and `indices` are the sequence id and the batch
-        index of each.
-
-        Waits for the device. The rows are valid until the next decode. With `ahead`, the outputs may be those
-        of the decode before the last: they are valid until one more decode, and whole rows cannot be fetched.
-        With `chosen` the best tokens are those that the next step reads on the device.
-        """
-        if not self.samplers.active:
-            return self._rows.fill([DeviceSampler.ROW] * len(indices), indices, self.logits(len(indices)))
-        kinds = [(self.samplers if ahead is None else ahead).kinds[i] for i in sequences]
-        if ahead is not None and ahead.call < self._n_decoded:  # the last decode waited for these
-            return self._rows.fill(kinds, indices, None, ahead, chosen=chosen)
-        C.llama_synchronize(self._handle)
-        return self._rows.fill(kinds, indices, None, chosen=chosen)
 
     def keep_hidden(self, keep: bool = True) -> None:
         """Keep, or stop keeping, the hidden row of every decoded token, which the draft head reads. The next
@@ -324,21 +315,28 @@ class Context:
             found[:, index * n : (index + 1) * n] = rows[first:] if together else rows[batch_indices]
         return found
 
-    def best(self, sequences: Sequence[int], indices: Sequence[int]) -> list[int]:
-        """Each output's best token, for drafts; arguments as for `rows`."""
-        rows = self.rows(sequences, indices)
-        return [
-            rows.best(row) if kind is DeviceSampler.GUESS else int(rows.unchecked(row).argmax())
-            for row, kind in enumerate(rows.kinds)
+    def best(self, indices: Sequence[int], samplers: Sequence[RowSampler | None] = ()) -> list[int]:
+        """The best token of each output of the last batch, all of one pass, for drafts; or with `samplers`
+        what each of them, if it is one, would choose. Rows that follow each other with the same sampler are
+        for one token after the other. `indices` are those of the batch. Logits may be -inf: some drafters
+        have fewer tokens. Waits for the device."""
+        if self.row_steps is None:
+            return [int(token) for token in self.logits(len(indices)).argmax(axis=1)]
+        each = [*(samplers or [None] * len(indices)), None]
+        requests = [
+            RowRequest(
+                self._greedy if one is None else one,
+                n_top=UNCHECKED,
+                draft=UNKNOWN if one is not None and one is following else -1,
+            )
+            for one, following in pairwise(each)
         ]
+        self.row_steps.begin(requests, indices, now=True)
+        return self.row_steps.results().tokens
 
-    def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
-        """Change a sequence id's device sampler. Slow: the next decode plans its graphs again."""
-        self.samplers.attach(self._handle, sequence, kind)
-
-    def set_samplers(self, kind: DeviceSampler | None) -> None:
-        """Change the device samplers of all ids; with None every row is returned whole."""
-        self.samplers.attach_all(self._handle, kind)
+    @cached_property
+    def _greedy(self) -> RowSampler:
+        return RowSampler(Filters(("best",)), self._n_vocab)
 
     def logits(self, rows: int) -> npt.NDArray[np.float32]:
         """Logits of the last batch's outputs, in order: shape [rows, n_vocab], valid until the next decode.
@@ -441,7 +439,6 @@ class Context:
         if self._handle:
             C.llama_free(self._handle)
             self._handle = None
-        self.samplers.close()
 
 
 def _set_batch_invariant(context: int) -> None:

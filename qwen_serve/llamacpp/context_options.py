@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .needs import DeviceSampler
+if TYPE_CHECKING:
+    from .row_sampler import Place
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,8 @@ class ContextOptions:
     flash_attn: str
     type_k: str
     type_v: str
-    n_outputs_per_seq: int = 1
-    """Most rows of one sequence that are sampled on the device; a verification has several."""
-    n_samplers: int = 0
-    """Number of sequence ids, from 0, whose rows are sampled on the device; rows of other ids are returned
-    whole."""
-    sampler: DeviceSampler = DeviceSampler.BEST
-    """Their initial device sampler."""
+    row_sampling: Place | None = None
+    """Where rows are sampled, if the build has the sampler; None: rows are copied to the host."""
     n_snapshots: int = 0
     """Tokens that `remove` can take back from a sequence of a recurrent model. Each costs one more recurrent
     state, or without the patch shared-snapshots one for every sequence id."""
@@ -38,8 +34,8 @@ class ContextOptions:
     op_offload: bool = True
     """Let the GPU compute with copies of weights that are in the CPU's memory."""
     ahead: bool = False
-    """A batch may be decoded before the rows of the one before it are read, if the build and the device's
-    memory allow that (`runs_ahead`)."""
+    """A batch may be decoded before the tokens of the one before it are known to the host, if they were
+    sampled where the token embedding is (`runs_ahead`)."""
     unified: bool = True
     """All sequences share one pool of cells. Otherwise each has `n_ctx` / `n_seq` cells of its own, and
     copying a sequence copies its keys and values on the device."""

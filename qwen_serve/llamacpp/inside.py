@@ -38,10 +38,9 @@ PARAMETERS = {
     "llama_model_params": "tensor_buft_overrides n_gpu_layers split_mode load_mode main_gpu tensor_split "
     "no_alloc load_mtp use_extra_bufts check_tensors",
     "llama_context_params": "ctx_other ctx_type n_ctx n_seq_max n_batch n_ubatch n_outputs_max "
-    "n_outputs_max_per_seq n_rs_seq n_threads n_threads_batch flash_attn_type type_k type_v kv_unified "
-    "offload_kqv op_offload no_perf samplers n_samplers cb_eval",
+    "n_rs_seq n_threads n_threads_batch flash_attn_type type_k type_v kv_unified "
+    "offload_kqv op_offload no_perf cb_eval",
     "llama_sampler_chain_params": "no_perf",
-    "llama_sampler_seq_config": "seq_id sampler",
     "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
     "llama_perf_context_data": "n_reused",
     "llama_model_quantize_params": "nthread ftype dry_run imatrix kv_overrides tt_overrides pure "
@@ -66,7 +65,6 @@ DEFAULTS = {
         "type_k": 1,
         "type_v": 1,
         "offload_kqv": True,
-        "n_samplers": 0,
     },
 }
 """Values that show that the bindings' structures match the library's: an added or removed field shifts the
@@ -78,9 +76,6 @@ TYPES |= {ggml.I32: b"i32", 30: b"bf16"}
 
 OBJECT_HEADER = 32
 """Bytes of `struct ggml_object`."""
-
-GREEDY = (1, 0, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1)
-"""Which functions of `llama_sampler_i` llama.cpp's greedy sampler implements (src/llama-sampler.cpp)."""
 
 
 def tensor_layout() -> str:
@@ -142,22 +137,6 @@ def defaults() -> str:
     return "; ".join(found)
 
 
-def sampler_interface() -> str:
-    """Checks `struct llama_sampler_i` on a sampler of llama.cpp."""
-    sampler = ggml.quick("llama_sampler_init_greedy", ctypes.c_void_p)()
-    try:
-        address = ctypes.cast(sampler, ctypes.POINTER(ctypes.c_void_p))[0]
-        functions = (ctypes.c_size_t * len(GREEDY)).from_address(address or 0)
-        there = tuple(int(bool(function)) for function in functions)
-        if there != GREEDY:
-            return f"the greedy sampler has functions {there}, not {GREEDY}"
-        interface = ggml.SamplerInterface.from_address(address or 0)
-        name = interface.name(sampler)
-        return "" if name.lstrip(b"+?") == b"greedy" else f"its name is {name!r}"
-    finally:
-        ggml.sampler_free(sampler)
-
-
 def extensions() -> str:
     """Checks for the functions of src/llama-ext.h, which have C++ names."""
     names = ("llama_set_embeddings_nextn", "llama_get_embeddings_nextn")
@@ -181,13 +160,12 @@ def system_info() -> str:
 LIBRARY = (
     Check(
         "struct ggml_tensor",
-        "device samplers, which make tensors and read them",
+        "observed products, and tensors that are made",
         tensor_layout,
     ),
     Check("enum ggml_type", "the types of KV caches, and of tensors that are made", type_numbers),
     Check("fields of parameters", "every context and model", fields),
     Check("layout of parameters", "every context and model", defaults),
-    Check("struct llama_sampler_i", "device samplers, which are written against it", sampler_interface),
     Check("src/llama-ext.h", "hidden rows for drafts by the MTP head", extensions),
     Check("flags of a state's parts", "copies of recurrent states on the device", state_flags),
     Check("llama_print_system_info", "whether AMX's weights are used", system_info),

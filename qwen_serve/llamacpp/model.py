@@ -8,11 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
+import numpy as np
 
+from . import ggml
 from .devices import buffer_type
 from .errors import LlamaError, ModelLoadError
 from .log import reason, set_up, tapped_log
-from .patches import REPACKED_WEIGHTS, amx_is_right, brings
+from .patches import REPACKED_WEIGHTS, ROW_SAMPLER, amx_is_right, brings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,6 +29,13 @@ EOS_KEY, DEFAULT_EOS = "tokenizer.ggml.eos_token_id", 11
 """The key of the token that ends an answer, and what llama.cpp takes without it (llama-vocab.cpp, gpt2)."""
 CHECK_TENSORS = True
 """Whether a weight or scale that is not finite is an error when a model is loaded, not answers of NaN."""
+
+HAS_PIECES = brings(ROW_SAMPLER, "llama_vocab_pieces")
+"""Whether this build tells the texts of all tokens in one call, for log-probabilities."""
+
+if HAS_PIECES:
+    _P, _I32 = ctypes.c_void_p, ctypes.c_int32
+    _pieces = ggml.declare("llama_vocab_pieces", ctypes.c_bool, _P, _I32, ctypes.c_char_p, _I32, _P)
 
 
 class _BufferTypeOverride(ctypes.Structure):
@@ -145,12 +154,27 @@ class Model:
 
     def piece(self, token: int, *, special: bool) -> bytes:
         """A token's bytes: none for a control token, or with `special` its text."""
+        if special and self._spelled is not None:
+            text, ends = self._spelled
+            return text[ends[token - 1] if token else 0 : ends[token]]
         buffer = ctypes.create_string_buffer(64)
         count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         if count < 0:
             buffer = ctypes.create_string_buffer(-count)
             count = C.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, special)
         return bytes(buffer.raw[:count])
+
+    @cached_property
+    def _spelled(self) -> tuple[bytes, list[int]] | None:
+        """All tokens' texts, and where each ends; None if this build cannot tell them together."""
+        if not HAS_PIECES:
+            return None
+        ends, size = np.zeros(self.n_vocab, np.int32), 16 * self.n_vocab
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            if _pieces(self._vocab, self.n_vocab, buffer, size, ends.ctypes.data):
+                return buffer.raw[: ends[-1]], ends.tolist()
+            size *= 2
 
     def detokenize(self, tokens: Iterable[int]) -> bytes:
         """The bytes of `tokens`, control tokens spelled out; may end inside a UTF-8 character."""

@@ -1,4 +1,5 @@
-"""Our sampler (native/src/llama-row-sampler.cpp): chooses tokens from many rows at once, on several threads.
+"""Our sampler: chooses the tokens of a step from its rows, on the device where they are, or on the host's
+threads (native/ggml/src/ggml-cuda/row-sampler.cu, native/src/llama-row-sampler.cpp).
 
 It draws with Gumbel noise that depends only on the seed, the number of tokens before and the token, and adds
 up masses as integers. So a draw is the same for a whole row and for its best tokens, on any number of
@@ -11,21 +12,23 @@ import ctypes
 import math
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 
 from . import ggml
+from .errors import LlamaError
+from .memory import matrix
+from .patches import ROW_SAMPLER, brings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    import numpy.typing as npt
-
-HAS_ROW_SAMPLER = hasattr(C._lib, "llama_row_sample")
+HAS_ROW_SAMPLER = brings(ROW_SAMPLER, "llama_sample_rows")
 """Whether this build has the sampler. Stock llama.cpp has not."""
 
 N_THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -52,6 +55,28 @@ FAR = 63
 
 ALWAYS = 2**31 - 1
 
+MOST_ROWS = 64
+"""Most rows of a pass whose tokens the next step reads where they were sampled (LLAMA_ROW_MOST)."""
+
+UNKNOWN = ALWAYS
+"""As `draft` of a request: some token comes before the next row. It is not counted."""
+
+UNCHECKED = -2
+"""`n_top` of a row whose logits need not be finite."""
+
+NO_LOGITS = (
+    "the model computed no usable logits ({}): its weights are damaged, or hold values that are not finite"
+)
+"""All logits may be 0, because llama.cpp turns NaN into zeros when it quantizes a product's input."""
+
+
+class Place(IntEnum):
+    """Where rows are sampled."""
+
+    HOST = 1
+    DEVICE = 2
+    """If the device has a sampler; otherwise the host."""
+
 
 class Status(IntEnum):
     """What came of a row."""
@@ -60,11 +85,12 @@ class Status(IntEnum):
     NOT_FINITE = 1
     ZERO = 2
     NONE_LEFT = 3
-    """The rules leave no token."""
-    NONE_FITS = 4
-    """The mask leaves no token."""
-    UNSETTLED = 5
-    """The candidates do not determine the choice: the whole row does."""
+    """Rules and mask leave no token."""
+    MISSING = 4
+    """The row was not kept."""
+
+
+_STATUSES = tuple(Status)
 
 
 class _Params(ctypes.Structure):
@@ -84,27 +110,33 @@ class _Params(ctypes.Structure):
     ]
 
 
-class _Row(ctypes.Structure):
-    """`struct llama_row`."""
+class _Ask(ctypes.Structure):
+    """`struct llama_row_ask`."""
 
     _fields_ = [
         ("sampler", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
         ("mask", ctypes.c_void_p),
-        ("n", ctypes.c_int32),
         ("n_mask", ctypes.c_int32),
-        ("number", ctypes.c_double),
-        ("lowest", ctypes.c_float),
+        ("index", ctypes.c_int32),
         ("n_top", ctypes.c_int32),
         ("scored", ctypes.c_int32),
-        ("status", ctypes.c_int32),
-        ("token", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("logprob", ctypes.c_float),
-        ("top", ctypes.c_int32 * MOST_TOP),
-        ("top_logprobs", ctypes.c_float * MOST_TOP),
+        ("draft", ctypes.c_int32),
     ]
+
+
+_RESULT = np.dtype(
+    [
+        *((name, np.int32) for name in ("status", "token", "rank", "n_top")),
+        *((name, np.float32) for name in ("logit", "best")),
+        ("mass", np.uint64),
+        ("top", np.int32, MOST_TOP),
+        ("top_logits", np.float32, MOST_TOP),
+    ]
+)
+"""`struct llama_row_result`."""
+
+_LOG_ONE = 44 * math.log(2)
+"""Masses are in 2^-44 of the likeliest token's."""
 
 
 if HAS_ROW_SAMPLER:
@@ -118,7 +150,14 @@ if HAS_ROW_SAMPLER:
     _penalties = ggml.quick("llama_row_sampler_penalties", _I32, _P, _F32, _F32, _F32, _I32, _P, _I32)
     _set_active = ggml.quick("llama_row_sampler_set_active", None, _P, _I32, ctypes.c_bool)
     _accept = ggml.quick("llama_row_sampler_accept", None, _P, _I32)
-    _sample = ggml.declare("llama_row_sample", None, ctypes.POINTER(_Row), _I32, _I32)
+    _take_back = ggml.quick("llama_row_sampler_take_back", None, _P, _I32)
+    _sample = ggml.declare("llama_row_sample", None, _P, _P, _P, _I32, _I32, _I32)
+    _set_row_sampling = ggml.declare("llama_set_row_sampling", ctypes.c_bool, _P, _I32)
+    _sample_rows = ggml.declare("llama_sample_rows", ctypes.c_bool, _P, _P, _I32, ctypes.c_bool)
+    _row_results = ggml.declare("llama_row_results", _P, _P)
+    _whole_row = ggml.quick("llama_whole_row", _P, _P, _I32)
+    _set_next_rows = ggml.quick("llama_set_next_rows", ctypes.c_bool, _P, _P, _I32)
+    _n_rows_in_order = ggml.quick("llama_n_rows_in_order", _I32, _P)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +252,10 @@ class RowSampler:
         """Take the next token of the answer."""
         _accept(self._handle, token)
 
+    def take_back(self, token: int) -> None:
+        """Undo the last `accept`, of this token."""
+        _take_back(self._handle, token)
+
     def close(self) -> None:
         """Free its memory. Idempotent."""
         self._free()
@@ -225,67 +268,165 @@ def _ids(tokens: Iterable[int]) -> npt.NDArray[np.int32]:
     return np.fromiter(tokens, np.int32)
 
 
+Bits = npt.NDArray[np.uint32]
+"""A bit for each token of the vocabulary, the lowest one first."""
+
+
 @dataclass(slots=True)
 class RowRequest:
-    """A row to choose from, which does not change. The sampler does not, either, until it accepts a token."""
+    """What is wanted of a row. The sampler does not change until it accepts a token."""
 
-    sampler: RowSampler
-    logits: npt.NDArray[np.float32]
-    """[n_vocab], padding included, or of the candidates [n]."""
-    ids: npt.NDArray[np.int32] | None = None
-    """The candidates' tokens; None for a whole row."""
-    lowest: float = -math.inf
-    """The highest logit that a token which is not a candidate may have."""
-    number: float = -1.0
-    """Draws by the sum of masses, best first, from 0 to 1; negative: by noise."""
-    mask: npt.NDArray[np.bool_] | None = None
-    """Whether each token may be chosen; it may be longer than the row."""
+    sampler: RowSampler | None
+    """None: the whole row is read on the host."""
+    mask: Bits | None = None
+    """Which tokens may be chosen; those behind its end may not."""
     n_top: int = -1
-    """For a whole row, the likeliest tokens to return with log-probabilities; -1: no log-probabilities."""
+    """The likeliest tokens to return with log-probabilities; -1: no log-probabilities."""
     scored: int = -1
-    """A token whose log-probability is wanted, instead of a choice."""
+    """A token to take instead of a choice."""
+    draft: int = -1
+    """The next request is for the row behind this token, with the same sampler; -1: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+
+
+@dataclass(slots=True, eq=False)
 class RowResult:
-    """The log-probabilities are those of the row as the model computed it, padding included."""
+    """The log-probabilities are those of the row as the model computed it, padding included.
+
+    Not frozen, since a frozen one takes twice as long to make.
+    """
 
     status: Status
     token: int
-    logprob: float
-    rank: int
+    logprob: float = math.nan
+    rank: int = 0
     """1 for the likeliest token; of equally likely ones the lowest id comes first."""
-    best: npt.NDArray[np.int32]
+    best: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
     """The likeliest tokens, best first; of equally likely ones the lowest id."""
-    best_logprobs: npt.NDArray[np.float32]
+    best_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
+
+    def differs(self, other: RowResult) -> bool:
+        """Whether any bit of it is another."""
+        same = (self.status, self.token, self.rank) == (other.status, other.token, other.rank)
+        same = same and np.array_equal(self.logprob, other.logprob, equal_nan=True)
+        pairs = ((self.best, other.best), (self.best_logprobs, other.best_logprobs))
+        return not (same and all(np.array_equal(*pair) for pair in pairs))
 
 
-def sample_rows(requests: Sequence[RowRequest], n_threads: int = N_THREADS) -> list[RowResult]:
-    """Choose a token from each row. Releases the GIL."""
-    rows = (_Row * len(requests))()
-    kept: list[object] = []
-    for row, request in zip(rows, requests, strict=True):
-        logits = np.ascontiguousarray(request.logits, np.float32)
-        row.sampler, row.logits, row.n = request.sampler._handle, logits.ctypes.data, len(logits)
-        row.lowest, row.n_top, row.scored = request.lowest, request.n_top, request.scored
-        row.number = request.number
-        kept.append(logits)
-        if request.ids is not None:
-            ids = np.ascontiguousarray(request.ids, np.int32)
-            row.ids = ids.ctypes.data
-            kept.append(ids)
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Of all rows together."""
+
+    n_top: list[int]
+    """-1 where no log-probabilities are wanted."""
+    logprobs: list[float]
+    ranks: list[int]
+    top: npt.NDArray[np.float32]
+
+
+class RowResults:
+    """The results of a step's requests, in their order."""
+
+    def __init__(self, array: npt.NDArray[Any], whole: Callable[[int], npt.NDArray[np.float32]]) -> None:
+        self._array, self._whole = array, whole
+        self.statuses: list[int] = array["status"].tolist()
+        self.tokens: list[int] = array["token"].tolist()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> RowResult:
+        n, token, status = self._scores.n_top[i], self.tokens[i], _STATUSES[self.statuses[i]]
+        if n < 0:
+            return RowResult(status, token)
+        found = self._scores
+        best = self._array["top"][i, :n], found.top[i, :n]
+        return RowResult(status, token, found.logprobs[i], found.ranks[i], *best)
+
+    @cached_property
+    def _scores(self) -> _Scores:
+        array = self._array
+        scored = array["mass"] > 0
+        sums = array["best"] + np.log(np.maximum(array["mass"], 1).astype(np.float64)) - _LOG_ONE
+        return _Scores(
+            np.where(scored, array["n_top"], -1).tolist(),
+            (array["logit"] - sums).astype(np.float32).tolist(),
+            array["rank"].tolist(),
+            (array["top_logits"] - sums[:, None]).astype(np.float32),
+        )
+
+    def whole(self, i: int) -> npt.NDArray[np.float32]:
+        """The row [n_vocab] of a request without a sampler, writable. Valid until the next step's."""
+        return self._whole(i)
+
+
+def _asks(requests: Sequence[RowRequest], indices: Sequence[int], kept: list[Bits]) -> Any:
+    asks = (_Ask * len(requests))()
+    for ask, request, index in zip(asks, requests, indices, strict=True):
+        ask.sampler = None if request.sampler is None else request.sampler._handle
+        ask.index, ask.n_top, ask.scored, ask.draft = index, request.n_top, request.scored, request.draft
         if request.mask is not None:
-            bits = np.packbits(request.mask, bitorder="little")
-            bits = np.pad(bits, (0, -len(bits) % 4))
-            row.mask, row.n_mask = bits.ctypes.data, len(bits) // 4
-            kept.append(bits)
-    whole = sum(request.ids is None for request in requests)
-    _sample(rows, len(requests), min(n_threads, whole))
-    return [_result(row) for row in rows]
+            ask.mask, ask.n_mask = request.mask.ctypes.data, len(request.mask)
+            kept.append(request.mask)
+    return asks
 
 
-def _result(row: _Row) -> RowResult:
-    n = max(0, row.n_top)
-    best, logprobs = np.array(row.top[:n], np.int32), np.array(row.top_logprobs[:n], np.float32)
-    n = int(np.count_nonzero(best >= 0))  # a vocabulary may be smaller
-    return RowResult(Status(row.status), row.token, row.logprob, row.rank, best[:n], logprobs[:n])
+def sample_rows(
+    requests: Sequence[RowRequest],
+    rows: Sequence[npt.NDArray[np.float32]],
+    n_threads: int = N_THREADS,
+) -> RowResults:
+    """Choose a token from each row [n_vocab], on the host. Releases the GIL."""
+    kept: list[Bits] = []
+    asks = _asks(requests, range(len(requests)), kept)
+    arrays = [np.ascontiguousarray(row, np.float32) for row in rows]
+    addresses = np.array([array.ctypes.data for array in arrays], np.uintp)
+    results = np.zeros(len(requests), _RESULT)
+    n_vocab = len(arrays[0]) if arrays else 0
+    _sample(asks, addresses.ctypes.data, results.ctypes.data, len(requests), n_vocab, n_threads)
+    return RowResults(results, lambda i: rows[i])
+
+
+class RowSteps:
+    """Samples the rows of a context's batches, where they were computed."""
+
+    def __init__(self, context: int, n_vocab: int) -> None:
+        self._context, self._n_vocab = context, n_vocab
+        self._n = 0
+
+    def switch(self, place: Place | None) -> bool:
+        """Leave the rows of further batches where they are computed, to be sampled there; with None, copy
+        them to the host instead. Returns whether they stay. On a device without a sampler they are sampled on
+        the host."""
+        return bool(_set_row_sampling(self._context, 0 if place is None else place))
+
+    def begin(self, requests: Sequence[RowRequest], indices: Sequence[int], *, now: bool) -> None:
+        """Begin to sample the rows behind the tokens with these indices in the last batch or, without `now`,
+        in the next one. The results of the call before must have been read. Raises LlamaError."""
+        self._n = len(requests)
+        kept: list[Bits] = []
+        asks = _asks(requests, indices, kept)
+        if not _sample_rows(self._context, asks, self._n, now):
+            raise LlamaError(f"no room for the requests of {self._n} rows")
+
+    def results(self) -> RowResults:
+        """The results of the last requests. Waits for them."""
+        address = _row_results(self._context)
+        memory = (ctypes.c_char * (self._n * _RESULT.itemsize)).from_address(address)
+        return RowResults(np.frombuffer(memoryview(memory), _RESULT).copy(), self._whole_row)
+
+    def read_next(self, rows: npt.NDArray[np.int32]) -> bool:
+        """Make the next decode read each of its tokens from a row of the last pass, as it was sampled, or,
+        for -1, from the batch. Returns False if the token embedding is on another device."""
+        return bool(_set_next_rows(self._context, rows.ctypes.data, rows.size))
+
+    @property
+    def n_in_order(self) -> int:
+        """Rows of the last batch if one pass computed all of them in the batch's order; otherwise 0."""
+        return int(_n_rows_in_order(self._context))
+
+    def _whole_row(self, i: int) -> npt.NDArray[np.float32]:
+        row: npt.NDArray[np.float32] = matrix(_whole_row(self._context, i), 1, self._n_vocab)[0]
+        return row

@@ -28,41 +28,12 @@ _FEW = 1024
 _apply_quickly = ggml.quick("llama_sampler_apply", None, ctypes.c_void_p, ctypes.c_void_p)
 _accept = ggml.quick("llama_sampler_accept", None, ctypes.c_void_p, ctypes.c_int32)
 
-_LOT = 128
-"""Least random numbers to make at once."""
-
-_WORDS = np.array([2.0**-64, 2.0**-32])
-"""What the two words of a random number are worth (std::generate_canonical)."""
-
 _LOGARITHMS = ("typical", "mirostat")
 """Samplers that take the logarithm of every candidate's probability, and fail if one is 0."""
 
 _RANGE = 80.0
 """Within this distance of the highest logit a probability is above 0 in F32; candidates below it do not
 affect a draw."""
-
-
-class RandomNumbers:
-    """The random numbers of draws: the first that llama.cpp's `dist` takes of its std::mt19937 for each draw
-    (`llama_sampler_dist_apply`)."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = np.random.RandomState(seed)
-        self.drawn = 0
-        """Draws so far; the caller counts them."""
-        self._numbers: npt.NDArray[np.float64] = np.zeros(0)
-        """Random numbers from that of draw `_first` on."""
-        self._first = 0
-
-    def next(self, n: int) -> npt.NDArray[np.float64]:
-        """The numbers of the next `n` draws, each from 0 to 1."""
-        missing = self.drawn + n - self._first - len(self._numbers)
-        if missing > 0:
-            words = self._random.randint(0, 2**32, (max(missing, _LOT), 2), np.uint32)
-            self._numbers = np.concatenate((self._numbers, words @ _WORDS))
-        self._numbers = self._numbers[self.drawn - self._first :]
-        self._first = self.drawn
-        return self._numbers[:n]
 
 
 class SamplerChain:

@@ -168,6 +168,16 @@ class DrainingServer(uvicorn.Server):
         if self.started:
             logger.info("listening on %s; loading %s", self.address, self._service.settings.model)
 
+    def _about(self) -> str:
+        settings, engine = self._service.settings, self._service.backend.engine
+        parts = [
+            settings.model_id,
+            f"{engine.settings.parallel} sequences of up to {engine.context_size:,} tokens",
+            "sees pictures" if engine.encoder else "text alone",
+            "an API key" if self._service.keys else "no API key",
+        ]
+        return ", ".join([*parts, *["chat page at /"] * settings.page])
+
     @property
     def address(self) -> str:
         """The address, with the actual port if 0 was given."""
@@ -202,11 +212,7 @@ class DrainingServer(uvicorn.Server):
                 signal.setitimer(signal.ITIMER_REAL, seconds)
         if not self._said_ready and self._service.status == "ready":
             self._said_ready = True
-            engine, name = self._service.backend.engine, self._service.settings.model_id
-            logger.info(
-                "%s: %d sequences of up to %d tokens", name, engine.settings.parallel, engine.context_size
-            )
-            logger.info("ready at %s", self.address)
+            logger.info("ready at %s with %s", self.address, self._about())
         if self._service.status == "draining" and not self._dropped_unread:
             self._dropped_unread = True  # later requests are refused before their bodies are read
             for connection in list(self.server_state.connections):

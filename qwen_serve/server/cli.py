@@ -46,6 +46,9 @@ A variant, such as fast or small, is a quant and settings under one name: docs/v
 Each command has --help."""
 
 
+COMMANDS = ("serve", "chat", "list", "rm", "convert", "setup")
+
+
 def main() -> int:
     """Runs the subcommand with the rest of the command line; returns 2 for an unknown one."""
     try:
@@ -82,9 +85,20 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         case "--help" | "-h":
             print(USAGE)
         case _:
-            print(f"{command}: not a command\n{USAGE}" if command else USAGE, file=sys.stderr)
+            print(_not_a_command(command) if command else USAGE, file=sys.stderr)
             return 2
     return 0
+
+
+def _not_a_command(word: str) -> str:
+    from qwen_serve.server.names import nearest
+    from qwen_serve.server.other_names import COMMANDS as ELSEWHERE
+
+    if word in ELSEWHERE:
+        return f"error: {word} is not a command here: {ELSEWHERE[word]}"
+    near = nearest(word, COMMANDS)
+    hint = f"did you mean {near}?" if near else "`qwen-serve --help` lists them"
+    return f"error: {word} is not a command; {hint}"
 
 
 def serve(arguments: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
 import difflib
 import json
@@ -14,10 +13,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import requests
 
 from qwen_serve.common.files import write_text
+from qwen_serve.server.attachments import AttachmentError, Content, spoken, with_files
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -25,12 +26,6 @@ if TYPE_CHECKING:
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 """Control characters are removed from replies: escape sequences could control the terminal."""
-
-PICTURE = re.compile(r"(?<!\S)@(?:\"([^\"]+)\"|(\S+))")
-KINDS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".gif": "gif"}
-"""File name extension of a picture -> its type."""
-
-Content = str | list[dict[str, Any]]
 
 PING_S = 0.5
 CONNECT_S = 5
@@ -46,7 +41,7 @@ COMMANDS = {
 HELP = (
     "\n".join([f"{name:9}{what}" for name, what in COMMANDS.items()])
     + """
-@FILE    in a message: send a picture (.png, .jpg, .webp, .gif); with spaces: @"my cat.png"
+@FILE    in a message: send a picture (.png, .jpg, .webp, .gif) or a text file; with spaces: @"my cat.png"
 Ctrl-C   stop the reply
 \"\"\"      begins and ends a message of several lines; a line that ends with \\ continues on the next
 To send a message that begins with /, put a space before it."""
@@ -153,32 +148,18 @@ class Conversation:
             raise ServerError(f"the connection to {self.url} broke: {error}") from error
 
 
-def with_pictures(text: str) -> Content:
-    """The typed message with `@FILE` replaced by the picture in that file. Raises ServerError."""
-    parts: list[dict[str, Any]] = []
-    done = 0
-    for found in PICTURE.finditer(text):
-        path = Path(found[1] or found[2]).expanduser()
-        if (kind := KINDS.get(path.suffix.lower())) is None:
-            continue  # an ordinary word that begins with @
-        try:
-            data = base64.b64encode(path.read_bytes()).decode()
-        except OSError as error:
-            raise ServerError(f"{path}: {error.strerror or error}") from None
-        parts.append({"type": "text", "text": text[done : found.start()]})
-        parts.append({"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}})
-        done = found.end()
-    if not parts:
-        return text
-    parts.append({"type": "text", "text": text[done:]})
-    return [part for part in parts if part.get("text", "x").strip()]
-
-
-def spoken(content: Content) -> str:
-    """A message's text, with a placeholder for each picture."""
-    if isinstance(content, str):
-        return content
-    return " ".join(part["text"].strip() if part["type"] == "text" else "[picture]" for part in content)
+def address(given: str) -> str:
+    """The server's address, which may lack http:// and may end in /v1. Raises ServerError."""
+    url = given if "://" in given else f"http://{given}"
+    url = re.sub(r"(/v1)?/*$", "", url)
+    parts = urlsplit(url)
+    try:
+        fine = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # a port that is none
+        fine = False
+    if not fine:
+        raise ServerError(f"--url {given}: want an address such as localhost:8080 or https://example.com")
+    return url
 
 
 def figures_of(usage: dict[str, Any], timings: dict[str, Any]) -> str:
@@ -365,8 +346,8 @@ def converse(conversation: Conversation) -> None:
         for line in questions("> "):
             if not line.startswith("/"):
                 try:
-                    show(conversation, with_pictures(line), terminal=sys.stdout.isatty())
-                except ServerError as error:
+                    show(conversation, with_files(line), terminal=sys.stdout.isatty())
+                except (ServerError, AttachmentError) as error:
                     print(f"error: {error}", file=sys.stderr)
             elif not obey(conversation, line):
                 break
@@ -383,7 +364,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.se
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("question", nargs="*", help="ask this, print the answer and exit")
-    parser.add_argument("--url", default="http://127.0.0.1:8080", help="the server's address [%(default)s]")
+    parser.add_argument(
+        "--url",
+        default="http://127.0.0.1:8080",
+        help="the server's address; localhost:8080 and .../v1 will do, too [%(default)s]",
+    )
     parser.add_argument(
         "--think", action=argparse.BooleanOptionalAction, default=True, help="ask for thinking [on]"
     )
@@ -393,9 +378,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.se
         "--wait", type=float, default=10, metavar="S", help="seconds to wait for a server to appear [10]"
     )
     options = parser.parse_args(argv)
-    conversation = Conversation(options.url.rstrip("/"), options.think, options.system, options.max_tokens)
     try:
-        question = with_pictures(" ".join(options.question))
+        url = address(options.url)
+        conversation = Conversation(url, options.think, options.system, options.max_tokens)
+        question = with_files(" ".join(options.question))
         if not sys.stdin.isatty():  # piped input has no file references
             piped = sys.stdin.read().strip()
             if isinstance(question, str):
@@ -408,7 +394,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m qwen_serve.se
         if not sys.stdin.isatty():
             raise ServerError("standard input is empty: there is nothing to ask")
         converse(conversation)
-    except ServerError as error:
+    except (ServerError, AttachmentError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

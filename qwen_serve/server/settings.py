@@ -102,6 +102,9 @@ class HttpSettings(Section, title="http"):
     refused)"""
     page: bool = True
     """serve the chat page at /"""
+    mcp_origins: str = ""
+    """origins of MCP servers that the chat page may call through this server, such as http://127.0.0.1:3001,
+    separated by commas. Whoever may use this server can then call them (default: none)"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """lowest level of log messages"""
 
@@ -177,6 +180,16 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
                 )
         return value
 
+    @field_validator("mcp_origins")
+    @classmethod
+    def _check_mcp_origins(cls, value: str) -> str:
+        for origin in _split(value):
+            if not re.fullmatch(r"https?://[^/\s@*?#\\]+", origin):
+                raise ValueError(
+                    f"{origin} is not an origin such as http://127.0.0.1:3001 or https://example.com"
+                )
+        return value
+
     @model_validator(mode="after")
     def _adapters_have_names_of_their_own(self) -> Self:
         if self.model_id in self.adapters:
@@ -212,6 +225,10 @@ class Settings(HttpSettings, ChatSettings, UserSettings, BaseSettings):
     def origins(self) -> list[str]:
         """The origins whose pages may call the server from a browser."""
         return _split(self.allowed_origins)
+
+    def mcp_servers(self) -> list[str]:
+        """The origins of MCP servers that the chat page may call."""
+        return _split(self.mcp_origins)
 
     def image_hosts(self) -> list[str]:
         """Hosts, or patterns of hosts, from which pictures may be fetched."""

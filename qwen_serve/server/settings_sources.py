@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import textwrap
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
 from qwen_serve.server.about import CACHE_VARIABLE, WHEELS_VARIABLE, llama_version, own_version
 from qwen_serve.server.names import nearest
+from qwen_serve.server.other_names import FLAGS
 from qwen_serve.server.settings import DEPLOYED, ENV_PREFIX, Settings, Sources, described_settings
 from qwen_serve.server.variant import (
     Setting,
@@ -136,7 +138,7 @@ def load_settings(arguments: Sequence[str]) -> tuple[Settings, Sources, argparse
     flags, unknown = parser().parse_known_args(arguments)
     if unknown:
         # words that are no flags are values of mistyped ones
-        words = [word for word in unknown if word.startswith("--")] or unknown
+        words = [word for word in unknown if re.match("-+[a-z]", word)] or unknown
         raise SettingsError("\n".join(map(_unknown_flag, words)))
     for gone, instead in GONE.items():
         if (variable := f"{ENV_PREFIX}{gone.upper()}") in os.environ:
@@ -213,7 +215,11 @@ def _explain(error: dict[str, Any], sources: Sources) -> str:
         return message
     name = str(error["loc"][0])
     if error["type"] == "missing":
-        return f"{_flag(name)} is required (or {ENV_PREFIX}{name.upper()}): a GGUF file, or a folder with one"
+        return (
+            f"{_flag(name)} is required (or {ENV_PREFIX}{name.upper()}), or a name: `qwen-serve serve nano` "
+            "(the tiny bundled model), `qwen-serve serve hf:owner/name:Q4_K_M` (a GGUF of the hub), "
+            "`qwen-serve serve model.gguf` (a file)"
+        )
     if error["type"] == "extra_forbidden":
         known = f"known are {', '.join(Settings.model_fields)}"
         return f"{sources.get(name, 'settings')}: unknown key {name!r}; {did_you_mean(name, known=known)}"
@@ -226,6 +232,8 @@ def _explain(error: dict[str, Any], sources: Sources) -> str:
 
 
 def _unknown_flag(word: str) -> str:
+    if (elsewhere := word.partition("=")[0]) in FLAGS:
+        return f"{elsewhere} is not a setting here: {FLAGS[elsewhere]}"
     if not word.startswith("--"):
         hint = f"did you mean --model {word}?" if Path(word).exists() else "--help lists what there is"
         return f"{word}: settings are flags; {hint}"

@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import DeviceSampler, Model
+from qwen_serve.llamacpp import Context
 from qwen_serve.llamacpp.patches import patches
-from tests.llamacpp.test_device_sampler import LENGTH, N_SEQ, make
+from qwen_serve.llamacpp.row_sampler import Place, RowRequest
+from tests.contexts import exact_options
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from qwen_serve.llamacpp import Model
+
+N_SEQ, LENGTH = 3, 60
 ANY_SEQUENCES = "any-sequences"
 
 
-@pytest.mark.parametrize("kind", [None, DeviceSampler.BEST])
+@pytest.mark.parametrize("place", [None, Place.DEVICE])
 def test_a_step_of_other_sequences_has_the_graph_of_the_step_before(
-    model: Model, kind: DeviceSampler | None
+    model: Model, place: Place | None
 ) -> None:
     """One sequence between two others leaves and another joins; each has the logits that it has alone."""
     if ANY_SEQUENCES not in patches():
@@ -27,7 +31,8 @@ def test_a_step_of_other_sequences_has_the_graph_of_the_step_before(
     tokens = np.random.default_rng(2).integers(256, 2000, (N_SEQ, LENGTH))
 
     def steps(*which: tuple[int, ...]) -> dict[tuple[int, int], npt.NDArray[np.float32]]:
-        context, held, found = make(model, kind), [20] * N_SEQ, {}
+        options = exact_options(n_ctx=256, n_batch=256, n_outputs=256, n_seq=N_SEQ + 1, row_sampling=place)
+        context, held, found = Context(model, options), [20] * N_SEQ, {}
         for sequence in range(N_SEQ):
             context.tokens[:20], context.positions[:20] = tokens[sequence, :20], np.arange(20)
             context.sequences[:20], context.outputs[:20] = sequence, 0
@@ -39,9 +44,11 @@ def test_a_step_of_other_sequences_has_the_graph_of_the_step_before(
             context.sequences[:n], context.outputs[:n] = some, 1
             before = context.graphs_reused
             context.decode(n)
-            rows = context.rows(some, range(n))
+            if context.row_steps is not None:
+                context.row_steps.begin([RowRequest(None)] * n, range(n), now=True)
+                results = context.row_steps.results()
             for row, sequence in enumerate(some):
-                logits = rows.logits(row) if kind is None else rows.fetch(row)
+                logits = context.logits(n)[row] if context.row_steps is None else results.whole(row)
                 found[sequence, held[sequence]] = logits.copy()
                 held[sequence] += 1
             if index:
@@ -54,5 +61,5 @@ def test_a_step_of_other_sequences_has_the_graph_of_the_step_before(
     assert reused == [1, 1, 1]
     for sequence in range(N_SEQ):
         n = sum(which == sequence for which, _ in together)
-        for place, row in steps(*[(sequence,)] * n).items():
-            np.testing.assert_allclose(together[place], row, atol=1e-4)
+        for at, row in steps(*[(sequence,)] * n).items():
+            np.testing.assert_allclose(together[at], row, atol=1e-4)

@@ -103,18 +103,6 @@ def test_parameters_with_a_field_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "n_batch of llama_context_default_params is 512, not 2048" in inside.defaults()
 
 
-@pytest.mark.parametrize("inserted", range(1, 12))
-def test_a_sampler_interface_with_a_function_more(monkeypatch: pytest.MonkeyPatch, inserted: int) -> None:
-    name = ggml.Name(lambda _: b"greedy")
-    address = ctypes.cast(name, ctypes.c_void_p).value or 0
-    there = [*inside.GREEDY[:inserted], int(not inside.GREEDY[inserted]), *inside.GREEDY[inserted:]]
-    functions = (ctypes.c_size_t * len(there))(*(address * each for each in there))
-    sampler = (ctypes.c_size_t * 2)(ctypes.addressof(functions), 0)
-    monkeypatch.setattr(ggml, "quick", lambda *_: lambda: ctypes.addressof(sampler))
-    monkeypatch.setattr(ggml, "sampler_free", lambda _: None)
-    assert "the greedy sampler has functions" in inside.sampler_interface()
-
-
 def test_an_extension_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(llama_cpp_ext, "llama_get_embeddings_nextn")
     assert inside.extensions() == "llama_cpp_ext has no llama_get_embeddings_nextn"
@@ -131,19 +119,23 @@ def test_system_information_in_another_form(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_batch_is_computed_in_the_order_in_which_it_is_written(nano_f32: Path) -> None:
-    assert inside_model.passes(nano_f32) == inside_model.PASSES
+    ragged, found = inside_model.passes(nano_f32)
+    assert found == inside_model.PASSES[ragged]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_order_in_which_a_batch_is_written(ragged: bool) -> None:
     starts, expected = [0] * 3, []
-    for one in ubatches(inside_model.LENGTHS, inside_model.N_UBATCH):
+    for one in ubatches(inside_model.LENGTHS, inside_model.N_UBATCH, ragged=ragged):
         expected.append([100 * (s + 1) + starts[s] + i for s, length in one for i in range(length)])
         for s, length in one:
             starts[s] += length
-    assert expected == inside_model.PASSES
+    assert expected == inside_model.PASSES[ragged]
 
 
 def test_another_order_of_computation(monkeypatch: pytest.MonkeyPatch, nano_f32: Path) -> None:
     monkeypatch.setattr(inside_model, "N_UBATCH", 16)
-    monkeypatch.setattr(inside_model, "PASSES", [inside_model.PASSES[0] + inside_model.PASSES[1]])
-    assert inside_model.split_equal(nano_f32).startswith("tokens are computed as [[100, 200, 300], [201, ")
+    assert inside_model.split_equal(nano_f32).startswith("tokens are computed as [[100, 200, ")
 
 
 def test_hidden_rows_are_behind_the_logits(nano_f32: Path) -> None:

@@ -281,3 +281,11 @@ def test_a_ring_has_the_newest_rows_of_each_sequence(pieces: list[tuple[int, int
         if is_kept:
             own, place = np.array([sequence], np.int32), np.array([position], np.int32)
             assert ring.rows(own, place).tolist() == [row], "it is found where it was put"
+
+
+def test_texts_of_all_tokens_together_are_those_of_each(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = [model.piece(token, special=True) for token in range(model.n_vocab)]
+    monkeypatch.setattr(Model, "_spelled", None)
+    assert together == [model.piece(token, special=True) for token in range(model.n_vocab)]

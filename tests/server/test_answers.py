@@ -68,7 +68,7 @@ def test_an_answer_is_the_same_alone_in_company_and_with_all_drafts(
 
 @pytest.mark.parametrize("budget", [0, 512])
 def test_sampled_on_the_device_too(nano_q4_k_m: Path, tmp_path: Path, budget: int) -> None:
-    """As on every GPU: rows that candidates do not settle are fetched. With chunks of 512 as there, too."""
+    """As on every GPU. With chunks of 512 as there, too."""
     how: dict[str, Any] = {
         "deterministic": True,
         "sampling": "device",

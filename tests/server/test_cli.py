@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from qwen_serve.server.cli import main, serve
-from qwen_serve.server.settings import find_mmproj
+from qwen_serve.server.other_names import FLAGS
+from qwen_serve.server.settings import Settings, find_mmproj
 from qwen_serve.server.weights import WeightsError, resolve
 from tests.checkpoints import write_checkpoint
 from tests.processes import group_runs
@@ -185,6 +186,44 @@ def test_each_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--version") == 0
     assert run("nothing") == run() == run("serve") == 2
     assert "--model is required" in capsys.readouterr().err
+
+
+def test_serve_alone_names_what_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(one in line for one in ("serve nano", "hf:owner/name", "model.gguf"))
+
+
+def test_commands_of_other_servers_are_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for word, answer in (("run", "qwen-serve chat"), ("pull", "qwen-serve serve"), ("ps", "qwen-serve list")):
+        assert run(word, "nano") == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {word} is not a command here")
+        assert answer in line
+    assert run("srve") == 2
+    assert capsys.readouterr().err == "error: srve is not a command; did you mean serve?\n"
+
+
+def test_flags_of_other_servers_are_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value, answer in (
+        ("-c", "8192", "--ctx-size N"),
+        ("-m", "x.gguf", "--model FILE.gguf"),
+        ("-ngl", "-1", "--n-gpu-layers N"),
+        ("--max-model-len", "8192", "--ctx-size N"),
+        ("--gpu-memory-utilization", "0.9", "--ctx-size N"),
+        ("--served-model-name", "qwen", "--alias NAME"),
+    ):
+        assert serve(["nano", flag, value]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{flag} is not a setting here: ")
+        assert answer in line
+
+
+def test_answers_about_other_servers_flags_name_settings_that_there_are() -> None:
+    ours = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    named = {flag for answer in FLAGS.values() for flag in re.findall(r"--[a-z-]+", answer)}
+    assert {flag.replace("--no-", "--", 1) for flag in named} - ours == {"--quant"}
+    assert not ours & set(FLAGS)
 
 
 def test_a_conversion_takes_the_place_of_the_command() -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.api import Backend
-from qwen_serve.server.client import Conversation, ServerError, spoken, with_pictures
+from qwen_serve.server.attachments import AttachmentError, spoken, with_files
+from qwen_serve.server.client import Conversation, ServerError, address
 from tests.processes import run
 from tests.server.api.conftest import Server, Start, starter
 from tests.server.seeing import needs_vision, noise
@@ -263,7 +264,7 @@ def test_a_question_without_an_answer_is_forgotten(start: Start) -> None:
 def test_a_picture_is_named_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"one")
     (tmp_path / "my cat.JPG").write_bytes(b"two")
-    told = with_pictures(f'Look @{tmp_path}/a.png and @"{tmp_path}/my cat.JPG": who is @her, a@b.png?')
+    told = with_files(f'Look @{tmp_path}/a.png and @"{tmp_path}/my cat.JPG": who is @her, a@b.png?')
     assert isinstance(told, list)
     url = "data:image/{};base64,{}".format
     assert told == [
@@ -274,9 +275,49 @@ def test_a_picture_is_named_in_a_line(tmp_path: Path) -> None:
         {"type": "text", "text": ": who is @her, a@b.png?"},
     ]
     assert spoken(told) == "Look [picture] and [picture] : who is @her, a@b.png?"
-    assert with_pictures("an @property") == "an @property"
-    with pytest.raises(ServerError, match=r"none\.png: No such file"):
-        with_pictures("@none.png")
+    assert with_files("an @property") == "an @property"
+    with pytest.raises(AttachmentError, match=r"none\.png: No such file"):
+        with_files("@none.png")
+
+
+def test_a_text_file_is_read_or_refused(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("one ``` two\n")
+    (tmp_path / "wide.txt").write_text("drei", encoding="utf-16")
+    (tmp_path / "a.bin").write_bytes(b"\xff\x00")
+    (tmp_path / "a.png").write_bytes(b"one")
+    block = "notes.md\n\n````\none ``` two\n````"
+    assert with_files(f"Sum up @{notes}, please.") == f"{block}\n\nSum up notes.md, please."
+    both = with_files(f"@{tmp_path}/wide.txt and @{tmp_path}/a.png")
+    assert [part.get("text") for part in both if isinstance(part, dict)] == [
+        "wide.txt\n\n```\ndrei\n```",
+        "wide.txt and ",
+        None,
+    ]
+    for word, why in (
+        (f"{tmp_path}/a.bin", "neither a picture"),
+        (f"{tmp_path}", "Is a directory"),
+        ("nowhere.md", "No such file"),
+        ('"no notes"', "No such file"),
+        ("./nowhere", "No such file"),
+    ):
+        with pytest.raises(AttachmentError, match=why):
+            with_files(f"What is @{word}?")
+    assert with_files("@app.route is a decorator of @someone.") == "@app.route is a decorator of @someone."
+
+
+@pytest.mark.parametrize("form", ["{host}", "{host}/v1", "http://{host}/v1/", "http://{host}/"])
+def test_the_address_may_be_short(start: Start, form: str) -> None:
+    url = start("</think>\n\nTwo.").url.rstrip("/")
+    assert address(form.format(host=url.removeprefix("http://"))) == url
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    for wrong in ("ftp://x", "localhost:99999", "http://", "localhost:x"):
+        with pytest.raises(ServerError, match=r"--url .*want an address such as localhost:8080"):
+            address(wrong)
+    _, errors = client("--url", "ftp://x", "Hi").communicate("", timeout=60)
+    assert errors.startswith("--url ftp://x: want an address")
 
 
 @needs_vision

@@ -23,7 +23,6 @@ from tests.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from qwen_serve.server.engine.sampling.choices import Choice
 
 MARK = "FAULT"
 SEED = 424_242
@@ -110,12 +109,12 @@ def in_sampler(_: Served, patch: pytest.MonkeyPatch) -> dict[str, Any]:
         if params.seed == SEED:
             left[self] = 5
 
-    def choosing(self: Sampler, *what: Any) -> Choice[int | None]:
+    def choosing(self: Sampler, *what: Any) -> int | None:
         if self in left:
             left[self] -= 1
             if not left[self]:
                 raise RuntimeError("a fault was injected: secret detail")
-        return (yield from choose(self, *what))
+        return choose(self, *what)
 
     patch.setattr(Sampler, "__init__", making)
     patch.setattr(Sampler, "choose", choosing)

@@ -127,4 +127,6 @@ CLIENTS: Mapping[str, ClientProgram] = {
         checks={"print": SAYS_SOMETHING},
         environment={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"},
     ),
+    "qwen-code": ClientProgram(npm=("@qwen-code/qwen-code",), checks={"print": SAYS_SOMETHING}),
+    "cline": ClientProgram(npm=("cline",), checks={"print": SAYS_SOMETHING}),
 }

@@ -33,7 +33,7 @@ class Snippet:
         """The text with another server's address, key and lm-eval tasks."""
         text = self.text.replace(URL, url)
         if key:
-            text = re.sub(r'("|Bearer |TOKEN=)none\b', lambda found: found[1] + key, text)
+            text = re.sub(r'("|Bearer |TOKEN=|API_KEY=|-k )none\b', lambda found: found[1] + key, text)
         if self.client == "lm-eval":
             for documented, local in TASKS.items():
                 text = text.replace(f"--tasks {documented}", f"--include_path {tasks} --tasks {local}")

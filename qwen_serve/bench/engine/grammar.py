@@ -12,10 +12,10 @@ from qwen_serve.bench.analysis.statistics import interval
 from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
 from qwen_serve.bench.engine.recording import Recorder, recorded
 from qwen_serve.bench.terminal import Cell, Table
-from qwen_serve.llamacpp import Rows
 from qwen_serve.server.chat.formats import compose, json_format
 from qwen_serve.server.engine import Constraint, Engine, EngineSettings, Grammar, SamplingParams
 from qwen_serve.server.engine.runner import Launched
+from qwen_serve.server.engine.sampling.rows import Rows
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "a text": {

@@ -28,7 +28,6 @@ class Bench:
             n_batch=max(2048, ubatch),
             n_ubatch=ubatch,
             n_outputs=max(16, sequences),
-            n_outputs_per_seq=16,
         )
         self._recorder = recorder
         self._lengths = [0] * sequences

@@ -10,7 +10,7 @@ from anyio import to_thread
 from fastapi import FastAPI
 
 from qwen_serve.server.about import own_version
-from qwen_serve.server.api import error_response, page
+from qwen_serve.server.api import error_response, mcp_proxy, page
 from qwen_serve.server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.api.observe.throughput import report_throughput
@@ -53,6 +53,7 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
         app.include_router(router)
     if settings.page:
         page.install(app)
+        mcp_proxy.install(app, settings.mcp_servers())
     keys, origins = settings.api_keys(), settings.origins() or []
     unlocked = OPEN_PATHS if settings.open_metrics else PROBES
     describe(app, key=bool(keys), unlocked=unlocked)

@@ -23,6 +23,7 @@ class TokenNames:
     def __init__(self, vocab: Vocab, *, as_ids: bool = False) -> None:
         """With `as_ids`, vLLM's option, a token's name is "token_id:7"."""
         self._vocab, self._as_ids = vocab, as_ids
+        self._names = vocab.names
 
     def bytes(self, token: int) -> bytes:
         """The bytes that the token adds to a text; for a control token, its name."""
@@ -30,7 +31,19 @@ class TokenNames:
 
     def name(self, token: int) -> str:
         """The token's text, with U+FFFD for a part of a character."""
-        return f"token_id:{token}" if self._as_ids else self.bytes(token).decode("utf-8", "replace")
+        return f"token_id:{token}" if self._as_ids else self._names[token]
+
+    def top(self, at: TokenLogprobs, n: int) -> dict[str, float]:
+        """The `n` likeliest tokens and the token itself, by name. If several have the same name, the
+        likeliest."""
+        names = self._names
+        top: dict[str, float] = {}
+        for token, logprob in zip(at.best.tolist()[:n], at.best_logprobs.tolist(), strict=False):
+            name = f"token_id:{token}" if self._as_ids else names[token]
+            if name not in top:
+                top[name] = max(LOWEST, logprob)
+        top.setdefault(self.name(at.token), max(at.logprob, LOWEST))
+        return top
 
     def entry(self, token: int, logprob: float, *, with_id: bool) -> dict[str, Any]:
         """OpenAI's object, with llama-server's `id` or without; `bytes` is null for a control token."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import hashlib
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,14 +28,18 @@ PREFIX = "/page"
 HEADERS = {
     # no external and no inline code, so that a model's answer cannot load, run or send anything
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data:; connect-src 'self'; frame-src 'self'; manifest-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
     "Vary": "Accept-Encoding",
 }
 
-TEXTS = {".html", ".js", ".css"}
+SANDBOX = "sandbox.html"
+"""The frame in which code of the model runs: without the page's origin and without any network."""
+
+TEXTS = {".html", ".js", ".mjs", ".css", ".svg", ".webmanifest"}
 
 
 def is_page(path: str) -> bool:
@@ -53,7 +60,20 @@ class PageFiles(StaticFiles):
     ) -> Response:
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(HEADERS)
+        if Path(full_path).name == SANDBOX:
+            response.headers["Content-Security-Policy"] = sandbox_policy(Path(full_path))
         return compressed(response, scope)
+
+
+def sandbox_policy(path: Path) -> str:
+    """The policy of the sandbox's frame. Its own script runs, and workers that it makes of code. They inherit
+    the rest, which allows nothing."""
+    (script,) = re.findall(r"<script>(.*?)</script>", path.read_text(encoding="utf-8"), re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"sandbox allow-scripts; default-src 'none'; script-src 'sha256-{digest}'; worker-src blob:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    )
 
 
 def compressed(response: Response, scope: Scope) -> Response:

@@ -230,14 +230,19 @@ def llama_props(service: Service) -> dict[str, Any]:
     backend = service.backend
     engine = backend.engine
     bos = engine.vocab.bos_id
-    params = llama_settings(backend.defaults.of("instruct"))
+    params, thinking = (llama_settings(backend.defaults.of(mode)) for mode in ("instruct", "thinking"))
     return {
-        "default_generation_settings": {"n_ctx": engine.context_size, "params": params},
+        "default_generation_settings": {
+            "n_ctx": engine.context_size,
+            "params": params,
+            "thinking_params": thinking,
+        },
         "total_slots": engine.settings.parallel,
         "model_alias": service.settings.model_id,
         "model_path": str(service.settings.model),
         "modalities": {"vision": engine.encoder is not None, "audio": False},
         "limits": {"body_bytes": service.settings.max_body_mib * 2**20, "images": MAX_IMAGES},
+        "mcp_origins": service.settings.mcp_servers(),
         "chat_template": backend.prompter.template,
         "bos_token": "" if bos is None else engine.vocab.spelling(bos).decode("utf-8", "replace"),
         "eos_token": engine.vocab.spelling(engine.vocab.eos_id).decode("utf-8", "replace"),

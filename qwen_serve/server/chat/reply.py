@@ -107,7 +107,7 @@ class Reply:
     @property
     def finish_reason(self) -> FinishReason | Literal["tool_calls"] | None:
         """The generation's finish reason; "tool_calls" for a reply that ended by itself and has calls, and
-        "length" if it ended inside a call."""
+        "length" if it ended inside a call or its think block."""
         reason = self.generation.finish_reason
         if self._parser.unfinished and reason == "stop":
             return "length"
@@ -136,7 +136,8 @@ class ReplyParser:
     `tokens` are the tags that are tokens of the vocabulary (`markup`): then nothing else is such a tag. Then,
     too, what the model may have meant by a call that drifted from its form is understood, unless a grammar
     enforces the form (`enforced`), and if the prompt `closed` a think block, a `</think>` that closes nothing
-    is dropped, as is a `<think>` at the end. `stops` cuts the content, and nothing else.
+    is dropped, as is a `<think>` at the end. With tools so is a `</tool_call>` that closes nothing. `stops`
+    cuts the content, and nothing else. If the request has `stop_tokens`, its think block may end with one.
     """
 
     def __init__(
@@ -150,8 +151,9 @@ class ReplyParser:
         enforced: bool = False,
         closed: bool = False,
         stops: StopFilter | None = None,
+        stop_tokens: bool = False,
     ) -> None:
-        self._inline = inline_reasoning
+        self._inline, self._stop_tokens = inline_reasoning, stop_tokens
         self._tags = tags = Tags.of(tokens)
         drifts = tags.exact and not enforced
         self._reading = Reading(ToolSchemas(tools), tags, drifts) if tools else None
@@ -167,7 +169,7 @@ class ReplyParser:
         self.tool_calls = 0
         """Number of complete calls so far."""
         self.unfinished = False
-        """Whether the reply ended inside a call."""
+        """Whether the reply ended inside a call or its think block."""
 
     def feed(self, text: str) -> list[Part]:
         """Takes more of the reply; returns the parts that are now final."""
@@ -196,14 +198,20 @@ class ReplyParser:
         tags, answer = self._tags, self._answer
         called = False
         if thinking or (self._closed and (yield from self._reopened())):
-            called = (yield from self._think_block()) == tags.call
+            end = yield from self._think_block()
+            while (
+                end == tags.end_think and self._closed and not self._inline and (yield from self._reopened())
+            ):
+                end = yield from self._think_block(after="\n\n")
+            called = end == tags.call
         ends = [tags.call, FUNCTION] if self._reading and self._reading.drifts else []
         ends += [tags.call] if self._reading and not ends else []
+        ends += [tags.end_call] if self._reading and self._reading.drifts else []
         ends += [tags.end_think, tags.think] if self._closed else []
         while end := tags.call if called else (yield from self._scanner.until(ends, answer.add)):
             called = False
-            if end == tags.end_think:
-                yield from self._closing()
+            if end in (tags.end_think, tags.end_call):
+                yield from self._closing(end)
             elif end == tags.think:
                 space = yield from self._scanner.spaces()
                 if not (self._scanner.ended and self._scanner.empty):  # else nothing is thought
@@ -216,16 +224,16 @@ class ReplyParser:
     # --- the think block -----------------------------------------------------------------------------------
 
     def _reopened(self) -> Parser[bool]:
-        """Whether the reply begins with a think block of its own, although the prompt closed one."""
+        """Whether the answer begins with a think block of its own, although there was one."""
         space = yield from self._scanner.spaces()
         if (yield from self._scanner.tag(self._tags.think, take=False)):
             return True
         self._answer.add(space)
         return False
 
-    def _think_block(self) -> Parser[str]:
+    def _think_block(self, after: str = "") -> Parser[str]:
         """Reads the reasoning and, if it ends in one, its `</think>` or its call. Returns a `<tool_call>`
-        that has not been read as a call."""
+        that has not been read as a call. `after` parts it from earlier reasoning."""
         tags = self._tags
         ends = (tags.end_think, tags.call) if self._reading else (tags.end_think,)
         space = yield from self._scanner.spaces()
@@ -239,6 +247,7 @@ class ReplyParser:
         else:
             yield from self._scanner.spaces()
             thoughts = Trimmed(self._reasoning)
+            thoughts.add(after)
         while end := (yield from self._scanner.until(ends, thoughts.add)):
             if end == tags.call and tags.exact:
                 if (yield from self._call(thoughts)):
@@ -248,20 +257,26 @@ class ReplyParser:
             if end == tags.end_think and not self._inline:
                 yield from self._scanner.spaces()
             return end
+        self.unfinished = not self._stop_tokens
         return ""
 
-    def _closing(self) -> Parser[None]:
-        """Drops a `</think>` that closes nothing: at the beginning of the answer, or at the end of a line."""
+    def _closing(self, tag: str) -> Parser[None]:
+        """Drops a `</think>` or `</tool_call>` that closes nothing: at the beginning of the answer, or at the
+        end of a line."""
         answer = self._answer
+        if tag == self._tags.end_call and answer.holds_markup:
+            answer.add(tag)
+            answer.holds_markup = False
+            return
         begun, on_line = answer.begun, answer.on_line
         space = yield from self._scanner.spaces()
-        if not begun:
+        if not begun or self._scanner.empty:
             answer.drop()
-        elif "\n" in space or self._scanner.empty:
+        elif "\n" in space:
             answer.restart()
             answer.add(space.removeprefix("\n") if on_line else space)
         else:
-            answer.add(self._tags.end_think + space)
+            answer.add(tag + space)
 
     # --- calls ---------------------------------------------------------------------------------------------
 
@@ -291,6 +306,7 @@ class ReplyParser:
         cut_off = not is_call and self._scanner.broke_off and (self._cut_off or self._tags.exact)
         if not is_call and not cut_off:
             around.add(tag + "".join(tape))
+            self._answer.holds_markup = around is self._answer
             return None
         around.drop()
         name = call.name or self._only_name(begun_name(spelled("".join(tape))))
@@ -331,6 +347,7 @@ class ReplyParser:
             is_call = is_call and (call.closed or (yield from call.ends_here()))
         if not is_call or not (alone or call.closed):
             answer.add(FUNCTION + "".join(tape))
+            answer.holds_markup = True
             return
         answer.drop()
         yield from self._more_calls((yield from self._end_call(call, self._begun(call.name, pieces))))
@@ -385,6 +402,8 @@ class _Answer:
         """Whether there is text since the beginning or the last call."""
         self.on_line = True
         """Whether a line has just begun."""
+        self.holds_markup = False
+        """Whether a `</tool_call>` closes something that was not read as a call."""
 
     def add(self, text: str) -> None:
         """Appends text that has just been read. Raises _Stopped."""

@@ -33,8 +33,9 @@ _END_FUNCTION = "</function>"
 _PARAMETER = "<parameter="
 _END_PARAMETER = "</parameter>"
 _DAMAGED_FUNCTION, _DAMAGED_PARAMETER = "</function", "</parameter"
-_SPOILT = re.compile(r"[/\w]{0,10}")
-"""What stands between a damaged `</parameter` and its `>`, as in `</parameter1>`, if there is a `>`."""
+_SPOILT = re.compile(r"=[\w.-]{0,64}|[/\w]{0,10}")
+"""What stands between `</parameter` or `</function` and its `>`, as in `</parameter1>`, if there is a `>`."""
+_NAMED_FUNCTION, _NAMED_PARAMETER = "<function name=", "<parameter name="
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -57,8 +58,8 @@ class CallReader:
 
     These drifts are understood, too, in the call of an offered tool: a missing `</parameter>` before
     `</function>`, before `</tool_call>`, and before a line with a declared parameter that has no value yet; a
-    missing `</function>`; a missing `>`; quoted names; `<parameter=` in place of `<function=`; arguments, or
-    the whole call, as JSON.
+    missing `</function>`; a missing `>`; names in closing tags; quoted names; `<parameter=` in place of
+    `<function=`; `<function name=` and `<parameter name=`; arguments, or the whole call, as JSON.
     """
 
     def __init__(self, scanner: Scanner, reading: Reading) -> None:
@@ -70,6 +71,7 @@ class CallReader:
         self._key: str | None = None  # the next value's parameter, if there is one
         self._whole: str | None = None  # all arguments, if they are written as JSON
         self._written: set[str] = set()
+        self._parameter = _PARAMETER
         self._quoted = 0  # calls quoted in the current value that are not closed yet
 
     @property
@@ -89,14 +91,16 @@ class CallReader:
             yield from self._scanner.spaces()
             while self._drifts and (yield from self._scanner.tag(self._tags.call)):
                 yield from self._scanner.spaces()
-            openings = (FUNCTION, _PARAMETER, "{") if self._drifts else (FUNCTION,)
+            openings = (FUNCTION, _NAMED_FUNCTION, _PARAMETER, "{") if self._drifts else (FUNCTION,)
             tag = yield from self._scanner.tag(*openings, take=False)
             if not tag or tag == "{":
                 return bool(tag) and (yield from self._json())
             yield from self._scanner.tag(tag)
         self.name = yield from self._name(self._schemas.__contains__)
-        if not self.name or (tag == _PARAMETER and not self.offered):
+        if not self.name or (tag != FUNCTION and not self.offered):
             return False
+        if tag == _NAMED_FUNCTION:
+            self._parameter = _NAMED_PARAMETER
         yield from self._scanner.spaces()
         if self._lenient and (yield from self._scanner.tag("{", take=False)):
             return (yield from self._json())
@@ -141,12 +145,17 @@ class CallReader:
     def _heading(self) -> Parser[bool]:
         """Reads `<parameter=key>` or the function's end. Returns whether either is there."""
         ends = (_DAMAGED_FUNCTION, self._tags.end_call) if self._lenient else (_END_FUNCTION,)
-        tag = yield from self._scanner.tag(_PARAMETER, *ends)
-        self._key = (yield from self._name(self._declares)) if tag == _PARAMETER else None
+        tag = yield from self._scanner.tag(self._parameter, *ends)
+        self._key = (yield from self._name(self._declares)) if tag == self._parameter else None
         self.closed = tag == self._tags.end_call
-        if tag == _DAMAGED_FUNCTION and not (yield from self._scanner.tag(">")):
+        if tag == _DAMAGED_FUNCTION and not (yield from self._closing()):
             return (yield from self.ends_here())
-        return bool(self._key or (tag and tag != _PARAMETER))
+        return bool(self._key or (tag and tag != self._parameter))
+
+    def _closing(self) -> Parser[bool]:
+        """Reads the rest of a closing tag. Returns whether it is as it should be."""
+        spoilt = yield from self._scanner.matching(_SPOILT)
+        return bool((yield from self._scanner.tag(">"))) and not spoilt
 
     def ends_here(self) -> Parser[bool]:
         """Whether nothing of the call follows a `</function>`. Reads a `</tool_call>` that does."""
@@ -188,7 +197,7 @@ class CallReader:
             return False
         if end == _DAMAGED_FUNCTION:
             self._key = None
-            yield from scanner.tag(">")
+            yield from self._closing()
             return (yield from self.ends_here())
         if end == self._tags.end_call:
             self._key = None
@@ -198,8 +207,7 @@ class CallReader:
             )
             return self.closed
         if end != _END_PARAMETER:
-            yield from scanner.matching(_SPOILT)
-            yield from scanner.tag(">")
+            yield from self._closing()
         yield from scanner.spaces()
         if not (yield from self._heading()):
             return False
@@ -237,6 +245,8 @@ class CallReader:
         if found is not None and not self.name:
             name, found = found.get("name"), found.get("arguments", found.get("parameters"))
             self.name = name if isinstance(name, str) and name in self._schemas else ""
+        if isinstance(found, str):
+            found = read_object(found)
         if not isinstance(found, dict) or not self.name:
             return False
         self._whole = json.dumps(found, ensure_ascii=False)

@@ -17,15 +17,15 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 def read_value(text: str) -> Any:
-    """The value of a JSON text; also of a list or an object in Python's spelling, as in `{'dry': True}`.
-    Raises ValueError."""
+    """The value of a JSON text; also of a list, a tuple or an object in Python's spelling, as in
+    `{'dry': True}`. Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_no_json, parse_float=finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except ValueError:
         text = text.strip()
-        if text[:1] not in ("[", "{") or len(text) > LONGEST_LITERAL:
+        if text[:1] not in ("[", "{", "(") or len(text) > LONGEST_LITERAL:
             raise
     try:
         with warnings.catch_warnings():
@@ -64,15 +64,16 @@ def typed(text: str, types: set[str]) -> Any:
         return text
     word = text.strip()
     # Python's spellings too, since the template writes the scalars of earlier calls that way
-    word = {"True": "true", "False": "false", "None": "null"}.get(word, word)
+    word = {"true": "true", "false": "false", "null": "null", "none": "null"}.get(word.lower(), word)
     try:
         value = read_value(word)
     except ValueError:
         return text
     if isinstance(value, float) and value.is_integer() and types.isdisjoint({"number"}):
         value = int(value)
-    if isinstance(value, str):
-        return text  # with its quotes, since strings are written as bare text
+    if isinstance(value, str):  # a string's own quotes stay, since strings are written as bare text
+        inner = text if "string" in types else typed(value, types)
+        return text if isinstance(inner, str) else inner
     # for a number's parameter null can only mean none; for a string's parameter it is a word
     fits = not types.isdisjoint(type_names(value)) or (value is None and "string" not in types)
     return value if fits else text
@@ -110,7 +111,7 @@ def _of_python(node: ast.expr) -> Any:
             return -number if isinstance(number, int) else finite(repr(-number))
         case ast.Name(id=word) if word in _WORDS:
             return _WORDS[word]
-        case ast.List(elts=items):
+        case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_of_python(item) for item in items]
         case ast.Dict(keys=keys, values=values):
             names = [key.value if isinstance(key, ast.Constant) else None for key in keys]

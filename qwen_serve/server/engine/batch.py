@@ -86,10 +86,6 @@ class Batch:
     batch was launched."""
     recorded: bool = False
     """Whether the tokens of chunks that do not sample count as computed already."""
-    greedy: bool = False
-    """All requests are greedy and have no stop tokens of their own. The runner sets this."""
-    fetches: bool = False
-    """A row may be fetched whole. The runner sets this."""
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Add the next `count` pending tokens of `sequence`: text or picture rows, like the batch."""
@@ -137,12 +133,8 @@ class Batch:
 
     @property
     def may_be_read_late(self) -> bool:
-        """Whether its rows can be read after the next batch was launched: no row is fetched whole, no draft
-        is rolled back, and no log-probabilities are wanted."""
-        return self.n_rows > 0 and all(
-            chunk.sequence.sampler.never_fetches and chunk.sequence.logprobs is None and not chunk.draft
-            for chunk in self.chunks
-        )
+        """Whether its rows can be read after the next batch was launched: no draft is rolled back."""
+        return self.n_rows > 0 and not any(chunk.draft for chunk in self.chunks)
 
     @property
     def adapters(self) -> Adapters:

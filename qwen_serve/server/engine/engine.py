@@ -208,8 +208,6 @@ class Engine:
             kv_cells_used=self.components.states.cells.used,
             kv_cells=self.components.states.cells.total,
             prefix=self.components.cache.stats(),
-            sampler_changes=self._runner.sampler_changes,
-            wrong_guesses=self._scheduler.wrong_guesses,
             step_totals=self._profile.times(),
             drafts=self._speculator.stats(),
             images=self.encoder.stats() if self.encoder else ImageStats(),

@@ -154,7 +154,7 @@ class Components:
         counts = sorted({*few, *many, settings.parallel})
         for _ in self.runner.each_adapter():
             warmup.decode(context, 1)
-        warmup.warm_up(context, counts, prefill)
+        warmup.warm_up(context, counts, prefill, self.model.n_real)
         self.stages.done("first steps")
         if settings.deterministic:
             self._check_rows(counts)
@@ -251,8 +251,9 @@ class Components:
         """Find the passes in which a row has the same bits. Only these are used."""
         settings = self.plan.settings
         check = partial(reproduced, self.context, settings, counts, on_gpu=self.plan.on_gpu)
-        each = (check() for _ in self.runner.each_adapter())
-        found = max(each, key=lambda one: (one.alone, one.chunk, -one.abreast))
+        with self.context.whole_rows():
+            each = (check() for _ in self.runner.each_adapter())
+            found = max(each, key=lambda one: (one.alone, one.chunk, -one.abreast))
         self.scheduler.reproducible, self.cache.chunk = found, found.chunk
         drafts, experts = settings.speculation != "off", self.plan.spec.has_experts
         log.info("deterministic: %s", found.told(drafts=drafts, experts=experts))
@@ -267,7 +268,9 @@ class Components:
             batch.add(sequence, 1)
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         started = self.clock()
-        sample(batch, self.runner.collect(self.runner.launch(batch)), self.vocab.eog_ids)
+        step = self.runner.launch(batch)
+        self.runner.sample(step)
+        sample(batch, self.runner.collect(step), self.vocab.eog_ids)
         seconds = self.clock() - started
         for slot in range(n):
             self.context.remove(slot)
@@ -348,7 +351,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         cell_bytes=spec.cell(settings),
         state_bytes=spec.state,
     )
-    runner = Runner(context, profile, adapters, exact=settings.deterministic)
+    runner = Runner(context, profile, adapters)
     scheduler = Scheduler(
         slots=settings.parallel,
         batch_size=context.n_batch,
@@ -365,7 +368,6 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         draft_rows=verified_rows(settings),
         scored_rows=scored_rows(settings),
         reproducible=Reproducible(cut, BATCH_INVARIANT_TOKENS) if settings.deterministic else None,
-        place=runner.place,
         policy=settings.scheduling_policy,
     )
     made = (vocab, grammars, states, speculator, cache, runner, scheduler)
@@ -442,7 +444,4 @@ def _contexts(model: Model, plan: MemoryPlan) -> tuple[Context, MtpContext | Non
             f"({settings.ubatch_size}), or set cache_type_k and cache_type_v to q8_0. "
             f"The plan was:\n{plan}"
         ) from error
-    if refused := context.samplers.refused:
-        log.warning("nothing is sampled on the device: %s", refused)
-        context.set_samplers(None)
     return context, head

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, DeviceSampler
+from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE
 
 from .planning.contexts import scored_rows
 
@@ -139,8 +139,6 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
     tokens, and several rows are compared, since with small matrices two orders of summation agree on many
     rows.
     """
-    sampled = context.samplers.active
-    context.set_samplers(None)
     length = min(LONG, context.n_batch, context.n_ubatch, context.n_ctx_seq - 1)
 
     def rows(ids: ListLike[int], tokens: ListLike[int], long: int) -> npt.NDArray[np.float32]:
@@ -187,8 +185,6 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
         each = verified([1] * single + [max(lengths) - single] * (max(lengths) > single))
         found = all(np.array_equal(verified([n]), each[:n], equal_nan=True) for n in lengths)
     context.clear()
-    if sampled:
-        context.set_samplers(DeviceSampler.BEST)
     return found
 
 
@@ -196,8 +192,6 @@ def chunks_are_the_same(context: Context, chunk: int, counts: ListLike[int]) -> 
     """Whether the first `chunk` tokens of a prompt have the same bits alone as in a pass with as many tokens
     of each of the other prompts. `counts`: the numbers of prompts in such a pass. The rows of the chunk's
     last token and of the token after it are compared."""
-    sampled = context.samplers.active
-    context.set_samplers(None)
 
     def rows(ids: ListLike[int]) -> npt.NDArray[np.float32]:
         context.clear()
@@ -215,8 +209,6 @@ def chunks_are_the_same(context: Context, chunk: int, counts: ListLike[int]) -> 
     alone = np.concatenate([rows([id_]) for id_ in range(max(counts))])
     same = all(np.array_equal(rows(range(n)), alone[:n], equal_nan=True) for n in counts)
     context.clear()
-    if sampled:
-        context.set_samplers(DeviceSampler.BEST)
     return same
 
 

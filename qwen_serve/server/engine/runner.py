@@ -3,19 +3,18 @@ are not its concern."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.llamacpp import DeviceSampler
-from qwen_serve.llamacpp.ahead import MOST_ROWS
 from qwen_serve.llamacpp.errors import NoMemorySlot
-from qwen_serve.llamacpp.guessed_draws import STEPS
+from qwen_serve.llamacpp.row_sampler import MOST_ROWS
 
 from .batch import Placement
+from .sampling.rows import RawRows, SampledRows
 from .ubatches import ubatches
+from .verification import requests_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,18 +22,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp import Context, LoraAdapter, Rows
-    from qwen_serve.llamacpp.ahead import Outputs
+    from qwen_serve.llamacpp import Context, LoraAdapter
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
-    from .sequence import Adapters, Sequence
+    from .sampling.rows import Rows
+    from .sequence import Adapters
     from .ubatches import Pass
-    from .verification import SampleResult
-
-PATIENCE = 400
-"""After this many rows that return more than needed, slots get narrower device samplers. That change plans
-all graphs again, and costs as much as copying this many whole rows (defaults.md)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,58 +36,41 @@ class Launched:
     """A batch that is being computed."""
 
     batch: Batch
-    slots: list[int]
-    """The slot of each row of logits; `indices` has its index in the batch."""
     indices: list[int]
-    outputs: Outputs | None
-    """Addresses of its rows; None if the rows must be read before the next batch is launched."""
-    chosen: bool
-    """Whether its tokens are chosen on the device, where the next step can read them."""
+    """Each row's index in the batch."""
+    in_order: bool
+    """Whether the next step can read its tokens where they are sampled."""
     at: float = 0.0
     """When it was launched, by the clock of steps."""
+    asked: list[int] | None = None
+    """The rows that are sampled, in the order of their requests; None before that is begun."""
+    errors: dict[int, Exception] = field(default_factory=dict)
+    """What a request could not be made for, by its row."""
 
 
 class Runner:
     """While the engine runs, only this class decodes in the context; rehearsals do so before the start."""
 
-    def __init__(
-        self,
-        context: Context,
-        profile: StepProfile,
-        adapters: ListLike[LoraAdapter] = (),
-        *,
-        exact: bool = False,
-    ) -> None:
-        """`adapters` are in the order of their numbers. `exact`: each slot always has exactly the device
-        sampler that its request needs, since others sum in another order."""
-        self._exact, self._adapters = exact, adapters
+    def __init__(self, context: Context, profile: StepProfile, adapters: ListLike[LoraAdapter] = ()) -> None:
+        """`adapters` are in the order of their numbers."""
+        self._adapters = adapters
         self._applied: Adapters = ()
         """The adapters that the context applies now."""
         self._context, self._profile = context, profile
-        self._slots: list[int] = []
-        """The slot of each row of logits; `_indices` has its index in the batch."""
         self._indices: list[int] = []
+        """The index in the batch of each row of logits."""
         self._filled: Batch | None = None
         """The batch in the context's arrays, if it only decodes."""
-        self._fits = False
-        """Whether its slots have exactly the device samplers that their requests need."""
-        self._most_ahead = min(MOST_ROWS, context.n_ubatch, context.most_ahead)
-        """Most sequences of a step that can be launched again before its rows are read."""
-        self._chosen = False
-        """Whether the device chooses or guesses its tokens."""
-        self._known_steps = math.inf
-        """Further steps for which the device has random numbers."""
+        self._most_ahead = min(MOST_ROWS, context.n_ubatch) if context.runs_ahead else 0
+        """Most sequences of a step that can be launched again before its tokens are read."""
         self._tail = context.n_snapshots + 1 if context.n_snapshots else 0
         """How many of a sequence's last tokens stay in one pass."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
-        self._wasted = 0
-        self.sampler_changes = 0
-        """How often a slot got another device sampler for a request."""
 
     def launch(self, batch: Batch, behind: Launched | None = None) -> Launched:
         """Start to compute a batch. On a GPU this returns when the last batch is computed, on a CPU when this
-        one is. `behind`: the last batch, if its rows are not read yet. Then a batch that decodes reads on the
-        device the tokens that `behind` has `chosen` there; it must be `in_one_pass`. Others must be what
+        one is. `behind`: the last batch, if its tokens are not read yet, which is being sampled. Then a batch
+        that decodes reads them where they are sampled; it must be `in_one_pass`. Others must be what
         `can_precede` allows.
 
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
@@ -103,43 +80,54 @@ class Runner:
         if behind is not None and batch.is_decode:
             rows = self._follow(behind, batch)
         else:
-            self._fill(batch, behind)
+            self._fill(batch)
+        step = Launched(batch, self._indices, in_order=False)
+        if behind is None and not (batch.is_decode and self._in_one_ubatch(batch)):
+            self._begin(step, now=False)  # a pass's rows are written over by those of the next one
         self._profile.lap("fill")
         try:
-            self._context.decode(
-                batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows, keep=batch.fetches
-            )
+            self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows)
         except NoMemorySlot:
             self._filled = None
             raise
         self._profile.lap("decode")
-        self._known_steps -= 1
-        few = batch.n_rows <= self._context.most_ahead
-        outputs = self._context.outputs_ahead() if few else None
-        chosen = self._chosen and outputs is not None and outputs.n_last == batch.n_rows
-        return Launched(batch, self._slots, self._indices, outputs, chosen)
+        if 0 < batch.n_rows == len(batch.chunks) <= self._most_ahead and self._context.row_steps is not None:
+            step.in_order = self._context.row_steps.n_in_order == batch.n_rows
+        return step
+
+    def sample(self, step: Launched) -> None:
+        """Begin to sample the rows of a batch, behind its computation. All tokens of the steps before it must
+        be known. Call it before another batch is launched."""
+        if step.asked is None:
+            self._begin(step, now=True)
+
+    def _begin(self, step: Launched, *, now: bool) -> None:
+        step.asked = []
+        if self._context.row_steps is None or not step.indices:
+            return
+        requests = []
+        for row, request in requests_of(step.batch, step.errors):
+            step.asked.append(row)
+            requests.append(request)
+        self._context.row_steps.begin(requests, [step.indices[row] for row in step.asked], now=now)
+        self._profile.lap("sample")
 
     def can_precede(self, step: Launched, batch: Batch) -> bool:
         """Whether `batch` can be launched before the rows of this step are read. It must be a single pass,
         since launching a second pass would wait for the first."""
         return (
-            step.outputs is not None
-            and batch.n_rows <= self._context.most_ahead
+            step.asked is not None
+            and self._context.row_steps is not None
             and self.in_one_pass(batch)
             and len(list(self._ubatches(batch))) == 1
         )
 
+    def _in_one_ubatch(self, batch: Batch) -> bool:
+        return batch.n_tokens <= self._context.n_ubatch and self.in_one_pass(batch)
+
     def in_one_pass(self, batch: Batch) -> bool:
         """Whether one pass can have the sequences of `batch`."""
         return self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
-
-    def compare(self, step: Launched, rows: Rows | None, sampled: ListLike[SampleResult]) -> None:
-        """Mark what is `sampled` as astray where the next step, if it decodes, reads another token on the
-        device."""
-        if rows is not None and step.chosen and max(rows.kinds) is not DeviceSampler.BEST:
-            tokens = rows.next_tokens()
-            for new, placement in zip(sampled, step.batch.placements, strict=True):
-                new.astray = bool(new.tokens) and new.tokens[0] != tokens[placement.rows[0]]
 
     def apply(self, adapters: Adapters) -> None:
         """Have the context apply exactly these adapters. A change is slow: all graphs are planned again."""
@@ -159,121 +147,48 @@ class Runner:
 
         Raises LlamaError if the batch as a whole failed.
         """
-        if not step.slots:
+        if not step.indices:
             return None
-        rows = self._context.rows(step.slots, step.indices, step.outputs, chosen=step.chosen)
+        if self._context.row_steps is None:
+            rows: Rows = RawRows(self._context.logits(len(step.indices)))
+        else:
+            assert step.asked is not None
+            rows = SampledRows(self._context.row_steps.results(), step.asked, step.errors)
         self._profile.lap("wait")
         return rows
-
-    def place(self, sequence: Sequence, free: ListLike[int]) -> int:
-        """Choose a free slot: one with exactly the device sampler that the sequence needs, or one whose
-        sampler returns at least as much, or the first."""
-        if not self._context.samplers.active:
-            return free[0]
-        kinds, need = self._context.samplers.kinds, sequence.sampler.need
-        return min(free, key=lambda slot: 0 if kinds[slot] is need else 1 if kinds[slot].serves(need) else 2)
-
-    def _set_samplers(self, batch: Batch) -> bool:
-        """Give each slot a device sampler that serves its request and, after PATIENCE rows, no wider one.
-
-        Return whether each slot has exactly the one that it needs.
-        """
-        samplers = self._context.samplers
-        if not samplers.active:
-            return True
-        patience, fits = not self._exact and self._wasted < PATIENCE, True
-        for chunk in batch.chunks:
-            slot, need = chunk.slot, chunk.sequence.sampler.need
-            kind = samplers.kinds[slot]
-            if kind is need or not chunk.n_rows:
-                continue
-            if kind.serves(need) and patience:
-                self._wasted += 1
-                fits = False
-            else:
-                self._context.set_sampler(slot, need)
-                self.sampler_changes += 1
-                self._wasted = 0
-        return fits
 
     # --- llama.cpp's batch ---------------------------------------------------------------------------------
 
     def _follow(self, step: Launched, batch: Batch) -> npt.NDArray[np.int32]:
-        """Write llama.cpp's batch for one whose sequences read the tokens of `step` on the device; return the
-        row of each token there, or -1 if the host knows it."""
+        """Write llama.cpp's batch for one whose sequences read the tokens of `step` where they are sampled;
+        return the row of each token there, or -1 if the host knows it."""
         if batch is step.batch:
             self._context.positions[: batch.n_tokens] += 1
-            self._chosen = self._known_steps > 0 or self._choose_on_device(batch, step)
             return self._offsets[: batch.n_tokens]
-        chosen = {
+        sampled = {
             chunk.sequence: (placement.rows[0], chunk.count)
             for chunk, placement in zip(step.batch.chunks, step.batch.placements, strict=True)
             if chunk.samples
         }
-        rows, unread = zip(*(chosen.get(chunk.sequence, (-1, 0)) for chunk in batch.chunks), strict=True)
-        self._slots, self._indices = [], []
+        rows, unread = zip(*(sampled.get(chunk.sequence, (-1, 0)) for chunk in batch.chunks), strict=True)
+        self._indices = []
         batch.placements = self._fill_decodes(batch.chunks, unread)
-        batch.greedy, batch.fetches = _is_greedy(batch), _fetches(batch)
-        self._fits = self._chosen = self._choose_on_device(batch, step)
         self._filled = batch
         return np.array(rows, np.int32)
 
-    def _fill(self, batch: Batch, behind: Launched | None) -> None:
+    def _fill(self, batch: Batch) -> None:
         """Write llama.cpp's batch; if it is the same batch as before, only what has changed."""
         if batch is self._filled and batch.is_decode:
             n, context = batch.n_tokens, self._context
             context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
             context.positions[:n] += 1
-            if not (self._fits and self._known_steps > 0):
-                self._fits = self._set_samplers(batch)
-                self._chosen = self._choose_on_device(batch)
             return
-        self._fits = self._set_samplers(batch)
-        batch.greedy, batch.fetches = _is_greedy(batch), _fetches(batch)
-        self._slots, self._indices = [], []
+        self._indices = []
         if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
         else:
             batch.placements = self._fill_ubatches(batch)
-        self._chosen = self._choose_on_device(batch, behind)
         self._filled = batch if batch.is_decode else None
-
-    def _choose_on_device(self, batch: Batch, behind: Launched | None = None) -> bool:
-        """Have the device choose or guess the tokens of the batch's next steps, if it can. `behind`: the step
-        that is being computed, whose draws are not done yet."""
-        sampling = [
-            (placement.rows[0], chunk)
-            for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
-            if chunk.samples
-        ]
-        if not 0 < batch.n_rows == len(sampling) <= self._most_ahead or not self.in_one_pass(batch):
-            return False
-        if not batch.is_decode and len(list(self._ubatches(batch))) > 1:
-            return False
-        next_tokens, kinds = self._context.samplers.next_tokens, self._context.samplers.kinds
-        assert next_tokens is not None
-        undone = set(behind.batch.sampling) if behind is not None else ()
-        ignoring, drawn = [False] * len(sampling), {}
-        for row, chunk in sampling:
-            sampler = chunk.sequence.sampler
-            ignoring[row] = sampler.ignores_ends
-            if kinds[chunk.slot] is DeviceSampler.TOP_K and sampler.draw is not None:
-                if chunk.sequence.stops:
-                    return False
-                skipped = int(chunk.sequence in undone)
-                drawn[row] = sampler.draw, sampler.numbers(skipped + STEPS)[skipped:]
-            elif not self._is_best(chunk):
-                return False
-        if drawn and (self._exact or len(sampling) == 1):
-            return False  # the device guesses none of these (`DeviceSamplers`)
-        next_tokens.write(ignoring, drawn)
-        self._known_steps = STEPS if drawn else math.inf
-        return True
-
-    def _is_best(self, chunk: Chunk) -> bool:
-        """Whether the best token is the one that the chunk's request takes, and only that is computed."""
-        kind, sequence = self._context.samplers.kinds[chunk.slot], chunk.sequence
-        return kind is sequence.sampler.need is DeviceSampler.BEST and not sequence.stops
 
     def _fill_decodes(self, chunks: list[Chunk], unread: ListLike[int] = ()) -> list[Placement]:
         """Write one token of each chunk: the one behind the `unread` tokens, which are being computed and not
@@ -290,15 +205,15 @@ class Runner:
         for index, chunk in enumerate(chunks):
             placements.append(placement := Placement([index]))
             if chunk.samples:
-                self._add_row(chunk, index, placement.rows)
+                self._add_row(index, placement.rows)
             elif chunk.scored:
-                self._add_row(chunk, index, placement.scored_rows)
+                self._add_row(index, placement.scored_rows)
         return placements
 
     def _ubatches(self, batch: Batch) -> Iterator[Pass]:
         lengths = [chunk.n_tokens for chunk in batch.chunks]
-        most = self._context.most_lengths if batch.n_rows < batch.n_tokens else 1
-        return ubatches(lengths, self._context.n_ubatch, self._tail, most)
+        context = self._context
+        return ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes)
 
     def _fill_ubatches(self, batch: Batch) -> list[Placement]:
         """Write tokens in the order of ubatches; llama.cpp would swap outputs of another order row by row."""
@@ -317,11 +232,11 @@ class Runner:
                     if first <= position - chunk.start < first + length:
                         index = start + position - chunk.start - first
                         context.outputs[index] = 1
-                        self._add_row(chunk, index, placement.scored_rows)
+                        self._add_row(index, placement.scored_rows)
                 if chunk.samples:
                     for index in range(start + max(0, chunk.count - 1 - first), end):
                         context.outputs[index] = 1
-                        self._add_row(chunk, index, placement.rows)
+                        self._add_row(index, placement.rows)
                 done[i] += length
                 start = end
         return placements
@@ -349,20 +264,6 @@ class Runner:
         planes[:] = picture.positions[:, taken]
         planes[:-1] += place.position
 
-    def _add_row(self, chunk: Chunk, index: int, rows: list[int]) -> None:
-        rows.append(len(self._slots))
-        self._slots.append(chunk.slot)
+    def _add_row(self, index: int, rows: list[int]) -> None:
+        rows.append(len(self._indices))
         self._indices.append(index)
-
-
-def _is_greedy(batch: Batch) -> bool:
-    return all(
-        chunk.sequence.sampler.need is DeviceSampler.BEST and not chunk.sequence.stops
-        for chunk in batch.chunks
-    )
-
-
-def _fetches(batch: Batch) -> bool:
-    """Whether whole rows may be read: for a choice, or for log-probabilities of logits that are equal."""
-    sampled = (chunk.sequence for chunk in batch.chunks if chunk.samples)
-    return any(one.logprobs is not None or not one.sampler.never_fetches for one in sampled)

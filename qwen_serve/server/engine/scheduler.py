@@ -26,9 +26,9 @@ So unusable logits do not tell which sequence caused them. The cells are cleared
 start again, each alone until it has a token. A sequence that gets none even alone is the cause and fails.
 
 On a hybrid model llama.cpp reads the weights once for each distinct token count of a step's sequences, since
-the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes, prompts
-of different lengths share a pass. Decodes have steps of their own, because together with a chunk of a prompt,
-attention would read a mask of all sequences' cells for each of its tokens.
+the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes,
+sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a
+prompt, attention would read a mask of all sequences' cells for each of its tokens.
 
 This module does not use llama.cpp: the scheduler counts cells, the runner fills them.
 """
@@ -115,7 +115,6 @@ class Scheduler:
         self._prefills_left = 0
         """Prefill steps before the next decode step."""
         self._turns = Turns()
-        self.wrong_guesses = 0
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
@@ -207,8 +206,10 @@ class Scheduler:
             if sequence in sampling:
                 if sequence.limit - len(sequence.tokens) < 2:
                     continue
-                if sequence.sampler.may_force:
-                    return None
+                if sequence.sampler.may_force and len(self.running) == 1:
+                    return None  # forced tokens are computed together
+                if not sequence.sampler.on_device:
+                    continue  # its token comes from the host
             elif not sequence.ready:
                 if self._prefills_left:
                     return None
@@ -253,8 +254,8 @@ class Scheduler:
     ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
-        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed, and
-        those that went astray start again; the batch `ahead`, which is already being computed, drops them.
+        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
+        batch `ahead`, which is already being computed, drops them.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -285,7 +286,7 @@ class Scheduler:
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             sequence.status = DECODE if computed else PREFILL
-            if result.recompute:  # in a slot that returns whole rows, or in cleared cells
+            if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
             elif sequence.suspect:
                 sequence.suspect = False
@@ -299,13 +300,9 @@ class Scheduler:
             new, done = sequence.extend(new, self._ends)
             alone = alone and len(new) == 1  # no forced tokens
             (finished if done else outputs).append(Output(sequence, new, done))
-            late = bool(done or result.astray) and ahead is not None and ahead.drop(sequence)
-            self.wrong_guesses += (astray := late and result.astray)
             if done:
-                sequence.computed += late
-                self.remove(sequence, failed=astray, beyond=result.tokens[len(new) :])
-            elif astray:
-                recomputed.append(sequence)
+                sequence.computed += ahead is not None and ahead.drop(sequence)
+                self.remove(sequence, beyond=result.tokens[len(new) :])
         steady = alone and not (finished or recomputed) and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
         for sequence in recomputed:

@@ -170,9 +170,8 @@ class SchedulerSettings(Section, title="scheduler"):
     (ubatch_size); without a GPU at most 128 tokens. A larger value raises throughput if many requests arrive
     at once"""
     async_scheduling: bool = True
-    """on a GPU, launch the next step before the last one's tokens are read. This works for prompts, and for
-    decodes if all are greedy, or several of which each is greedy or draws by top-k of about 60 or less,
-    temperature, top-p and min-p alone. Needs the patch next-tokens; with deterministic all must be greedy"""
+    """on a GPU, launch the next step before the last one's tokens are read. This works for prompts and for
+    decodes without drafts. Needs the patches next-tokens and row-sampler"""
     deterministic: bool = False
     """give the same answer to the same request whatever other requests run, at a lower speed
     (docs/deterministic.md). Every sequence has its own KV cells (ctx_size / parallel, and as many for each
@@ -289,8 +288,8 @@ class ForcedSettings(Section, title="forced"):
     prefix_shrinks: bool = True
     """keep proportionally fewer cells while less than half of the prompt tokens come from the cache"""
     sampling: Sampling = "auto"
-    """where the best tokens of a row are selected. device: in the graph, so that tokens are copied to the
-    host, not logits. host: on the host. auto: on the device if that is a GPU"""
+    """where tokens are chosen. device: where the logits were computed, so that tokens are copied to the host,
+    not logits. host: on the host's threads. auto: on the device if that is a GPU. The answers are the same"""
 
 
 class PictureSettings(Section, title="pictures"):

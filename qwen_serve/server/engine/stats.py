@@ -42,10 +42,6 @@ class EngineStats:
     tiers: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """By service tier: waiting requests, and the cost of all requests in prompt tokens' worth of time."""
     prefix: PrefixStats = field(default_factory=PrefixStats)
-    sampler_changes: int = 0
-    """How often a slot got another device sampler, which delays a step."""
-    wrong_guesses: int = 0
-    """Draws that the device guessed wrong for a step ahead; each costs its sequence a restart."""
     step_totals: tuple[StepTotals, ...] = ()
     """Time of steps by phase."""
     drafts: Mapping[str, DrafterStats] = field(default_factory=dict)

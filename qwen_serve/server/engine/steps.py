@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -74,6 +73,7 @@ class Steps:
         if step is None:
             return None
         lap, batch = self._profile.lap, step.batch
+        self._runner.sample(step)
         if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()
             lap("flush")
@@ -81,7 +81,7 @@ class Steps:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
         self._profile.overlaps &= rows is None or self._ahead is not None
-        sampled = sample(batch, rows, self._ends)
+        sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
@@ -95,8 +95,6 @@ class Steps:
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead, self._profile.overlaps = None, False
         ahead = None if self._ahead is None else self._ahead.batch
-        if ahead is not None and ahead.is_decode:
-            self._runner.compare(step, rows, sampled)
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
         outputs = self._scheduler.commit(batch, sampled, held, ahead)
@@ -127,20 +125,16 @@ class Steps:
         self._profile.overlaps = self._components.device_runs_alone
         scheduler.reserve(batch)
         lap("reserve")
-        for chunk in batch.chunks:
-            if chunk.samples:
-                with suppress(Exception):  # `sample` raises it again and handles it
-                    chunk.sequence.sampler.prepare(chunk.draft)
         return step
 
     def _launch_next(self, step: Launched) -> Launched | None:
         """Launch the next step while `step` is being computed: decodes, or prompts. None if that is not
         possible."""
         batch, runner, speculator = step.batch, self._runner, self._speculator
-        if step.outputs is None or not speculator.can_be_overtaken:
+        if not speculator.can_be_overtaken:
             return None
         following = None
-        if step.chosen:
+        if step.in_order:
             following = self._scheduler.decodes_behind(batch, self._can_follow)
         if following is None and batch.may_be_read_late:
             following = self._scheduler.prompts_behind(batch, partial(runner.can_precede, step))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .sampling.choices import choose
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from collections.abc import Sequence as ListLike
 
-    from qwen_serve.llamacpp import Rows
-    from qwen_serve.server.engine.batch import Batch, Chunk, Placement
+    from qwen_serve.llamacpp.row_sampler import RowRequest
 
-    from .sampling.choices import Choice
+    from .batch import Batch, Chunk, Placement
+    from .sampling.rows import Rows
 
 
 @dataclass(slots=True)
@@ -26,10 +25,8 @@ class SampleResult:
     """Tokens that follow these regardless of the model."""
     error: Exception | None = None
     """The exception that its sampler raised."""
-    astray: bool = False
-    """The step that was launched ahead reads another token than this one."""
     recompute: bool = False
-    """Pending tokens must be computed again: the row of the next token has too little or, with an `error`, is
+    """Pending tokens must be computed again: the row of the next token was not kept or, with an `error`, is
     unusable, perhaps because of another sequence."""
 
     @property
@@ -38,75 +35,71 @@ class SampleResult:
         return max(0, len(self.tokens) - 1)
 
 
-def sample(batch: Batch, rows: Rows | None, ends: frozenset[int]) -> list[SampleResult]:
+def requests_of(batch: Batch, errors: dict[int, Exception]) -> Iterator[tuple[int, RowRequest]]:
+    """Each row of the batch whose result counts, with its request. What a request could not be made for is
+    added to `errors`, by row."""
+    for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
+        sequence = chunk.sequence
+        if sequence in batch.dropped:
+            continue
+        sampler, logprobs = sequence.sampler, sequence.logprobs
+        for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
+            n_top = -1 if logprobs is None else logprobs.n_prompt_top
+            yield row, sampler.request_score(sequence.tokens[position + 1], n_top)
+        if not placement.rows:
+            continue
+        try:
+            requests = sampler.requests(chunk.draft, -1 if logprobs is None else logprobs.n_top)
+        except Exception as error:  # an error of one sequence must not affect the others
+            errors.update(dict.fromkeys(placement.rows, error))
+            continue
+        yield from zip(placement.rows, requests, strict=True)
+
+
+def sample(
+    batch: Batch, rows: Rows | None, ends: frozenset[int], *, ahead: bool = False
+) -> list[SampleResult]:
     """For each chunk, the accepted tokens of its draft and the token after them.
 
     A draft token is accepted if the request's own sampler chooses it from the row before it. A draft is a
     proposal with all probability on one token, so this is speculative sampling (Leviathan et al. 2023,
     section 2.3) and changes no sampler's output distribution. Nothing is accepted after one of `ends`, the
     tokens that end a generation. Sequences that the batch dropped get nothing, and nothing is drawn for them.
+    `ahead`: the next step is being computed, so forced tokens come one by one.
     """
     if rows is None:
         return [SampleResult() for _ in batch.chunks]
-    best = rows.all_best() if batch.greedy and not batch.dropped else None
-    if best is None or not ends.isdisjoint(best):  # a request may ignore ends
-        return choose(
-            [
-                _sample(chunk, placement, rows, ends, dropped=chunk.sequence in batch.dropped)
-                for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
-            ]
-        )
-    if batch.n_tokens == batch.n_rows == len(batch.chunks):  # otherwise the shortest come first
-        return [
-            _result(chunk, [token]) if chunk.sequence.sampler.forces else SampleResult([token])
-            for chunk, token in zip(batch.chunks, best, strict=True)
-        ]
     return [
-        _result(chunk, _accepted(chunk.draft, [best[row] for row in placement.rows]))
+        SampleResult()
+        if chunk.sequence in batch.dropped
+        else _sample(chunk, placement, rows, ends, ahead=ahead)
         for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
     ]
 
 
-def _accepted(draft: ListLike[int], best: list[int]) -> list[int]:
-    for n, (token, proposed) in enumerate(zip(best, draft, strict=False)):
-        if token != proposed:
-            return best[: n + 1]
-    return best
-
-
-def _result(chunk: Chunk, tokens: list[int], *, recompute: bool = False) -> SampleResult:
-    sampler = chunk.sequence.sampler
-    if not tokens or not sampler.forces:
-        return SampleResult(tokens, recompute=recompute)
-    try:
-        return SampleResult(tokens, sampler.forced(tokens), recompute=recompute)
-    except Exception as error:  # an error of one sequence must not affect the others
-        return SampleResult(error=error)
-
-
 def _sample(
-    chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int], *, dropped: bool
-) -> Choice[SampleResult]:
-    new: list[int] = []
+    chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int], *, ahead: bool
+) -> SampleResult:
+    found = SampleResult()
     sequence, draft = chunk.sequence, chunk.draft
     sampler, logprobs = sequence.sampler, sequence.logprobs
-    if dropped:
-        return SampleResult()
     try:
-        if logprobs is not None:
-            for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
-                yield from sampler.score(rows, row, sequence.tokens[position + 1], logprobs)
-        of_answer = logprobs if logprobs is not None and logprobs.of_answer else None
-        for n, row in enumerate(placement.rows):
-            if (token := (yield from sampler.choose(rows, row, of_answer))) is None:
-                return _result(chunk, new, recompute=True)
-            new.append(token)
-            if n == len(draft) or token != draft[n] or token in ends or token in sequence.stops:
-                break
-    except FloatingPointError as error:
-        result = _result(chunk, new, recompute=True)
-        result.error = result.error or error
-        return result
-    except Exception as error:
+        try:
+            if logprobs is not None:
+                for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
+                    sampler.score(rows, row, sequence.tokens[position + 1], logprobs)
+            of_answer = logprobs if logprobs is not None and logprobs.of_answer else None
+            for n, row in enumerate(placement.rows):
+                if (token := sampler.choose(rows, row, of_answer)) is None:
+                    found.recompute = not n
+                    break
+                found.tokens.append(token)
+                if n == len(draft) or token != draft[n] or token in ends or token in sequence.stops:
+                    break
+        except FloatingPointError as error:
+            found.recompute, found.error = True, error
+        if found.tokens:
+            found.forced = sampler.forced(found.tokens, one_by_one=ahead)
+    except Exception as error:  # an error of one sequence must not affect the others
         return SampleResult(error=error)
-    return _result(chunk, new)
+    return found

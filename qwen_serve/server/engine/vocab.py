@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from contextlib import suppress
+from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 from unicodedata import normalize
@@ -209,6 +210,12 @@ class Vocab:
         if not 0 <= token < self.size:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
         return self._model.piece(token, special=True)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The spelling of every token, with U+FFFD for a part of a character."""
+        pieces = (self._model.piece(token, special=True) for token in range(self.size))
+        return [piece.decode("utf-8", "replace") for piece in pieces]
 
 
 def token_of(vocab: Vocab, tag: str) -> int | None:

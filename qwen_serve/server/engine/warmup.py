@@ -7,30 +7,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.llamacpp.row_sampler import Filters, RowRequest, RowSampler, sample_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from qwen_serve.llamacpp import Context, Rows
+    from qwen_serve.llamacpp import Context
 
 log = logging.getLogger(__name__)
 
-SHAPE_NOISE = 0.1
-"""A token counts as the best if its logit is at most this far below the best one, in standard deviations of a
-row, since logits differ slightly with and without a device sampler."""
 
-
-def warm_up(context: Context, counts: Sequence[int], prefill: int) -> None:
+def warm_up(context: Context, counts: Sequence[int], prefill: int, n_real: int) -> None:
     """Run the shapes that the first requests need, which also loads the weights, then clear the context.
 
     These are prompts of `prefill` tokens, and decodes of each of `counts` sequences, the largest last. If
-    rows are sampled on the device, its results are first compared with the host's; if they are wrong, the
-    host samples.
+    rows are sampled on the device, its results are first compared with the host's; if they differ, the host
+    samples.
     """
     decode(context, 1, prefill)
-    if context.samplers.active:
-        _check(context, counts[-1])
+    if context.samples_on_device:
+        _check(context, counts[-1], n_real)
     for count in counts:
         for _ in range(2):
             decode(context, count)
@@ -49,34 +45,39 @@ def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> fl
     return min(times)
 
 
-def _check(context: Context, n: int) -> None:
-    """Keep the device samplers on only if `n` rows are right."""
-    best = decode(context, n).all_best()
-    context.set_samplers(None)
-    if wrong := _wrong(decode(context, n), best, context.samplers.n_real):
+def _check(context: Context, n: int, n_real: int) -> None:
+    """Sample on the device only if it chooses the tokens that the host chooses from the same `n` rows."""
+    decode(context, n)
+    assert context.row_steps is not None
+    requests = list(_requests(n, n_real))
+    context.row_steps.begin(requests, range(n), now=True)
+    found = context.row_steps.results()
+    context.row_steps.begin([RowRequest(None)] * n, range(n), now=True)
+    rows = context.row_steps.results()
+    right = sample_rows(requests, [rows.whole(i).copy() for i in range(n)])
+    if wrong := sum(found[i].differs(right[i]) for i in range(n)):
         log.error(
-            "%d of %d tokens found on the device are not the best ones; the host samples instead. Please "
-            "report this, with the card and llama-cpp-python's version",
+            "%d of %d tokens sampled on the device are not those that the host samples; the host samples "
+            "instead. Please report this, with the card and llama-cpp-python's version",
             *(wrong, n),
         )
-    else:
-        context.set_samplers(DeviceSampler.BEST)
+        context.sample_on_host()
 
 
-def _wrong(rows: Rows, best: list[int] | None, n_real: int) -> int:
-    """How many of the device's tokens are not the best by the host's logits."""
-    if best is None:
-        return len(rows)
-    wrong = 0
-    for row, token in enumerate(best):
-        logits = rows.logits(row)[:n_real]
-        lack = float(logits.max() - logits[token]) if 0 <= token < n_real else np.inf
-        wrong += lack > SHAPE_NOISE * float(logits.std())
-    return wrong
+def _requests(n: int, n_real: int) -> Iterator[RowRequest]:
+    """Requests of several kinds, in turns."""
+    order = ("top_k", "temperature", "top_p")
+    for i in range(n):
+        card = Filters(order, i, temperature=0.7, top_k=20, top_p=0.8)
+        sampler = RowSampler((Filters(("best",)), card, Filters(("top_p",), i, top_p=0.95))[i % 3], n_real)
+        if i % 2:
+            sampler.penalise(1.1, 1.5, 0.5, None, range(min(64, n_real)))
+        yield RowRequest(sampler, n_top=20 if i % 4 == 0 else -1)
 
 
-def decode(context: Context, n_sequences: int, length: int = 1) -> Rows:
-    """Decode the first `length` tokens of `n_sequences` different sequences, each with a row at its end."""
+def decode(context: Context, n_sequences: int, length: int = 1, *, wait: bool = True) -> None:
+    """Decode the first `length` tokens of `n_sequences` different sequences, each with a row at its end, and
+    wait for them, or not."""
     n = n_sequences * length
     context.clear()
     context.tokens[:n] = np.arange(n) % 256
@@ -85,4 +86,5 @@ def decode(context: Context, n_sequences: int, length: int = 1) -> Rows:
     context.outputs[:n] = 0
     context.outputs[length - 1 : n : length] = 1
     context.decode(n)
-    return context.rows(range(n_sequences), range(length - 1, n, length))
+    if wait:
+        context.wait()

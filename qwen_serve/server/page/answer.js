@@ -1,6 +1,7 @@
 // One answer: what is asked, and what streams into its message until it is complete or interrupted.
 
 import { seconds } from "./elements.js";
+import { PASSED_OVER } from "./agent.js";
 import { asText } from "./files.js";
 import { keepWithin } from "./pictures.js";
 import { SAMPLERS } from "./settings.js";
@@ -18,18 +19,35 @@ addEventListener("pagehide", () => {
 });
 addEventListener("pageshow", () => { leaving = false; });
 
-/** The request for what follows `messages`, the last of which, if it is an answer, is gone on with. Throws SyntaxError. */
-export function request(messages, settings) {
+/** An answer that called tools, and what they returned. */
+const withCalls = ({ content, reasoning, calls }) => [
+  {
+    role: "assistant",
+    content,
+    ...(reasoning ? { reasoning_content: reasoning } : {}),
+    tool_calls: calls.map(({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } })),
+  },
+  ...calls.map(({ id, result = PASSED_OVER }) => ({ role: "tool", tool_call_id: id, content: result })),
+];
+
+/** The request for what follows `messages`, with `tools`. The last message, if it is an answer without calls, is gone on with.
+ * Throws SyntaxError. */
+export function request(messages, settings, tools = []) {
   const body = { messages: [], chat_template_kwargs: { enable_thinking: settings.think } };
   if (settings.system.trim()) body.messages.push({ role: "system", content: settings.system });
-  for (const { role, pictures = [], ...said } of messages) {
+  for (const message of messages) {
+    if (message.calls) {
+      body.messages.push(...withCalls(message));
+      continue;
+    }
+    const { role, pictures = [], ...said } = message;
     const content = asText(said);
     const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
     if (content && parts.length) parts.push({ type: "text", text: content });
     if (content || parts.length) body.messages.push({ role, content: parts.length ? parts : content });
   }
   const begun = messages.at(-1);
-  if (begun.role === "assistant") {
+  if (begun.role === "assistant" && !begun.calls) {
     if (begun.content) body.messages.pop();
     body.messages.push({ role: "assistant", content: begun.content, reasoning_content: begun.reasoning });
     body.continue_final_message = true;
@@ -37,10 +55,12 @@ export function request(messages, settings) {
   for (const { name } of SAMPLERS) {
     if (settings[name] !== "") body[name] = Number(settings[name]);
   }
+  if (settings.think && settings.reasoning_effort) body.reasoning_effort = settings.reasoning_effort;
+  if (settings.think && settings.thinking_budget !== "") body.thinking_budget = Number(settings.thinking_budget);
   if (settings.schema.trim() && settings.useSchema && begun.role === "user") {
     const schema = JSON.parse(settings.schema);
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
-  }
+  } else if (tools.length) body.tools = tools;
   return body;
 }
 
@@ -60,6 +80,7 @@ function figuresOf(usage, timings, finish, full) {
 export class Answer {
   #controller = new AbortController();
   #thinkingSince;
+  #calls = []; // not of the message until they are complete
 
   /** `keep(conversation, messages, live)` saves. */
   constructor(conversation, message, keep) {
@@ -85,8 +106,13 @@ export class Answer {
     if (!this.dropped) this.keep(this.conversation, [this.message], live);
   }
 
-  #add({ reasoning_content: reasoning, content }) {
+  #add({ reasoning_content: reasoning, content, tool_calls: calls = [] }) {
     const { message } = this;
+    for (const { index, id, function: { name = "", arguments: given = "" } = {} } of calls) {
+      const call = (this.#calls[index] ??= { id, name: "", arguments: "" });
+      call.name += name;
+      call.arguments += given;
+    }
     if (reasoning) {
       this.#thinkingSince ??= performance.now();
       message.reasoning += reasoning;
@@ -127,6 +153,7 @@ export class Answer {
           this.save();
         }
       }
+      if (finish === "tool_calls" && this.#calls.length) message.calls = this.#calls;
       if (usage) message.used = usage.total_tokens;
       if (finish === "length" && usage?.total_tokens >= fits) message.full = true;
       message.figures = figuresOf(usage, timings, finish, message.full);

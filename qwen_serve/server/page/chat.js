@@ -3,18 +3,23 @@
 import { Answer, request, running } from "./answer.js";
 import { Conversation } from "./conversation.js";
 import { draftOf, keepDraft, keepShown, shownId } from "./drafts.js";
+import { isCalling, settle, stopCalls } from "./agent.js";
+import { addressed, asked, showAddress, whenAddressed } from "./address.js";
 import { $, download, element, iconButton, inItsDirection, notify } from "./elements.js";
 import { fromText, toJson, toMarkdown } from "./exchange.js";
 import { MessageView } from "./message.js";
-import { askForKey, closeSettings, fields, openSettings, set, settings, settingsAreOpen, showFacts, watchSettings } from "./settings.js";
+import { askForKey, closeSettings, effective, fields, openSettings, set, settings, settingsAreOpen, showDefaults, showFacts, showOwn, told, watchSettings } from "./settings.js";
 import { conversations, conversationsWith, messagesOf, remove, save, whenBlocked, whenChanged } from "./store.js";
 import { attached, example, readAll, watchFiles } from "./pictures.js";
 import { model, props } from "./stream.js";
+import { allow, count, offered, watchTools } from "./tools.js";
 
 const input = $("input"), log = $("log"), scroll = $("scroll"), search = $("search");
 
+$("unloaded").remove();
 let all = []; // conversations, or their records, the latest first
 let current = null; // the one shown; null for a new one that has no message yet
+let fresh = {}; // settings of its own that a new one will have
 let draft = draftOf(null); // what is typed for it
 let seeing = false; // whether the model sees pictures
 let fits = 0; // tokens of a conversation
@@ -29,7 +34,7 @@ const elsewhere = new Map(); // when another tab last said that a message grows 
 // --- messages -------------------------------------------------------------------------------------------------
 
 const views = new WeakMap();
-const actions = { begin: () => choose(null), edit, again, resume, turn };
+const actions = { begin: () => choose(null), decide, edit, again, resume, takeOut, turn };
 
 function viewOf(message) {
   if (!views.has(message)) views.set(message, new MessageView(message, actions));
@@ -64,22 +69,45 @@ function show(end = false) {
     viewOf(message).root.classList.toggle("later", later);
   }
   $("empty").hidden = Boolean(current);
+  giveOwn();
   showUse();
+  showTold();
+  showAddress(current);
   document.title = current ? `${current.title} · qwen-serve` : "qwen-serve";
   scroll.scrollTop = end ? scroll.scrollHeight : top;
   list();
   buttons();
 }
 
+/** Says the conversation's system prompt and sampling on it. */
+function showTold() {
+  const { system, numbers } = told();
+  $("own").hidden = !(system || numbers);
+  $("own").replaceChildren(...[system && inItsDirection(element("span", "system", system)), numbers && element("span", "", numbers)].filter(Boolean));
+}
+
+/** Gives the settings what this conversation has of its own. */
+function giveOwn() {
+  const conversation = current;
+  showOwn(conversation ? conversation.own : fresh, () => { if (conversation) keep(conversation, []); });
+}
+
 /** Says how much of the context the conversation takes. */
 function showUse() {
   const used = current?.branch.findLast((message) => message.used)?.used;
   $("context").textContent = used && fits ? `${used.toLocaleString("en")} of ${fits.toLocaleString("en")} tokens` : "";
+  $("use").hidden = !(used && fits);
+  Object.assign($("use"), { max: fits || 1, high: 0.8 * fits, optimum: 0, value: used ?? 0, title: $("context").textContent });
 }
 
 // --- asking ---------------------------------------------------------------------------------------------------
 
-const busy = () => running.has(current?.id);
+const busy = () => running.has(current?.id) || isCalling(current?.id);
+
+function stop() {
+  running.get(current?.id)?.stop();
+  stopCalls(current?.id);
+}
 
 /** Streams an answer into `message`, behind what `path` says. */
 async function stream(conversation, message, body) {
@@ -101,27 +129,39 @@ async function stream(conversation, message, body) {
   clearInterval(clock);
   cancelAnimationFrame(due);
   draw();
-  if (current === conversation) show();
+  if (current === conversation) show(atEnd()); // what it calls is shown below it
   else list();
   if (failed?.status === 401) askForKey(failed.message);
   else if (failed || model !== $("model").textContent) identify(); // the server may have been started anew
 }
 
 /** The body of a request; undefined where the schema is wrong, which the settings then say. */
-function bodyFor(path) {
+async function bodyFor(path) {
+  const values = effective();
+  const tools = await offered();
   try {
-    return request(path, settings);
+    return request(path, values, tools);
   } catch {
     openSettings(fields.schema);
     return undefined;
   }
 }
 
-async function answer(question) {
-  const body = bodyFor(current.upTo(question.id));
+async function answer(question, conversation = current) {
+  const body = await bodyFor(conversation.upTo(question.id));
   if (!body) return show();
   const json = "response_format" in body;
-  await stream(current, current.add(question.id, { role: "assistant", content: "", reasoning: "", json }), body);
+  await stream(conversation, conversation.add(question.id, { role: "assistant", content: "", reasoning: "", json }), body);
+}
+
+/** Runs a call of an answer, or not, and lets the model go on. */
+function decide(message, call, allowed) {
+  const conversation = current;
+  return settle(conversation, message, call, allowed, {
+    keep,
+    show: () => { if (conversation === current) show(atEnd()); else list(); },
+    goOn: () => answer(message, conversation),
+  });
 }
 
 async function send() {
@@ -129,9 +169,10 @@ async function send() {
   const { given, before: typed, kept } = draft;
   if (!(content || given.length) || busy() || unread) return;
   const edited = current?.messages.get(draft.editing);
+  if (edited?.role === "assistant") return rewrite(edited, content);
   keepDraft(current, null);
   if (!current) {
-    current = Conversation.begin(content || given.find(({ name }) => name)?.name || "Picture");
+    current = Conversation.begin(content || given.find(({ name }) => name)?.name || "Picture", fresh);
     opened.set(current.id, current);
     keepShown(current);
   }
@@ -144,6 +185,32 @@ async function send() {
   await answer(question);
 }
 
+/** Adds what was typed as another version of an answer. */
+function rewrite(answer, content) {
+  type({ text: draft.before, given: draft.kept });
+  keepDraft(current, draft);
+  const { reasoning, thought } = answer;
+  const message = current.add(answer.parent, { role: "assistant", content, reasoning, ...(thought ? { thought } : {}), figures: "edited" });
+  keep(current, [message]);
+  show();
+}
+
+/** Takes one message out of its conversation, until "Undo". */
+async function takeOut(message) {
+  const conversation = current;
+  if (busy()) return;
+  if (conversation.messages.size === 1) return discard(conversation);
+  if (draft.editing === message.id) cancelEdit();
+  const after = conversation.takeOut(message);
+  await keep(conversation, after, undefined, [message.id]);
+  show();
+  notify("Taken out", "Undo", async () => {
+    conversation.putBack(message, after);
+    await keep(conversation, [message, ...after]);
+    show();
+  }).focus();
+}
+
 /** Asks a question again, or that of an answer: one more answer in its place. */
 async function again(message) {
   if (busy()) return;
@@ -154,7 +221,9 @@ async function again(message) {
 /** Goes on with an answer that was interrupted. */
 async function resume(message) {
   if (busy()) return;
-  await stream(current, message, bodyFor(current.upTo(message.id)));
+  const conversation = current;
+  if (message.calls) return answer(message);
+  await stream(conversation, message, await bodyFor(conversation.upTo(message.id)));
 }
 
 /** Shows another version of a message, and what followed it. */
@@ -174,6 +243,8 @@ function type(changes) {
   draft = { text: "", given: [], editing: null, before: "", kept: [], ...changes };
   input.value = draft.text;
   $("editing").hidden = !draft.editing;
+  const answer = current?.messages.get(draft.editing)?.role === "assistant";
+  $("editing-what").textContent = `What you ${answer ? "save" : "send"} becomes another version; this one is kept.`;
   showAttached();
 }
 
@@ -205,7 +276,7 @@ async function take(files) {
   input.focus();
 }
 
-/** Takes a question into the composer; it stays where it is, and what is sent becomes another version of it. */
+/** Takes a message into the composer; it stays where it is, and what is sent becomes another version of it. */
 function edit(message) {
   const before = draft.editing ? draft.before : input.value;
   const kept = draft.editing ? draft.kept : draft.given;
@@ -226,12 +297,12 @@ function cancelEdit() {
 // --- keeping --------------------------------------------------------------------------------------------------
 
 /** Saves messages of a conversation; those that could not be saved before, too. */
-async function keep(conversation, messages, live) {
+async function keep(conversation, messages, live, gone) {
   all = [conversation, ...all.filter(({ id }) => id !== conversation.id)].sort((a, b) => b.changed - a.changed);
   list();
   const whole = conversation.unsaved || conversation.deleted;
   try {
-    await save(conversation.record, whole ? [...conversation.messages.values()] : messages, live);
+    await save(conversation.record, whole ? [...conversation.messages.values()] : messages, live, gone);
     if (!whole) return;
     conversation.unsaved = conversation.deleted = false;
     notify("");
@@ -264,6 +335,7 @@ async function choose(record) {
   }
   if (choosing !== record) return; // another was chosen meanwhile
   current = conversation;
+  fresh = {};
   keepShown(current);
   type(draftOf(current));
   document.body.classList.remove("open-side");
@@ -347,9 +419,9 @@ async function rename(record, title) {
 /** The list as the store has it, and what the store does not have yet. */
 async function refresh() {
   const stored = await conversations();
-  for (const { id, title } of stored) {
+  for (const { id, title, own = {} } of stored) {
     const known = opened.get(id);
-    if (known && !known.unsaved) known.title = title; // another tab may have changed it
+    if (known && !known.unsaved) Object.assign(known, { title, own }); // another tab may have changed it
   }
   const others = [...opened.values()].filter((one) => !one.deleted && !stored.some(({ id }) => id === one.id));
   all = [...others, ...stored].sort((a, b) => b.changed - a.changed);
@@ -357,7 +429,7 @@ async function refresh() {
 }
 
 /** What another tab did. */
-async function hear({ saved, removed, messages, live }) {
+async function hear({ saved, removed, messages, live, gone = [] }) {
   const known = opened.get(saved ?? removed);
   if (removed && known) {
     running.get(removed)?.drop();
@@ -369,6 +441,7 @@ async function hear({ saved, removed, messages, live }) {
     const stored = await messagesOf(saved);
     known.merge(stored.filter(({ id }) => messages.includes(id)));
     known.deleted = false;
+    for (const id of gone) if (known.messages.has(id)) known.takeOut(known.messages.get(id));
     for (const id of messages) elsewhere.delete(id);
     if (live) {
       elsewhere.set(live, Date.now());
@@ -460,12 +533,15 @@ function buttons() {
   $("example").hidden = !seeing;
   $("schema-chip").hidden = !settings.schema.trim();
   $("schema-chip").setAttribute("aria-pressed", settings.useSchema);
+  $("tools-chip").hidden = !count();
+  $("tools-chip").setAttribute("aria-pressed", settings.useTools);
   const send = $("send");
   send.disabled = !busy() && (unread > 0 || !(input.value.trim() || draft.given.length));
   send.title = busy() ? "Stop (Esc)" : "Send (Enter)";
   send.setAttribute("aria-label", busy() ? "Stop" : "Send");
   send.querySelector("use").setAttribute("href", busy() ? "#i-stop" : "#i-send");
   log.classList.toggle("busy", busy());
+  showTold();
 }
 
 // --- keys and clicks ------------------------------------------------------------------------------------------
@@ -499,7 +575,7 @@ addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) {
     if (document.body.classList.contains("open-side")) toggleSide();
     else if (draft.editing) cancelEdit();
-    else running.get(current?.id)?.stop();
+    else stop();
   } else if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code]) {
     event.preventDefault();
     KEYS[event.code]();
@@ -526,7 +602,7 @@ input.addEventListener("input", () => {
 });
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (busy()) running.get(current.id).stop();
+  if (busy()) stop();
   else send();
 });
 search.addEventListener("input", look);
@@ -551,9 +627,11 @@ scroll.addEventListener("scroll", () => { $("end").hidden = atEnd(); });
 $("menu").addEventListener("click", toggleSide);
 $("shade").addEventListener("click", toggleSide);
 $("tune").addEventListener("click", () => openSettings());
+$("own").addEventListener("click", () => openSettings());
 $("theme").addEventListener("click", () => { set({ theme: THEMES[settings.theme] }); buttons(); });
 $("think").addEventListener("click", () => { set({ think: !settings.think }); buttons(); });
 $("schema-chip").addEventListener("click", () => { set({ useSchema: !settings.useSchema }); buttons(); });
+$("tools-chip").addEventListener("click", () => { set({ useTools: !settings.useTools }); buttons(); });
 $("cancel-edit").addEventListener("click", cancelEdit);
 $("notice-close").addEventListener("click", () => notify(""));
 addEventListener("beforeunload", (event) => {
@@ -590,6 +668,8 @@ async function identify() {
     seeing = about.modalities.vision;
     fits = card.max_model_len;
     limits = about.limits;
+    allow(about.mcp_origins);
+    showDefaults(about.default_generation_settings);
     showFacts(factsOf(card, about));
     $("model").textContent = card.id;
     $("about").textContent = `${card.id} · up to ${card.max_model_len.toLocaleString("en")} tokens`;
@@ -613,13 +693,25 @@ $("example").addEventListener("click", async () => {
   input.dispatchEvent(new Event("input"));
   await take([file]);
 });
+watchTools(buttons);
+whenAddressed((id) => {
+  if (id !== (current?.id ?? null)) choose(all.find((one) => one.id === id) ?? null);
+});
 whenChanged(hear);
 whenBlocked(() => notify("Another tab has an older version of this page. Close it, and your conversations are here."));
 buttons();
-identify();
+const identified = identify();
 try {
   await refresh();
-  if (!current && !input.value && !draft.given.length && !unread) await choose(all.find(({ id }) => id === shownId()) ?? null);
+  const question = asked();
+  if (question) {
+    await identified;
+    await choose(null);
+    type({ text: question });
+    await send();
+  } else if (addressed() || (!current && !input.value && !draft.given.length && !unread)) {
+    await choose(all.find(({ id }) => id === (addressed() ?? shownId())) ?? null);
+  }
 } catch (error) {
   notify(`This browser keeps no conversations: ${error?.message}.`);
 }

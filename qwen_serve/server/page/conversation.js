@@ -4,21 +4,22 @@ export const newId = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
 
 export class Conversation {
   /** From what the store has of it; `leaf` is the id of the last message that is shown. */
-  constructor({ id, title, changed, leaf }, messages = []) {
-    Object.assign(this, { id, title, changed, leaf });
+  constructor({ id, title, changed, leaf, own = {} }, messages = []) {
+    Object.assign(this, { id, title, changed, leaf, own });
     this.messages = new Map(messages.map((message) => [message.id, message]));
     this.unsaved = false; // whether something of it could not be saved
     this.deleted = false; // whether another tab has deleted it
     if (!this.messages.has(leaf)) this.leaf = this.#inOrder().at(-1)?.id ?? null;
   }
 
-  static begin(text) {
-    return new Conversation({ id: newId(), title: text.slice(0, 80), changed: Date.now(), leaf: null });
+  /** `own` are the settings that are its own. */
+  static begin(text, own) {
+    return new Conversation({ id: newId(), title: text.slice(0, 80), changed: Date.now(), leaf: null, own });
   }
 
   get record() {
-    const { id, title, changed, leaf } = this;
-    return { id, title, changed, leaf };
+    const { id, title, changed, leaf, own } = this;
+    return { id, title, changed, leaf, own };
   }
 
   #inOrder() {
@@ -56,6 +57,28 @@ export class Conversation {
   show(message) {
     const all = this.#inOrder();
     for (let next = message; next; next = all.findLast(({ parent }) => parent === this.leaf)) this.leaf = next.id;
+  }
+
+  /** Takes one message out. What followed it follows what was before it; these messages are returned. */
+  takeOut({ id, parent }) {
+    const after = this.#inOrder().filter((message) => message.parent === id);
+    for (const message of after) message.parent = parent;
+    this.messages.delete(id);
+    this.changed = Date.now();
+    if (this.leaf === id) {
+      const beside = this.#inOrder().findLast((message) => message.parent === parent) ?? this.messages.get(parent);
+      this.leaf = null;
+      if (beside) this.show(beside);
+    }
+    return after;
+  }
+
+  /** Undoes that. */
+  putBack(message, after) {
+    this.messages.set(message.id, message);
+    for (const { id } of after) if (this.messages.has(id)) this.messages.get(id).parent = message.id;
+    this.show(message);
+    this.changed = Date.now();
   }
 
   /** Takes in messages that another tab has saved. */

@@ -27,6 +27,15 @@ const SANITIZE = {
   RETURN_DOM_FRAGMENT: true,
 };
 
+const DEEPEST = 450; // elements within each other: a tab ends at about 900 of KaTeX's
+
+/** Whether elements below `root` are nested more deeply than `limit`. */
+function deeper(root, limit) {
+  let level = [root];
+  for (let depth = 0; level.length && depth <= limit; depth++) level = level.flatMap((each) => [...each.children]);
+  return level.length > 0;
+}
+
 /** A code block with its language, a way to copy it, and colours where the language is known. */
 function codeBlock(pre) {
   const code = pre.querySelector("code") ?? pre;
@@ -57,15 +66,33 @@ function elements(token, links) {
   return holder;
 }
 
+/** Calls `make`; what is nested too deeply to be parsed or laid out becomes what `otherwise` returns. */
+function unlessTooDeep(make, otherwise) {
+  try {
+    return make();
+  } catch (error) {
+    if (error.name !== "RangeError" && error.name !== "InternalError") throw error; // the second is Firefox's
+    return otherwise();
+  }
+}
+
+function block(token, links) {
+  const made = elements(token, links);
+  if (deeper(made, DEEPEST)) throw new RangeError("nested too deeply");
+  return made;
+}
+
 /** Shows `text` in `target`, `partial` if more of it is to come; blocks that are as they were before are left alone. */
 export function render(target, text, partial = false) {
-  const tokens = whilePartial(partial, () => marked.lexer(text));
+  const whole = () => Object.assign([{ type: "text", raw: text, text: escaped(text) }], { links: {} });
+  const tokens = unlessTooDeep(() => whilePartial(partial, () => marked.lexer(text)), whole);
   const { links } = tokens;
   tokens.forEach((token, index) => {
     const old = target.children[index];
     const open = partial && index === tokens.length - 1;
     if (old?.source === token.raw && old.open === open) return;
-    const made = Object.assign(elements(token, links), { source: token.raw, open });
+    const asWritten = () => inItsDirection(element("div", "written", token.raw));
+    const made = Object.assign(unlessTooDeep(() => block(token, links), asWritten), { source: token.raw, open });
     if (old) old.replaceWith(made);
     else target.append(made);
   });

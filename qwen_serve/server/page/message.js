@@ -1,5 +1,6 @@
 // A message as the page shows it.
 
+import { shownCalls } from "./agent.js";
 import { copy, element, icon, iconButton, inItsDirection, seconds } from "./elements.js";
 import { render } from "./markdown.js";
 import { shownFiles } from "./files.js";
@@ -26,9 +27,10 @@ export class MessageView {
     this.thought = inItsDirection(element("div"));
     this.thinking.append(this.summary, this.thought);
     this.content = element("div", "markdown");
+    this.calls = element("div", "calls");
     this.waiting = element("span", "waiting");
     this.problem = element("p", "problem");
-    this.root.append(this.thinking, this.content, this.waiting, this.problem, this.foot);
+    this.root.append(this.thinking, this.content, this.calls, this.waiting, this.problem, this.foot);
   }
 
   /** Shows what has come; `live` while more is to come, with `thought` ms of thinking so far. */
@@ -52,8 +54,9 @@ export class MessageView {
 
   /** Shows the buttons: `siblings` are what was said in its place, `last` whether nothing follows it. */
   updateFoot(siblings, live, last) {
-    const { role, content, reasoning, figures, interrupted, problem, json, full } = this.message;
-    const { begin, edit, again, resume, turn } = this.actions;
+    const { role, content, reasoning, figures, interrupted, problem, json, full, calls } = this.message;
+    const { begin, decide, edit, again, resume, takeOut, turn } = this.actions;
+    if (calls) this.calls.replaceChildren(...shownCalls(calls, last && !live, (call, allowed) => decide(this.message, call, allowed)));
     const focused = this.foot.contains(document.activeElement) && document.activeElement.ariaLabel;
     const button = (name, label, action) => iconButton(name, label, () => action(this.message));
     const parts = [];
@@ -70,18 +73,22 @@ export class MessageView {
     if (role === "user") {
       parts.push(button("edit", "Edit and ask again", edit));
       if (last) parts.push(button("again", "Answer", again));
+      parts.push(button("bin", "Take out", takeOut));
     } else if (!live) {
       if (content) {
         const copier = iconButton("copy", "Copy", () => copy(content, copier));
         parts.push(copier);
       }
       parts.push(button("again", "Answer again", again));
+      if (!json && !calls) parts.push(button("edit", "Edit what was said", edit));
+      parts.push(button("bin", "Take out", takeOut));
       if (full) parts.push(button("new", "New conversation", begin));
+      else if (calls && last && calls.every(({ result }) => result !== undefined)) parts.push(button("go-on", "Continue", resume));
       else if (interrupted && (content || reasoning) && !json) parts.push(button("go-on", "Continue", resume));
       const said = figures || (interrupted && !problem ? "interrupted" : "");
       if (said) parts.push(element("span", "figures", said));
     }
-    for (const part of parts) if (["Answer", "Answer again", "Continue"].includes(part.ariaLabel)) part.classList.add("asks");
+    for (const part of parts) if (["Answer", "Answer again", "Continue", "Take out"].includes(part.ariaLabel)) part.classList.add("asks");
     this.foot.classList.toggle("kept", siblings.length > 1 || (role === "user" && last));
     this.foot.replaceChildren(...parts);
     if (focused) this.focus(focused);

@@ -96,7 +96,7 @@ export async function example() {
   return { file, question: "How many circles are there?" };
 }
 
-const isPicture = ({ type }) => type.startsWith("image/");
+const isPicture = ({ type }) => type.startsWith("image/") && type !== "image/svg+xml"; // which is text
 
 /** Calls `add` with what each file is: a picture's data URL, or a text file. `room` says how many there are by then. */
 export async function readAll(files, room, add) {

@@ -1,4 +1,4 @@
-// The settings of this browser, in localStorage, and the dialog that changes them.
+// The settings of this browser, in localStorage, those that a conversation has of its own, and the dialog that changes both.
 
 import { $, element } from "./elements.js";
 
@@ -32,12 +32,18 @@ export const SAMPLERS = [
   { name: "min_keep", label: "Keep at least", min: 0, ...whole },
 ];
 const SHOWN = 4; // of them without unfolding the others
+/** The names that the server's defaults have, where they differ. */
+const SPELT = { typical_p: "typ_p", repetition_penalty: "repeat_penalty" };
 
 const NUMBERS = SAMPLERS.map(({ name }) => name);
-const NAMED = ["system", ...NUMBERS, "schema", "key"];
+const THINKING = ["reasoning_effort", "thinking_budget"];
+/** What a conversation may have of its own. */
+export const OWN = ["system", ...THINKING, ...NUMBERS];
+const NAMED = [...OWN, "schema", "key"];
 const DEFAULTS = {
   ...Object.fromEntries(NAMED.map((name) => [name, ""])),
   useSchema: true, think: true, theme: "auto", current: null,
+  useTools: true, javascript: false, mcp: [], // of each MCP server `{ url, key }`
 };
 
 function stored() {
@@ -58,7 +64,58 @@ export function set(changes) {
   } catch { /* no room: they hold until the page is left */ }
 }
 
+let own = {}, keepOwn = () => {}; // of the conversation that is shown
+let defaults = {}; // the model's, with thinking and without: `{ true: {…}, false: {…} }`
+
+/** Says which settings the conversation that is shown has of its own; `keep` is called with them when they change. */
+export function showOwn(values, keep) {
+  [own, keepOwn] = [values, keep];
+  if (dialog.open) fill();
+}
+
+/** What holds for the conversation that is shown. */
+export const effective = () => ({ ...settings, ...own });
+
+/** What is said of a conversation on it: its system prompt, and numbers that are not the model's. */
+export function told() {
+  const all = effective();
+  const numbers = SAMPLERS.filter(({ name }) => all[name] !== "").map(({ name, label }) => `${label.toLowerCase()} ${all[name]}`);
+  const effort = all.think && all.reasoning_effort ? [`effort ${all.reasoning_effort}`] : [];
+  const budget = all.think && all.thinking_budget !== "" ? [`thinking budget ${all.thinking_budget}`] : [];
+  return { system: all.system.trim(), numbers: [...effort, ...budget, ...numbers].join(", ") };
+}
+
+/** Takes the model's own numbers, which the fields show where they are empty. */
+export function showDefaults({ params = {}, thinking_params: thinking = params }) {
+  defaults = { true: thinking, false: params };
+  if (dialog.open) fill();
+}
+
 const dialog = $("settings");
+const forOne = () => fields.scope.value === "own";
+
+function change(changes) {
+  if (!forOne()) return set(changes);
+  for (const [name, value] of Object.entries(changes)) {
+    if (value === "") delete own[name];
+    else own[name] = value;
+  }
+  keepOwn(own);
+}
+
+/** Shows the values of all conversations, or of the one that is shown, and what holds where a field is empty. */
+function fill() {
+  const shown = forOne() ? own : settings;
+  for (const name of NAMED) fields[name].value = (OWN.includes(name) ? shown : settings)[name] ?? "";
+  const model = defaults[settings.think] ?? {};
+  for (const { name, placeholder = "model's" } of SAMPLERS) {
+    const given = placeholder === "model's" ? model[SPELT[name] ?? name] : undefined;
+    const general = forOne() && settings[name] !== "" ? settings[name] : undefined;
+    fields[name].placeholder = general ?? (typeof given === "number" ? String(Number(given.toPrecision(4))) : placeholder);
+  }
+  fields.system.placeholder = (forOne() && settings.system.trim()) || "None";
+}
+
 SAMPLERS.forEach(({ label, ...attributes }, index) => {
   const field = element("label", "", label);
   field.append(Object.assign(element("input"), { type: "number", placeholder: "model's", ...attributes }));
@@ -69,8 +126,9 @@ export const fields = dialog.querySelector("form").elements;
 export const settingsAreOpen = () => dialog.open;
 
 export function openSettings(focused) {
-  for (const name of NAMED) fields[name].value = settings[name];
-  $("more").open ||= NUMBERS.slice(SHOWN).some((name) => settings[name] !== "");
+  fields.scope.value = Object.keys(own).length ? "own" : "all";
+  fill();
+  $("more").open ||= NUMBERS.slice(SHOWN).some((name) => effective()[name] !== "");
   checkSchema();
   if (!dialog.open) dialog.showModal();
   (focused ?? fields.system).focus();
@@ -103,8 +161,10 @@ export function askForKey(message) {
 /** Calls `changed` when a setting has changed, here or in another tab, and `closed` when the dialog has closed. */
 export function watchSettings(changed, closed) {
   dialog.addEventListener("input", ({ target }) => {
+    if (!target.name) return; // it is not a setting of requests
+    if (target.name === "scope") return fill();
     if (target.name === "key") $("key-error").textContent = "";
-    if (target.validity.valid) set({ [target.name]: target.value });
+    if (target.validity.valid) (OWN.includes(target.name) ? change : set)({ [target.name]: target.value });
     if (target.name === "schema") {
       set({ useSchema: true });
       checkSchema();
@@ -112,8 +172,8 @@ export function watchSettings(changed, closed) {
     changed();
   });
   $("reset").addEventListener("click", () => {
-    set(Object.fromEntries(NUMBERS.map((name) => [name, ""])));
-    for (const name of NUMBERS) fields[name].value = "";
+    change(Object.fromEntries([...THINKING, ...NUMBERS].map((name) => [name, ""])));
+    fill();
     changed();
   });
   dialog.addEventListener("click", (event) => { if (event.target === dialog && event.offsetX < 0) dialog.close(); });

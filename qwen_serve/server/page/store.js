@@ -85,14 +85,16 @@ export async function conversationsWith(matches) {
   return found;
 }
 
-/** Saves a conversation's record and some of its messages, all or none; `live` is the message that still grows. */
-export async function save(record, messages, live) {
+/** Saves a conversation's record and some of its messages, all or none; `live` is the message that still grows, `gone` the
+ * ids of those that were taken out. */
+export async function save(record, messages, live, gone = []) {
   await transact("readwrite", (records, store, transaction) => {
     records.put(record);
     for (const message of messages) store.put(message);
+    for (const id of gone) store.delete(id);
     transaction.commit(); // not to wait for anything: the page may be closing
   });
-  channel.postMessage({ saved: record.id, messages: messages.map(({ id }) => id), live });
+  channel.postMessage({ saved: record.id, messages: messages.map(({ id }) => id), live, gone });
 }
 
 export async function remove(id) {

@@ -7,8 +7,9 @@ import pytest
 
 from qwen_serve.bench.cli import main
 from qwen_serve.bench.engine import drafts
-from qwen_serve.bench.engine.sampling import DRAWS
+from qwen_serve.bench.engine.sampling import KINDS
 from qwen_serve.bench.store import Results, load
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine import Engine, Prompt
 
 TEXT = Path(__file__).parents[3] / "README.md"
@@ -24,12 +25,12 @@ def test_sampling(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     options = ["--rows", "1,2", "--times", "2", "--out", str(tmp_path)]
     assert main(["engine", "sampling", str(nano_f32), *options]) == 0
     results = load([tmp_path])
-    found, drawn = cells(results, "step_time"), cells(results, "sample_time")
-    for way in ("whole rows, argmax on the host", "device sampler BEST", "llama.cpp's greedy sampler"):
+    found = cells(results, "step_time")
+    ways = ["whole rows, argmax on the host"]
+    if HAS_ROW_SAMPLER:
+        ways += [f"{place}, {kind}" for place in ("host", "device") for kind in KINDS]
+    for way in ways:
         assert found[f"{way}, 1 rows"] == found[f"{way}, 2 rows"] == 2
-    for draw in DRAWS:
-        assert drawn[f"{draw}, 1 rows"] == drawn[f"{draw}, 2 rows"] == 2
-    assert found["first step after a change of device sampler, 2 rows"] == 1
     assert "median" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from qwen_serve.server.api.page import FOLDER
+from qwen_serve.server.api.page import FOLDER, TEXTS
 from tests.server.api.conftest import Server, Start
 
 
@@ -28,9 +28,9 @@ def test_its_files_are_locked_down(start: Start) -> None:
     assert server.http.head("/").status_code == 200
 
 
-def test_all_of_it_but_fonts_comes_in_250_kilobytes_and_unpacks_to_its_files(start: Start) -> None:
+def test_all_of_it_but_fonts_comes_in_400_kilobytes_and_unpacks_to_its_files(start: Start) -> None:
     server = served(start)
-    files = [path for path in FOLDER.rglob("*.*") if path.suffix in (".html", ".js", ".css")]
+    files = [path for path in FOLDER.rglob("*.*") if path.suffix in TEXTS]
     whole = 0
     for path in files:
         address = "/" if path.name == "index.html" else f"/page/{path.relative_to(FOLDER)}"
@@ -38,11 +38,12 @@ def test_all_of_it_but_fonts_comes_in_250_kilobytes_and_unpacks_to_its_files(sta
         assert answer.content == path.read_bytes()
         assert (answer.headers["content-encoding"], answer.headers["vary"]) == ("gzip", "Accept-Encoding")
         assert "content-security-policy" in answer.headers
-        whole += int(answer.headers["content-length"])
+        if not path.name.startswith("pdf."):  # which only who gives a PDF loads
+            whole += int(answer.headers["content-length"])
         plain = server.http.get(address, headers={"accept-encoding": "identity"})
         assert plain.content == path.read_bytes()
         assert "content-encoding" not in plain.headers
-    assert whole < 250_000
+    assert whole < 400_000
     again = {"accept-encoding": "gzip", "if-none-match": answer.headers["etag"]}
     assert server.http.get(address, headers=again).status_code == 304
 

@@ -97,6 +97,35 @@ DRIFTS: dict[str, tuple[str, list[Any]]] = {
     "quoted names": (call('<function="read">', '<parameter="path">', *PATH[1:], "</function>"), [READ]),
     "arguments in JSON": (call("<function=read>", '{"path": "a.md", "limit": 5}', "</function>"), [FIVE]),
     "the call in JSON": (call('{"name": "read", "arguments": {"path": "a.md"}}'), [READ]),
+    "names in the closing tags": (
+        call("<function=read>", *PATH[:2], "</parameter=path>", *LIMIT, "</function=read>"),
+        [FIVE],
+    ),
+    "</function=read> missing its > behind a value": (
+        call("<function=read>", *PATH[:2], "</function=read"),
+        [READ],
+    ),
+    "name as an attribute": (
+        call(
+            '<function name="read">',
+            *('<parameter name="path">', *PATH[1:]),
+            *('<parameter name="limit">', *LIMIT[1:], "</function>"),
+        ),
+        [FIVE],
+    ),
+    "the call in JSON, its arguments as text": (
+        call(r'{"name": "read", "arguments": "{\"path\": \"a.md\"}"}'),
+        [READ],
+    ),
+    "a quoted number": (call("<function=read>", *PATH, LIMIT[0], '"5"', *LIMIT[2:], "</function>"), [FIVE]),
+    "a tuple, and TRUE": (
+        call(
+            "<function=edit>",
+            *("<parameter=edits>", """({'old': 'a', 'new': "b's"},)""", "</parameter>"),
+            *("<parameter=dry>", "TRUE", "</parameter>", "</function>"),
+        ),
+        [("edit", {"edits": EDITS, "dry": True})],
+    ),
     "lists and booleans of Python": (
         call(
             "<function=edit>",

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.row_sampler import RowResult, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from qwen_serve.llamacpp.row_sampler import RowRequest
 
 
 @dataclass(frozen=True)
@@ -25,41 +27,46 @@ class Copy:
         return len(self.tokens)
 
 
-@dataclass
-class FakeRows:
-    """Rows whose best token is the one that was read plus one."""
+class FakeResults:
+    """Results of requests for rows: each chooses the token that was read plus one."""
 
-    best_tokens: list[int]
-    kinds: list[DeviceSampler]
-    together: bool = True
-    """Whether the best of all rows can be told at once."""
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.statuses = tokens, [Status.OK] * len(tokens)
 
-    def __len__(self) -> int:
-        return len(self.best_tokens)
-
-    def all_best(self) -> list[int] | None:
-        return self.best_tokens if self.together else None
-
-    def best(self, row: int) -> int:
-        return self.best_tokens[row]
+    def __getitem__(self, i: int) -> RowResult:
+        return RowResult(Status.OK, self.tokens[i])
 
 
-class FakeDeviceSamplers:
-    """Records the device sampler of each slot."""
+class FakeRowSteps:
+    """Samples rows of a FakeContext, once for each batch."""
 
-    def __init__(self, n: int) -> None:
-        self.active = n > 0
-        self.kinds = [DeviceSampler.BEST] * n
+    def __init__(self, context: FakeContext) -> None:
+        self._context = context
+        self._indices: list[int] = []
+        self.begun: list[tuple[int, bool]] = []
+        """For each call the number of requests, and whether it came after the batch."""
+
+    def begin(self, requests: Sequence[RowRequest], indices: Sequence[int], *, now: bool) -> None:
+        assert len(requests) == len(indices)
+        self._indices = list(indices)
+        self.begun.append((len(requests), now))
+
+    def results(self) -> FakeResults:
+        context = self._context
+        assert set(self._indices) <= set(np.flatnonzero(context.outputs[: context.decodes[-1]]).tolist())
+        return FakeResults([int(context.tokens[index]) + 1 for index in self._indices])
+
+    n_in_order = 0
 
 
 class FakeContext:
     """The tokens of each sequence id, as llama.cpp would hold them. Fails if a token would be overwritten."""
 
-    def __init__(self, n_ctx: int = 1000, *, n_ubatch: int | None = None, n_samplers: int = 0) -> None:
+    def __init__(self, n_ctx: int = 1000, *, n_ubatch: int | None = None) -> None:
         self.n_ctx = self.n_batch = self.n_ctx_seq = n_ctx
         self.unified = True
         self.n_ubatch = n_ubatch or n_ctx
-        self.n_snapshots, self.most_lengths = 0, 1
+        self.n_snapshots, self.ragged_passes = 0, False
         self.held: dict[int, tuple[int, ...]] = {}
         self.removed: list[int] = []
         """Sequence ids that were emptied."""
@@ -67,11 +74,10 @@ class FakeContext:
 
         self.tokens, self.positions, self.sequences = np.zeros((3, n_ctx), np.int32)
         self.outputs = np.zeros(n_ctx, np.int8)
-        self.samplers = FakeDeviceSamplers(n_samplers)
+        self.row_steps = FakeRowSteps(self)
         self.decodes: list[int] = []
         """Tokens of each batch."""
-        self.rows_come_together = True
-        self.runs_ahead, self.most_ahead = False, 0
+        self.runs_ahead = False
 
     # --- states --------------------------------------------------------------------------------------------
 
@@ -102,12 +108,7 @@ class FakeContext:
 
     # --- decoding ------------------------------------------------------------------------------------------
 
-    def set_sampler(self, sequence: int, kind: DeviceSampler) -> None:
-        self.samplers.kinds[sequence] = kind
-
-    def decode(
-        self, n_tokens: int, *, of_pictures: bool = False, next_rows: None = None, keep: bool = False
-    ) -> None:
+    def decode(self, n_tokens: int, *, of_pictures: bool = False, next_rows: None = None) -> None:
         assert not of_pictures
         assert next_rows is None
         for slot, position, token in zip(
@@ -120,16 +121,3 @@ class FakeContext:
 
     def in_one_pass(self, sequences: Sequence[int]) -> bool:
         return True
-
-    def outputs_ahead(self) -> None:
-        """None, since rows are read before the next batch."""
-
-    def rows(
-        self, sequences: Sequence[int], indices: Sequence[int], ahead: None = None, *, chosen: bool = False
-    ) -> FakeRows:
-        n = self.decodes[-1]
-        assert list(indices) == np.flatnonzero(self.outputs[:n]).tolist(), "llama.cpp's order is another"
-        assert list(sequences) == self.sequences[list(indices)].tolist()
-        kinds = [self.samplers.kinds[slot] for slot in sequences] if self.samplers.active else []
-        best = [int(self.tokens[index]) + 1 for index in indices]
-        return FakeRows(best, kinds or [DeviceSampler.ROW] * len(best), self.rows_come_together)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.server.engine import Adapters, Generation
-    from qwen_serve.server.engine.sampling.choices import Choice
 
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 """With F32 weights on the CPU: logits move by 1e-6 with the shape of a batch, which no greedy choice sees."""
@@ -136,14 +135,9 @@ async def ask_at_once(engine: Engine, requests: Sequence[Request]) -> list[Answe
     return list(await asyncio.gather(*map(_collect, generations, requests)))
 
 
-def choosing(tokens: Iterator[int]) -> Callable[..., Choice[int]]:
+def choosing(tokens: Iterator[int]) -> Callable[..., int]:
     """In place of `Sampler.choose`: these tokens, whatever the rows are."""
-
-    def choose(*_: Any) -> Choice[int]:
-        yield from ()  # asks for no row to be sampled
-        return next(tokens)
-
-    return choose
+    return lambda *_: next(tokens)
 
 
 async def idle(engine: Engine) -> None:

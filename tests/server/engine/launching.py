@@ -6,15 +6,12 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.llamacpp.guessed_draws import DrawTable
 from qwen_serve.server.engine import SamplingParams
 from tests.server.engine.helpers import EXACT, Answer, Request, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    import pytest
 
     from qwen_serve.server.engine import Engine
     from qwen_serve.server.engine.batch import Batch
@@ -60,13 +57,3 @@ def assert_right(asked: list[Request], found: list[Answer], expected: list[Answe
             n = min(len(answer.tokens), len(right.tokens))
             assert n >= min(request.cancel_after, len(right.tokens))
             assert answer.tokens[:n] == right.tokens[:n]
-
-
-def spoil_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other random numbers on the device than on the host."""
-    arrays = DrawTable.arrays
-
-    def spoil(table: DrawTable, drawn: Any) -> Any:
-        return arrays(table, {row: (draw, 1 - numbers) for row, (draw, numbers) in drawn.items()})
-
-    monkeypatch.setattr(DrawTable, "arrays", spoil)

@@ -22,6 +22,7 @@ class NoSampler:
     """A sampler that does nothing."""
 
     horizon = None
+    noise = None
 
     def validate(self, draft: list[int]) -> list[int]:
         return draft

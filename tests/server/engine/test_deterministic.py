@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -189,15 +188,11 @@ class MadeUpContext:
     """Rows that depend on their token, and, for those that `differs` names, on how many are computed."""
 
     n_batch = n_ubatch = n_ctx_seq = 256
-    samplers = SimpleNamespace(active=False)
 
     def __init__(self, differs: Callable[[int, int], bool]) -> None:
         self.tokens, self.positions, self.sequences, self.outputs = (np.zeros(256, int) for _ in range(4))
         self._differs = differs
         self._rows = np.zeros((0, 2), np.float32)
-
-    def set_samplers(self, kind: object) -> None:
-        pass
 
     def clear(self) -> None:
         pass

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.engine import (
     Engine,
@@ -30,7 +29,6 @@ from tests.server.engine.helpers import (
     Request,
     ask,
     ask_all,
-    ask_at_once,
     choosing,
     idle,
     running,
@@ -155,20 +153,6 @@ async def test_tokens_may_be_told_while_the_device_computes(nano_f32: Path) -> N
             assert await ask_all(engine, requests) == expected
             await idle(engine)
             assert at_rest(engine)
-
-
-async def test_a_slot_forgets_what_only_one_request_needed(
-    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("qwen_serve.server.engine.runner.PATIENCE", 30)
-    with running(nano_f32, **EXACT, sampling="device", parallel=2, speculation="off") as engine:
-        kinds = engine.components.context.samplers.kinds
-        expected = await ask(engine, Request(PROMPT, 50))
-        whole = SamplingParams(presence_penalty=-1.0, ignore_eos=True)
-        await ask_at_once(engine, [Request(PROMPT, 5, params=whole)] * 2)
-        assert kinds == [DeviceSampler.ROW, DeviceSampler.ROW]
-        assert await ask(engine, Request(PROMPT, 50)) == expected
-        assert kinds == [DeviceSampler.BEST, DeviceSampler.ROW]
 
 
 async def test_a_slow_listener_gets_everything_at_once(engine: Engine) -> None:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from qwen_serve.server.engine.sampling.choices import Choice
     from qwen_serve.server.engine.sequence import Sequence
 
 
@@ -54,13 +53,13 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
     expected = await ask(engine, Request(PROMPT, 40))
     choose, calls = Sampler.choose, 0
 
-    def sabotaged(self: Sampler, *arguments: Any) -> Choice[int | None]:
+    def sabotaged(self: Sampler, *arguments: Any) -> int | None:
         nonlocal calls
         if not self.params.is_greedy:
             calls += 1
             if calls == 10:
                 raise RuntimeError("out of luck")
-        return (yield from choose(self, *arguments))
+        return choose(self, *arguments)
 
     monkeypatch.setattr(Sampler, "choose", sabotaged)
     with standing_still(engine):

@@ -57,8 +57,8 @@ MIXES: dict[str, dict[str, Any]] = {
     "tiny chunks": {"parallel": 8, "ctx_size": 8192, "prefill_budget": 7, "ubatch_size": 16},
     "fewer places than requests": {"parallel": 3, "ctx_size": 8192, "batch_size": 100, "prefill_budget": 50},
     "too few cells": {"parallel": 8, "ctx_size": 768, "speculation": "both"},
-    "sampled in the graph": {"parallel": 8, "ctx_size": 8192, "sampling": "device", "prefill_budget": 50},
-    "sampled in the graph, too few cells": {"parallel": 8, "ctx_size": 768, "sampling": "device"},
+    "sampled on the device": {"parallel": 8, "ctx_size": 8192, "sampling": "device", "prefill_budget": 50},
+    "sampled on the device, too few cells": {"parallel": 8, "ctx_size": 768, "sampling": "device"},
 }
 
 
@@ -133,10 +133,8 @@ async def test_a_seeded_draw_survives_company_and_preemption(
 
 
 @pytest.mark.slow
-async def test_the_host_draws_the_same_from_candidates_as_from_rows(
-    nano_f32: Path, prompts: list[list[int]]
-) -> None:
-    """Greedy and drawing requests side by side, with penalties and without, and some that need whole rows."""
+async def test_both_places_draw_the_same(nano_f32: Path, prompts: list[list[int]]) -> None:
+    """Greedy and drawing requests side by side, with penalties and without."""
     kinds = [
         {"temperature": 0.0},
         {"temperature": 0.0, "ignore_eos": True},
@@ -152,12 +150,10 @@ async def test_the_host_draws_the_same_from_candidates_as_from_rows(
         for i, prompt in enumerate([*prompts, *prompts[::-1]])
     ]
     with running(nano_f32, **EXACT, parallel=4, ctx_size=4096, sampling="host") as engine:
-        from_rows = await ask_all(engine, requests)
-        assert engine.stats().sampler_changes == 0
+        on_host = await ask_all(engine, requests)
     with running(nano_f32, **EXACT, parallel=4, ctx_size=4096, sampling="device") as engine:
-        from_candidates = await ask_all(engine, requests)
-        assert engine.stats().sampler_changes >= 2  # for a request with candidates, for one with whole rows
-    assert from_candidates == from_rows
+        on_device = await ask_all(engine, requests)
+    assert on_device == on_host
 
 
 @pytest.mark.parametrize(

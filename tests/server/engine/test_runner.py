@@ -1,93 +1,62 @@
-"""The part of each slot's row that is read."""
+"""When the rows of a batch are sampled."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.llamacpp.row_sampler import RowRequest
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
-from qwen_serve.server.engine.runner import PATIENCE, Runner
+from qwen_serve.server.engine.runner import Runner
 from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.sampling import Sampler
 
 
-class Needs:
-    """A sampler that is never called."""
+class Asks:
+    """A sampler that is asked for requests only."""
 
-    def __init__(self, need: DeviceSampler) -> None:
-        self.need, self.never_fetches = need, True
-
-
-class Device:
-    """A runner with device samplers, and sequences that decode."""
-
-    def __init__(self) -> None:
-        self.context = FakeContext(n_ubatch=64, n_samplers=4)
-        self.runner = Runner(cast("Context", self.context), StepProfile())
-        self.sequences: list[Sequence] = []
-
-    def come(self, need: DeviceSampler = DeviceSampler.BEST) -> Sequence:
-        """Add a sequence in the next slot."""
-        one = Sequence([300], 5000, cast("Sampler", Needs(need)))
-        one.slot = len(self.sequences)
-        self.sequences.append(one)
-        return one
-
-    def decode(self) -> None:
-        """Decode the pending tokens of all sequences."""
-        batch = Batch()
-        for one in self.sequences:
-            batch.add(one, one.pending)
-        self.runner.collect(self.runner.launch(batch))
-        for one in self.sequences:
-            one.computed = len(one.tokens)
-            one.tokens.append(7)
-            one.status = SequenceStatus.DECODE
+    def requests(self, draft: ListLike[int], n_top: int) -> list[RowRequest]:
+        return [RowRequest(None)] * (len(draft) + 1)
 
 
-def test_a_slot_is_read_out_as_its_request_needs() -> None:
-    device = Device()
-    device.come()
-    device.decode()
-    assert device.runner.sampler_changes == 0
-    device.come(DeviceSampler.ROW)
-    device.decode()
-    assert device.context.samplers.kinds[1] is DeviceSampler.ROW
-    device.come(DeviceSampler.TOP_K)
-    device.decode()
-    device.decode()
-    assert device.runner.sampler_changes == 2
+def batch_of(*lengths: int, decoding: bool) -> Batch:
+    batch = Batch()
+    for slot, length in enumerate(lengths):
+        one = Sequence([300] * length, 5000, cast("Sampler", Asks()))
+        one.slot, one.status = slot, SequenceStatus.DECODE if decoding else SequenceStatus.PREFILL
+        batch.add(one, length)
+    return batch
 
 
-def test_a_slot_goes_back_to_less_after_a_while() -> None:
-    device = Device()
-    one = device.come(DeviceSampler.ROW)
-    device.decode()
-    one.sampler = cast("Sampler", Needs(DeviceSampler.BEST))
-    for _ in range(PATIENCE):
-        device.decode()
-    assert device.context.samplers.kinds == [DeviceSampler.ROW] + [DeviceSampler.BEST] * 3
-    device.decode()
-    assert device.context.samplers.kinds == [DeviceSampler.BEST] * 4
+def test_a_step_of_one_pass_is_sampled_behind_it() -> None:
+    context = FakeContext(n_ubatch=64)
+    runner = Runner(cast("Context", context), StepProfile())
+    step = runner.launch(batch_of(1, 1, 1, decoding=True))
+    assert not context.row_steps.begun
+    runner.sample(step)
+    assert context.row_steps.begun == [(3, True)]
 
 
-def test_a_sequence_gets_a_slot_that_tells_enough() -> None:
-    device = Device()
-    runner, kinds = device.runner, device.context.samplers.kinds
-    kinds[:] = [DeviceSampler.BEST, DeviceSampler.ROW, DeviceSampler.TOP_K, DeviceSampler.BEST]
+def test_several_passes_are_sampled_one_by_one() -> None:
+    """The logits of a pass are written over by the next one."""
+    context = FakeContext(n_ubatch=64)
+    runner = Runner(cast("Context", context), StepProfile())
+    step = runner.launch(batch_of(40, 30, decoding=False))
+    runner.sample(step)
+    assert context.row_steps.begun == [(2, False)]
 
-    def place(need: DeviceSampler, *free: int) -> int:
-        return runner.place(Sequence([1], 1, cast("Sampler", Needs(need))), free)
 
-    assert place(DeviceSampler.TOP_K, 0, 1, 2, 3) == 2
-    assert place(DeviceSampler.TOP_K, 0, 1, 3) == 1
-    assert place(DeviceSampler.TOP_K, 0, 3) == 0
-    assert place(DeviceSampler.BEST, 1, 2, 3) == 3
-    assert place(DeviceSampler.BEST, 1, 2) == 1
-    device.context.samplers.active = False
-    assert place(DeviceSampler.ROW, 2, 3) == 2
+def test_what_a_batch_dropped_is_not_sampled() -> None:
+    context = FakeContext(n_ubatch=64)
+    runner = Runner(cast("Context", context), StepProfile())
+    batch = batch_of(1, 1, 1, decoding=True)
+    step = runner.launch(batch)
+    batch.drop(batch.chunks[1].sequence)
+    runner.sample(step)
+    assert context.row_steps.begun == [(2, True)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import Rows
+from qwen_serve.llamacpp.row_sampler import RowResults, RowSteps, Status
 from qwen_serve.server.engine import SamplingParams
 from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running, standing_still
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.batch import Batch
-    from qwen_serve.server.engine.runner import Launched
 
 
 def test_the_same_sequences_are_not_scheduled_anew() -> None:
@@ -112,10 +111,10 @@ async def test_what_is_taken_over_is_what_would_be_written_anew(
     seen = {"taken over": 0, "anew": 0}
     fill = Runner._fill  # noqa: SLF001 - looked at between its two ways
 
-    def checked(self: Runner, batch: Batch, behind: Launched | None) -> None:
+    def checked(self: Runner, batch: Batch) -> None:
         again = batch is self._filled
         seen["taken over" if again else "anew"] += 1
-        fill(self, batch, behind)
+        fill(self, batch)
         if again:
             _compare(self._context, batch)
 
@@ -155,17 +154,18 @@ def _compare(context: Context, batch: Batch) -> None:
 async def test_a_greedy_row_that_is_no_number_is_computed_again(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where all rows are looked at together, too. (One that stays so: test_usable_logits.)"""
-    everything, warm, spoilt = Rows.all_best, False, False
+    """One that stays so: test_usable_logits."""
+    results, warm, spoilt = RowSteps.results, False, False
 
-    def all_best(self: Rows) -> list[int] | None:
+    def spoil(self: RowSteps) -> RowResults:
         nonlocal spoilt
-        if warm and len(self) == 2 and not spoilt:
-            self.logits(0)[5] = np.nan
+        found = results(self)
+        if warm and len(found) == 2 and not spoilt:
+            found.statuses[0] = Status.NOT_FINITE
             spoilt = True
-        return everything(self)
+        return found
 
-    monkeypatch.setattr(Rows, "all_best", all_best)
+    monkeypatch.setattr(RowSteps, "results", spoil)
     rng = random.Random(12)
     prompts = [random_prompt(rng, 20), random_prompt(rng, 20)]
     params = SamplingParams(ignore_eos=True)

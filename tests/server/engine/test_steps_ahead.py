@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
-from qwen_serve.llamacpp.ahead import HAS_NEXT_TOKENS
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Status
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
-from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import (
     Request,
     ask,
@@ -25,7 +24,7 @@ from tests.server.engine.helpers import (
     submit,
     told,
 )
-from tests.server.engine.launching import ENDS, PLAIN, ahead, assert_right, spoil_guesses
+from tests.server.engine.launching import ENDS, PLAIN, ahead, assert_right
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.server.engine import Engine
 
-pytestmark = pytest.mark.skipif(not HAS_NEXT_TOKENS, reason="this llama.cpp has no patch next-tokens")
+pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
 
 INVARIANT = pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
 
@@ -148,18 +147,18 @@ async def test_logits_that_are_no_use_while_the_next_step_is_computed(
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
     with ahead(nano_f32) as (engine, _):
-        context, taking = engine.components.context, engine._taking  # noqa: SLF001 - as in `ahead`
-        compute, spoilt = context.rows, list[int]()
+        steps, taking = engine.components.context.row_steps, engine._taking  # noqa: SLF001 - as in `ahead`
+        assert steps is not None
+        compute, spoilt = steps.results, list[int]()
 
-        def spoil(slots: Any, *more: Any, **how: Any) -> Any:
-            rows = compute(slots, *more, **how)
-            if taking.ahead and len(slots) == 3 and not spoilt:
-                rows._reduce()  # noqa: SLF001 - as a card that is broken would write
-                rows._checks[1] = float("nan")  # noqa: SLF001 - the same
+        def spoil() -> Any:
+            found = compute()
+            if taking.ahead and len(found) == 3 and not spoilt:
+                found.statuses[1] = Status.NOT_FINITE
                 spoilt.append(1)
-            return rows
+            return found
 
-        monkeypatch.setattr(context, "rows", spoil)
+        monkeypatch.setattr(steps, "results", spoil)
         assert await ask_at_once(engine, asked) == expected
         assert spoilt
         assert engine.stats().preemptions >= 3
@@ -253,7 +252,7 @@ def drawing(seed: int, **changes: Any) -> SamplingParams:
 
 
 def mixed_requests(rng: random.Random, n: int) -> list[Request]:
-    """Most draw, some are greedy; a few have what the device cannot guess."""
+    """Most draw, some are greedy."""
     made = requests(rng, n, sampled=True)
     for i, request in enumerate(made):
         kind = rng.randrange(16)
@@ -262,7 +261,7 @@ def mixed_requests(rng: random.Random, n: int) -> list[Request]:
             params = SamplingParams(
                 ignore_eos=not ends,
                 temperature=rng.choice([0.3, 1.0, 1.5]),
-                top_k=rng.choice([1, 2, 20, 50]),
+                top_k=rng.choice([0, 1, 2, 20, 50]),
                 top_p=rng.choice([0.5, 0.95, 1.0]),
                 min_p=rng.choice([0.0, 0.1, 1.0]),
                 seed=rng.randrange(100),
@@ -270,6 +269,8 @@ def mixed_requests(rng: random.Random, n: int) -> list[Request]:
             made[i] = replace(request, params=params)
         elif kind == 11:
             made[i] = replace(request, params=drawing(i, presence_penalty=1.5))
+        elif kind == 12:
+            made[i] = replace(request, params=drawing(i, mirostat=2))
     return made
 
 
@@ -282,69 +283,27 @@ async def test_draws_run_ahead(model: str, request: pytest.FixtureRequest) -> No
         alone, together = [await ask(engine, one) for one in asked], await ask_at_once(engine, asked)
     with ahead(path) as (engine, launched):
         assert [await ask(engine, one) for one in asked] == alone
-        assert 30 < launched["again"] < 40  # of a single sequence only what is greedy
+        assert launched["again"] > 4 * 35
         launched.clear()
         assert await ask_at_once(engine, asked) == together
         assert launched["again"] > 30
-        assert engine.stats().wrong_guesses == 0
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("wrong", [False, True])
-async def test_whatever_is_drawn(
-    nano_f32: Path, seed: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also from random numbers that are `wrong` on the device, and in answers that continue those."""
+async def test_whatever_is_drawn(nano_f32: Path, seed: int) -> None:
+    """Also in answers that continue those."""
     asked = mixed_requests(random.Random(seed), 24)
-    hot = SamplingParams(ignore_eos=True, temperature=1.5, top_k=50, seed=seed)
-    company = [Request(random_prompt(random.Random(i), 20), 40, params=hot) for i in range(4)]
     with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
         expected = [await ask(engine, request) for request in asked]
         ended = [(one, answer) for one, answer in zip(asked, expected, strict=True) if answer.finish_reason]
         more = [Request([*one.prompt, *answer.tokens, 300, 301], 6) for one, answer in ended]
         continued = [await ask(engine, request) for request in more]
-        drawn = [await ask(engine, request) for request in company]
-    if wrong:
-        spoil_guesses(monkeypatch)
     with ahead(nano_f32, ctx_size=1024) as (engine, launched):
         found = await ask_all(engine, asked)
         assert_right(asked, found, expected)
         assert await ask_all(engine, more) == continued
-        assert await ask_at_once(engine, company) == drawn  # however few of the others met
         await idle(engine)
         assert launched["again"] > 20
-        assert (engine.stats().wrong_guesses > 5) == wrong
         engine.components.cache.trim()
         states = engine.components.states
         assert states.cells.used == states.cells.idle
-
-
-async def test_a_state_with_a_wrong_token_is_not_kept(
-    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Answers that end with a token that the device did not guess."""
-    prompt, compare, missed = random_prompt(random.Random(10), 20), Runner.compare, list[int]()
-    spoil_guesses(monkeypatch)
-
-    def watched(runner: Runner, batch: Any, rows: Any, sampled: Any) -> None:
-        compare(runner, batch, rows, sampled)
-        missed.extend(
-            new.tokens[0] for new in sampled if new.astray and new.tokens[0] in engine.vocab.eog_ids
-        )
-
-    monkeypatch.setattr(Runner, "compare", watched)
-    with ahead(nano_f32) as (engine, _):
-        for seed in range(40):
-            params = SamplingParams(temperature=1.5, top_k=50, seed=seed)
-            company = Request(random_prompt(random.Random(11), 20), 200, params=drawing(seed))
-            answer, _ = await ask_at_once(engine, [Request(prompt, 200, params=params), company])
-            await idle(engine)
-            if missed:
-                break
-        assert missed
-        known = [*prompt, *answer.tokens, *missed]
-        following = submit(engine, Request([*known, *range(300, 320)], 8))
-        tokens = [token async for new in following for token in new]
-        assert following.cached_tokens < len(known)
-    with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
-        assert (await ask(engine, Request([*known, *range(300, 320)], 8))).tokens == tokens

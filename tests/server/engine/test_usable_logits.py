@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.server.engine import Engine
+    from qwen_serve.server.engine.runner import Launched
+    from qwen_serve.server.engine.sampling.rows import Rows
 
 PROMPT = [*range(300, 330)]
 POISON = 400
@@ -84,11 +86,6 @@ def broken(request: pytest.FixtureRequest, nano_f32: Path, tmp_path_factory: Any
 @pytest.mark.parametrize("sampling", slow_but(["device"], ["host", "device"]))
 def test_every_way_to_choose_a_token_says_so(broken: Path, sampling: str) -> None:
     with running(broken, sampling=sampling, speculation="off", remember=False) as engine:
-        if sampling == "device":
-            # not by its own comparison at the start, which finds the device's rows unusable, too
-            from qwen_serve.llamacpp import DeviceSampler
-
-            engine.components.context.set_samplers(DeviceSampler.BEST)
         for name, params in PARAMS.items():
             with pytest.raises(GenerationError, match=r"no usable logits .* weights are damaged"):
                 asyncio.run(ask(engine, params))
@@ -117,19 +114,17 @@ async def test_it_costs_that_request_alone(nano_f32: Path, monkeypatch: pytest.M
     """Other requests of the batch get the answers that they get alone."""
     with running(nano_f32, **EXACT) as engine:
         alone = await ask(engine, SamplingParams())
-        context, scheduler = engine.components.context, engine.components.scheduler
-        compute = context.rows
+        collect = engine._runner.collect  # noqa: SLF001 - nothing else sees a step's rows
 
-        def spoil(slots: Any, indices: Any, *more: Any, **how: Any) -> Any:
-            rows = compute(slots, indices, *more, **how)
-            bad = {sequence.slot for sequence in scheduler.running if POISON in sequence.tokens[:20]}
-            spoilt_rows = [row for row, slot in enumerate(slots) if slot in bad]
-            raw = rows._raw  # noqa: SLF001 - as a card that is broken would write
-            assert raw is not None
-            raw[spoilt_rows] = np.nan
+        def spoil(step: Launched) -> Rows | None:
+            rows, batch = collect(step), step.batch
+            for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
+                if POISON in chunk.sequence.tokens[:20]:
+                    bad = FloatingPointError("the model computed no usable logits")
+                    step.errors.update(dict.fromkeys(placement.rows, bad))
             return rows
 
-        monkeypatch.setattr(context, "rows", spoil)
+        monkeypatch.setattr(engine._runner, "collect", spoil)  # noqa: SLF001 - the same
         prompts = (PROMPT, [*PROMPT[:10], POISON, *PROMPT[10:]], PROMPT)
         results = await asyncio.gather(
             *(ask(engine, SamplingParams(), prompt) for prompt in prompts), return_exceptions=True

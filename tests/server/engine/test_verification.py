@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_serve.llamacpp import DeviceSampler
+from qwen_serve.llamacpp.row_sampler import RowRequest
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
 from qwen_serve.server.engine.runner import Runner
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.verification import SampleResult, sample
-from tests.server.engine.fake_context import FakeContext, FakeRows
+from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Context, Rows
+    from collections.abc import Sequence as ListLike
+
+    from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.sampling import Sampler
-    from qwen_serve.server.engine.sampling.choices import Choice
+    from qwen_serve.server.engine.sampling.rows import Rows
 
 END = 9_999
 ENDS = frozenset({END})
@@ -28,17 +29,22 @@ ENDS = frozenset({END})
 class FakeSampler:
     """A greedy sampler, which may fail."""
 
-    need, never_fetches = DeviceSampler.BEST, True
-    forces = False
-
     def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails
 
-    def choose(self, rows: Rows, row: int, _logprobs: None) -> Choice[int]:
-        yield from ()
+    def requests(self, draft: ListLike[int], n_top: int) -> list[RowRequest]:
+        assert n_top == -1
+        return [RowRequest(None)] * (len(draft) + 1)
+
+    def choose(self, rows: Rows, row: int, _logprobs: None) -> int:
         if self._fails:
             raise FloatingPointError("not a number")
-        return cast("FakeRows", rows).best(row)
+        return rows.result(row).token
+
+    def forced(self, new: ListLike[int], *, one_by_one: bool) -> list[int]:
+        assert new
+        assert not one_by_one
+        return []
 
 
 def add(
@@ -61,62 +67,57 @@ def add(
         batch.add_draft(batch.chunks[-1], draft)
 
 
-def carry_out(batch: Batch, *, n_ubatch: int = 1000, together: bool = True) -> list[SampleResult]:
+def carry_out(batch: Batch, context: FakeContext | None = None) -> list[SampleResult]:
     """Compute and sample the batch. The model's best token is always the last number plus one."""
-    context = FakeContext(n_ubatch=n_ubatch)
-    context.rows_come_together = together
-    runner = Runner(cast("Context", context), StepProfile())
-    return sample(batch, runner.collect(runner.launch(batch)), ENDS)
+    runner = Runner(cast("Context", context or FakeContext()), StepProfile())
+    step = runner.launch(batch)
+    runner.sample(step)
+    return sample(batch, runner.collect(step), ENDS)
 
 
-def tokens(batch: Batch, *, together: bool) -> list[list[int]]:
-    return [result.tokens for result in carry_out(batch, together=together)]
+def tokens(batch: Batch) -> list[list[int]]:
+    return [result.tokens for result in carry_out(batch)]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_prompts_that_end_in_one_batch_get_their_own_tokens(together: bool) -> None:
+def test_prompts_that_end_in_one_batch_get_their_own_tokens() -> None:
     """The shorter prompt's row comes first, in any order of the prompts."""
     batch = Batch()
     for slot, length in enumerate((50, 13, 20)):
         add(batch, slot, length, length, [])
-    assert tokens(batch, together=together) == [[50], [1013], [2020]]
+    assert tokens(batch) == [[50], [1013], [2020]]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_prompt_that_goes_on_gets_none(together: bool) -> None:
+def test_a_prompt_that_goes_on_gets_none() -> None:
     batch = Batch()
     add(batch, 0, 50, 20, [])
     add(batch, 1, 13, 13, [])
-    assert tokens(batch, together=together) == [[], [1013]]
+    assert tokens(batch) == [[], [1013]]
     unfinished = Batch()
     add(unfinished, 0, 50, 20, [])
-    assert tokens(unfinished, together=together) == [[]]
+    assert tokens(unfinished) == [[]]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_of_a_draft_what_is_right_is_accepted_and_one_more_comes(together: bool) -> None:
+def test_of_a_draft_what_is_right_is_accepted_and_one_more_comes() -> None:
     batch = Batch()
     add(batch, 0, 1, 1, [1, 2, 3])
     add(batch, 1, 3, 3, [])
     add(batch, 2, 2, 2, [2002, 7, 2004])
     add(batch, 3, 1, 1, [7])
-    assert tokens(batch, together=together) == [[1, 2, 3, 4], [1003], [2002, 2003], [3001]]
+    assert tokens(batch) == [[1, 2, 3, 4], [1003], [2002, 2003], [3001]]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_as_many_rows_as_chunks_are_not_one_row_each(together: bool) -> None:
+def test_as_many_rows_as_chunks_are_not_one_row_each() -> None:
     batch = Batch()
     add(batch, 0, 9, 2, [])
     add(batch, 1, 1, 1, [1001])
-    assert tokens(batch, together=together) == [[], [1001, 1002]]
+    assert tokens(batch) == [[], [1001, 1002]]
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_nothing_is_accepted_behind_an_end(together: bool) -> None:
+def test_nothing_is_accepted_behind_an_end() -> None:
     batch = Batch()
     add(batch, 0, 1, 1, [END - 1, END, END + 1, END + 2], first=END - 2)
     add(batch, 1, 1, 1, [1001])
-    assert tokens(batch, together=together) == [[END - 1, END], [1001, 1002]]
+    assert tokens(batch) == [[END - 1, END], [1001, 1002]]
 
 
 def test_a_sampler_that_fails_fails_alone() -> None:
@@ -124,7 +125,7 @@ def test_a_sampler_that_fails_fails_alone() -> None:
     add(batch, 0, 5, 5, [])
     add(batch, 1, 3, 3, [1003], fails=True)
     add(batch, 2, 4, 4, [2004])
-    first, failed, last = carry_out(batch, together=False)
+    first, failed, last = carry_out(batch)
     assert (first.tokens, last.tokens) == ([5], [2004, 2005])
     assert isinstance(failed.error, FloatingPointError)
 
@@ -137,14 +138,11 @@ def test_a_sampler_that_fails_fails_alone() -> None:
     ),
     n_ubatch=st.integers(8, 64),
     snapshots=st.sampled_from([0, 4]),
-    together=st.booleans(),
 )
-def test_every_row_is_found(
-    parts: list[tuple[int, int, int]], n_ubatch: int, snapshots: int, together: bool
-) -> None:
+def test_every_row_is_found(parts: list[tuple[int, int, int]], n_ubatch: int, snapshots: int) -> None:
     """For any split of a batch into ubatches. The fake context checks order and positions."""
     context = FakeContext(n_ubatch=n_ubatch)
-    context.n_snapshots, context.rows_come_together = snapshots, together
+    context.n_snapshots = snapshots
     batch = Batch()
     expected: list[list[int]] = []
     for slot, (pending, most, drafted) in enumerate(parts):
@@ -153,8 +151,7 @@ def test_every_row_is_found(
         draft = list(range(start, start + drafted)) if count == pending else []
         add(batch, slot, pending, count, draft)
         expected.append([*draft, start + len(draft)] if count == pending else [])
-    runner = Runner(cast("Context", context), StepProfile())
-    sampled = sample(batch, runner.collect(runner.launch(batch)), ENDS)
+    sampled = carry_out(batch, context)
     assert [result.tokens for result in sampled] == expected
     for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
         read = [*chunk.sequence.tokens[: chunk.count], *chunk.draft]

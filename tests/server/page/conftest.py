@@ -47,4 +47,4 @@ def page(browser: Any) -> Iterator[Any]:
     yield page
     context.close()
     assert not problems
-    assert all(url.startswith(("http://127.0.0.1:", "data:")) for url in asked), asked
+    assert all(url.startswith(("http://127.0.0.1:", "data:", "blob:")) for url in asked), asked

@@ -38,7 +38,7 @@ def test_text_files_are_sent_kept_and_taken_along_by_an_edit(start: Start, page:
     page.locator("#model").get_by_text("fake").wait_for()
     wrong = {"name": "a.bin", "mimeType": "application/octet-stream", "buffer": b"\xff\0"}
     page.set_input_files("#file", [wrong])
-    page.get_by_text("“a.bin” is neither a picture nor text in UTF-8.").wait_for()
+    page.get_by_text("“a.bin” is neither a picture nor text in UTF-8, UTF-16").wait_for()
     page.set_input_files("#file", [NOTES, {**NOTES, "name": "other.py"}])
     page.get_by_label("Remove other.py").click()
     answered(page, "What is this?")

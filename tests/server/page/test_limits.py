@@ -131,6 +131,15 @@ def test_text_runs_in_its_own_direction(start: Start, page: Any) -> None:
     assert page.locator(".conversation.current > button").first.evaluate_all(directed) == ["rtl"]
 
 
+def test_it_is_told_where_scripts_cannot_load(start: Start, page: Any) -> None:
+    url = start("x").url
+    page.goto(url)
+    page.locator("#unloaded").wait_for(state="detached")
+    page.route("**/page/exchange.js", lambda route: route.abort())
+    page.goto(url)
+    page.locator("#unloaded").get_by_text("cannot load its scripts").wait_for()
+
+
 def test_a_button_leads_to_the_end(start: Start, page: Any) -> None:
     page.goto(start("</think>\n\n" + "A line.\n\n" * 80).url)
     answered(page, "Hi")

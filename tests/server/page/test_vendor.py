@@ -11,6 +11,8 @@ VERSIONS = {
     "purify.min.js": "DOMPurify ",
     "highlight.min.js": "v",
     "katex.min.js": 'version:"',
+    "pdf.min.mjs": "pdfjsVersion = ",
+    "pdf.worker.min.mjs": "pdfjsVersion = ",
 }
 """What stands before the version in each."""
 

@@ -245,10 +245,7 @@ class CompletionLogprobs:
         likeliest."""
         if at is None:
             return None
-        top: dict[str, float] = {}
-        for token, logprob in [*at.top[: self._n_top], (at.token, at.logprob)]:
-            top.setdefault(self._names.name(token), max(logprob, LOWEST))
-        return top
+        return self._names.top(at, self._n_top or 0)
 
 
 @dataclass(frozen=True, slots=True)

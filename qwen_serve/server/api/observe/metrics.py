@@ -32,8 +32,6 @@ PER_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03,
 
 COUNTERS = {
     "preemptions": "Sequences that lost their slot or their KV cells to others for a while",
-    "sampler_changes": "Changes of a slot's device sampler, each of which delays a step",
-    "wrong_guesses": "Drawn tokens that the device guessed wrong for a step ahead: the sequence starts again",
     "prefix.hits": "Requests that continued from a checkpoint of the prefix cache",
     "prefix.misses": "Requests for which the prefix cache had no checkpoint",
     "prefix.tokens_saved": "Prompt tokens that came from the prefix cache",

@@ -11,13 +11,13 @@ from qwen_serve.llamacpp import (
     HAS_RING,
     Context,
     ContextOptions,
-    DeviceSampler,
     LoraAdapter,
     Model,
     Ring,
 )
 from qwen_serve.llamacpp.draft import DraftContext
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.llamacpp.row_sampler import Place
 from qwen_serve.server.engine.speculation import dflash
 from qwen_serve.server.engine.speculation.mtp import WIDEST
 
@@ -172,13 +172,12 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         n_ubatch=settings.ubatch_size,
         # llama.cpp reserves at least one row for each id
         n_outputs=max(n_seq, rows, settings.parallel + scored),
-        n_outputs_per_seq=max(1 + scored, min(settings.draft_max + 1, rows)),
         threads=settings.threads,
         threads_batch=settings.threads_batch,
         flash_attn=settings.flash_attn,
         type_k=settings.cache_type_k,
         type_v=settings.cache_type_v,
-        n_samplers=0 if settings.sampling == "host" else settings.parallel,
+        row_sampling=Place.DEVICE if settings.sampling == "device" else Place.HOST,
         n_snapshots=settings.snapshots,
         unified=not settings.deterministic,
         batch_invariant=settings.deterministic,
@@ -198,9 +197,7 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         n_batch=max(options.n_seq, min(settings.batch_size, 512)),
         n_ubatch=min(settings.ubatch_size, 256),
         n_outputs=max(options.n_seq, WIDEST),
-        n_outputs_per_seq=WIDEST,
         n_snapshots=0,
-        sampler=DeviceSampler.GUESS,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts
         ahead=False,
@@ -223,10 +220,7 @@ def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
         n_batch=batch,
         n_ubatch=batch,
         n_outputs=rows,
-        n_outputs_per_seq=spec.block,
-        n_samplers=min(options.n_samplers, most),
         n_snapshots=0,
-        sampler=DeviceSampler.GUESS,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts
         ahead=False,

@@ -10,6 +10,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from qwen_serve.llamacpp.row_sampler import Bits
+
 Mask = npt.NDArray[np.bool_]
 """Whether each token of the vocabulary may come next; it may have some more ids at its end."""
 
@@ -36,6 +38,5 @@ class Constraint(Protocol):
     def validate(self, tokens: Sequence[int]) -> int:
         """How many tokens of a draft may come next, one after the other."""
 
-    def prepare(self, draft: Sequence[int]) -> None:
-        """Prepare the masks for the next token and for those after each token of a valid draft, while the
-        device computes; `mask` returns them later."""
+    def masks(self, draft: Sequence[int]) -> list[Bits]:
+        """The masks for the next token and, as far as it is valid, for those after each token of a draft."""

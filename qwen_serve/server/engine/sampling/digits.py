@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from llguidance import LLMatcher, LLTokenizer
 
-    from .constraint import Mask
+    from qwen_serve.llamacpp.row_sampler import Bits
 
 MOST_DIGITS = 16
 """Maximum digits of a number's integral part, fraction and exponent, each (json-schema-to-grammar.cpp,
@@ -73,7 +73,10 @@ class DigitTokens:
         ends = matcher.is_accepting() or any(map(allows, self._behind))
         return ends and not any(map(allows, self._text))
 
-    def restrict(self, mask: Mask, run: int, matcher: LLMatcher) -> None:
-        """Remove from the mask the tokens that would make a number too long."""
-        if run and run + self._most > MOST_DIGITS and self.in_number(matcher):
-            mask[: self.leading.size] &= self.leading <= MOST_DIGITS - run
+    def restrict(self, bits: Bits, run: int, matcher: LLMatcher) -> Bits:
+        """The mask without the tokens that would make a number too long."""
+        if not (run and run + self._most > MOST_DIGITS and self.in_number(matcher)):
+            return bits
+        mask = np.unpackbits(bits.view(np.uint8), bitorder="little")
+        mask[: self.leading.size] &= self.leading <= MOST_DIGITS - run
+        return np.packbits(mask, bitorder="little").view(np.uint32)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from llguidance import LLTokenizer
 
+    from qwen_serve.llamacpp.row_sampler import Bits
+
     from .constraint import Mask
 
 log = logging.getLogger(__name__)
@@ -78,10 +80,6 @@ class GrammarConstraint:
         self._param, self._digits = param, digits
         self._run = 0
         """Digits at the end of the text."""
-        self._n = 0
-        """Tokens accepted."""
-        self._masks: dict[int, Mask] = {}
-        """Prepared masks, by the number of tokens before."""
         self._ended = False
 
     def forced(self) -> list[int]:
@@ -119,18 +117,16 @@ class GrammarConstraint:
 
     def mask(self) -> Mask:
         """The tokens that may come next; also tokens that end a generation if the text is complete."""
-        mask = self._masks.pop(self._n, None)
-        return self._compute() if mask is None else mask
+        return np.unpackbits(self._compute().view(np.uint8), bitorder="little").view(np.bool_)
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many tokens fit; fewer if a run of digits is too long."""
         valid = self._matcher.validate_tokens(list(tokens))
         return self._digits.bearable(self._run, tokens[:valid]) if self._digits else valid
 
-    def prepare(self, draft: Sequence[int]) -> None:
-        """Compute the masks for this place and after each token of the draft."""
-        place = self._n, self._run
-        self._masks = {self._n: self._compute()}
+    def masks(self, draft: Sequence[int]) -> list[Bits]:
+        """As of `Constraint`. Raises FormatTooComplex if the grammar exceeds the limits."""
+        run, masks = self._run, [self._compute()]
         consumed = 0
         for token in draft:
             if self._matcher.try_consume_tokens([token]) != 1:
@@ -139,24 +135,23 @@ class GrammarConstraint:
             self._follow([token])
             if self._matcher.is_stopped():
                 break
-            self._masks[self._n] = self._compute()
-        self._n, self._run = place
+            masks.append(self._compute())
+        self._run = run
         if consumed and not self._matcher.rollback(consumed):
             self._fail()
+        return masks
 
     def _follow(self, tokens: list[int]) -> None:
-        self._n += len(tokens)
         if self._digits:
             self._run = self._digits.after(self._run, tokens)
 
-    def _compute(self) -> Mask:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+    def _compute(self) -> Bits:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
             self._fail()
-        mask = np.unpackbits(bits, bitorder="little").view(np.bool_)
         if self._digits:
-            self._digits.restrict(mask, self._run, self._matcher)
-        return mask
+            bits = self._digits.restrict(bits, self._run, self._matcher)
+        return bits
 
     def _fail(self) -> None:
         why = self._matcher.get_error()[:MAX_MESSAGE]

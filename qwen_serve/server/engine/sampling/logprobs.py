@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qwen_serve.llamacpp import DeviceSampler
-
-from .candidates import best_of
-
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp import Rows
     from qwen_serve.llamacpp.row_sampler import RowResult
 
     from .parameters import SamplingParams
@@ -41,31 +36,6 @@ class TokenLogprobs:
         return list(zip(self.best.tolist(), self.best_logprobs.tolist(), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Log-probabilities of tokens at one place. No other token has one as high as those that are listed."""
-
-    ids: npt.NDArray[np.int32] | None
-    """The tokens; None for the whole vocabulary, in order."""
-    logprobs: npt.NDArray[np.float32]
-
-    def of(self, token: int, n_top: int, n_real: int) -> TokenLogprobs:
-        """The result for a token, which must be among them. Only the first `n_real` tokens count."""
-        if self.ids is None:
-            logprobs, ids = self.logprobs[:n_real], np.arange(n_real, dtype=np.int32)
-            likeliest = best_of(logprobs, n_top) if n_top else ids[:0]
-            logprob = logprobs[token]
-        else:
-            logprobs, ids = self.logprobs, self.ids
-            likeliest = np.arange(len(ids))
-            logprob = logprobs[ids == token][0]
-        best, best_ids = logprobs[likeliest], ids[likeliest]
-        order = np.lexsort((best_ids, -best))[:n_top]  # among equally likely ones the lowest id first
-        before = (logprobs > logprob) | ((logprobs == logprob) & (ids < token))
-        rank = 1 + int(np.count_nonzero(before))
-        return TokenLogprobs(token, float(logprob), rank, best_ids[order], best[order])
-
-
 class Logprobs:
     """Log-probabilities of one request. The engine's thread adds them, the listener reads them.
 
@@ -77,8 +47,6 @@ class Logprobs:
     def __init__(self, params: SamplingParams, n_real: int) -> None:
         self._n_real = n_real
         self._n_top, self._n_prompt_top = params.logprobs, params.prompt_logprobs
-        self._n_above = max(self._n_top or 0, 1 if params.is_greedy else params.top_k)
-        """Candidates that must be above the others: those that are listed or drawn."""
         self.tokens: list[TokenLogprobs] = []
         """One for each generated token, in order. If a token ended the answer without being part of it
         (`stop`), the last one belongs to that token."""
@@ -112,27 +80,22 @@ class Logprobs:
         """The same of the prompt's tokens."""
         return -1 if self._n_prompt_top is None else self._n_prompt_top
 
-    def scores(self, rows: Rows, row: int) -> Scores:
-        """The scores of a decoded row, whose device sampler is LOGPROBS or ROW. Raises FloatingPointError if
-        its logits are unusable, LlamaError if a whole row cannot be had."""
-        if rows.kinds[row] is DeviceSampler.ROW:
-            return Scores(None, log_softmax(rows.logits(row)))
-        ids, logits = rows.candidates(row)
-        if np.count_nonzero(logits > logits.min()) < self._n_above:
-            # the lowest ones may equal others that are not among them, and the order depends on all of these
-            return Scores(None, log_softmax(rows.fetch(row)))
-        return Scores(ids.copy(), logits - np.float32(rows.log_sum(row)))
-
-    def add(self, scores: Scores, token: int) -> None:
-        """Add a `token` that was generated from a row with these scores. It must be among them."""
-        assert self._n_top is not None
-        self.tokens.append(scores.of(token, self._n_top, self._n_real))
+    def add(self, logits: npt.NDArray[np.float32], token: int) -> None:
+        """Add a `token` that was generated from a row of logits [n_vocab]."""
+        self.tokens.append(self._of(logits, token, self.n_top))
 
     def add_prompt(self, logits: npt.NDArray[np.float32], token: int) -> None:
         """Add the prompt's `token` that follows a row of logits [n_vocab]."""
-        assert self._n_prompt_top is not None
-        scores = Scores(None, log_softmax(logits))
-        self.prompt.append(scores.of(token, self._n_prompt_top, self._n_real))
+        self.prompt.append(self._of(logits, token, self.n_prompt_top))
+
+    def _of(self, logits: npt.NDArray[np.float32], token: int, n_top: int) -> TokenLogprobs:
+        logprobs = log_softmax(logits)[: self._n_real]
+        likeliest = best_of(logprobs, n_top) if n_top else np.zeros(0, np.intp)
+        order = likeliest[np.lexsort((likeliest, -logprobs[likeliest]))]
+        logprob, ids = logprobs[token], np.arange(len(logprobs))
+        before = (logprobs > logprob) | ((logprobs == logprob) & (ids < token))
+        rank = 1 + int(np.count_nonzero(before))
+        return TokenLogprobs(token, float(logprob), rank, order.astype(np.int32), logprobs[order])
 
     def keep(self, generated: int) -> None:
         """Keep the first `generated` tokens: later ones of the last step are not in the answer."""
@@ -152,3 +115,26 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     result: npt.NDArray[np.float32] = logits - highest
     result -= np.log(np.exp(result).sum())
     return result
+
+
+def best_of(logits: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.intp]:
+    """Ids of the `k` highest of many logits [n], unordered; all of them if there are no more.
+    Of equal ones the lowest ids count.
+
+    The logits are cut into blocks. At least k logits reach the k-th highest of the blocks' maxima, and few
+    exceed it. Finding this bound reads every logit once, while a partial sort would move them.
+    """
+    width = 256
+    n_blocks = len(logits) // width
+    if k >= len(logits):
+        return np.arange(len(logits))
+    ids = np.arange(len(logits))
+    if n_blocks > 4 * k:
+        maxima = logits[: n_blocks * width].reshape(n_blocks, width).max(axis=1)
+        ids = np.flatnonzero(logits >= np.partition(maxima, -k)[-k])
+    if len(ids) <= k:
+        return ids
+    few = logits[ids]
+    least = np.partition(few, -k)[-k]
+    above = ids[few > least]
+    return np.concatenate([above, ids[few == least][: k - len(above)]])

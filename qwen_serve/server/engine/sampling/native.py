@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from qwen_serve.llamacpp import DeviceSampler
 from qwen_serve.llamacpp.row_sampler import (
     HAS_ROW_SAMPLER,
+    NO_LOGITS,
     Filters,
     RowRequest,
     RowResult,
     RowSampler,
     Status,
 )
-from qwen_serve.llamacpp.rows import NO_LOGITS
 from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .processors import NONE_LEFT
@@ -23,10 +20,8 @@ from .processors import NONE_LEFT
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from qwen_serve.llamacpp import Rows
     from qwen_serve.server.engine.vocab import Vocab
 
-    from .choices import Choice
     from .constraint import Constraint
     from .parameters import SamplingParams
     from .thinking import ThinkingWatch
@@ -51,14 +46,17 @@ class NativeSampler:
         banned: Collection[int],
         thinking: ThinkingWatch | None,
     ) -> None:
-        self._greedy, self._n_real = params.is_greedy, vocab.n_real
         self._thinking, self._within = thinking, -1
-        self._hidden = False
-        """Whether tokens that are not among the device's candidates may be chosen."""
         self._rules = bool(
-            params.logit_bias or params.bad_words or params.min_tokens or params.allowed_token_ids
+            banned
+            or params.logit_bias
+            or params.bad_words
+            or params.min_tokens
+            or params.allowed_token_ids is not None
         )
-        self._sampler = sampler = RowSampler(_filters(params, seed), vocab.n_real)
+        self.sampler = sampler = RowSampler(_filters(params, seed), vocab.n_real)
+        self._usual = [RowRequest(sampler)]
+        """Requests for a step without a draft."""
         sampler.ban(banned)
         sampler.bias(params.logit_bias)
         if params.allowed_token_ids is not None:
@@ -70,64 +68,54 @@ class NativeSampler:
         if "penalties" in params.on_rows:
             how = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
             sampler.penalise(*how, params.repeat_last_n, prompt)
-            self._hidden = True
         if thinking is not None and (penalty := thinking.limits.repetition_penalty) != 1.0:
             self._within = sampler.penalise(penalty, 0.0, 0.0, None, [])
-            self._hidden = True
 
-    def choose(
-        self, rows: Rows, row: int, constraint: Constraint | None, number: float, n_top: int
-    ) -> Choice[RowResult]:
-        """The choice from a row whose device sampler is at least TOP_K. `number` and `n_top` as for
-        `RowRequest`. Raises as `Sampler.choose` does."""
+    def requests(
+        self, forced: Sequence[int], draft: Sequence[int], constraint: Constraint | None, n_top: int
+    ) -> list[RowRequest]:
+        """Requests for the rows before each token of a draft, and for the one after it; the draft's first
+        tokens are `forced`, which were accepted already. Raises what the constraint raises."""
+        if not forced and not draft and constraint is None and self._within < 0:  # nearly all
+            if self._usual[0].n_top != n_top:
+                self._usual = [RowRequest(self.sampler, n_top=n_top)]
+            return self._usual
+        made = [RowRequest(self.sampler, n_top=n_top, scored=token) for token in forced[: len(draft) + 1]]
+        if len(made) > len(draft):
+            return made
         if self._within >= 0 and self._thinking is not None:
-            self._sampler.set_active(self._within, self._thinking.open)
-        request = RowRequest(self._sampler, np.zeros(0, np.float32), number=number, n_top=n_top)
-        if rows.kinds[row] is DeviceSampler.ROW:
-            request.logits = rows.unchecked(row)
-        else:
-            request.ids, request.logits = rows.candidates(row)
-            if self._hidden or constraint is not None:
-                request.lowest = float(np.minimum.reduce(request.logits))
-        if constraint is not None and self._greedy:  # the best token is nearly always allowed
-            [result] = yield [request]
-            if result.status is Status.OK and constraint.accept(result.token):
-                return result
-        if constraint is not None:
-            request.mask = constraint.mask()
-        [result] = yield [request]
-        if result.status is Status.UNSETTLED:
-            request.ids, request.logits = None, rows.fetch(row)
-            [result] = yield [request]
-        self._check(result.status)
-        if constraint is not None and not constraint.accept(result.token):
-            raise RuntimeError(f"token {result.token} is in the mask of what may come next, but is refused")
-        return result
+            self.sampler.set_active(self._within, self._thinking.open)
+        rest = draft[len(made) :]
+        masks = [] if constraint is None else constraint.masks(rest)
+        for i in range(len(rest) + 1):
+            mask, token = masks[i] if i < len(masks) else None, rest[i] if i < len(rest) else -1
+            made.append(RowRequest(self.sampler, mask=mask, n_top=n_top, draft=token))
+        return made
 
-    def score(self, rows: Rows, row: int, token: int, n_top: int) -> Choice[RowResult]:
-        """The log-probability of a token, from a whole row."""
-        [result] = yield [RowRequest(self._sampler, rows.unchecked(row), n_top=n_top, scored=token)]
-        self._check(result.status)
-        return result
+    def request_score(self, token: int, n_top: int) -> RowRequest:
+        """A request for a token's log-probability."""
+        return RowRequest(self.sampler, n_top=n_top, scored=token)
+
+    def check(self, result: RowResult, *, constrained: bool) -> RowResult | None:
+        """The result if there is one; None if the row was not kept. Raises as `Sampler.choose` does."""
+        if result.status is Status.OK:
+            return result
+        if result.status is Status.MISSING:
+            return None
+        if result.status is Status.NONE_LEFT:
+            if self._rules or not constrained:
+                raise NoTokenLeft(f"within the format, {NONE_LEFT}" if constrained else NONE_LEFT)
+            raise FloatingPointError("no token that may come next has a probability")
+        why = "all are 0" if result.status is Status.ZERO else "some are not finite"
+        raise FloatingPointError(NO_LOGITS.format(why))
 
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
-        self._sampler.accept(token)
+        self.sampler.accept(token)
 
     def close(self) -> None:
         """Free its memory. Idempotent."""
-        self._sampler.close()
-
-    def _check(self, status: Status) -> None:
-        if status is Status.NONE_LEFT:
-            raise NoTokenLeft(NONE_LEFT)
-        if status is Status.NONE_FITS:
-            if self._rules:
-                raise NoTokenLeft(f"within the format, {NONE_LEFT}")
-            raise FloatingPointError("no token that may come next has a probability")
-        if status is not Status.OK:
-            why = "all are 0" if status is Status.ZERO else "some are not finite"
-            raise FloatingPointError(NO_LOGITS.format(why))
+        self.sampler.close()
 
 
 def _filters(params: SamplingParams, seed: int) -> Filters:

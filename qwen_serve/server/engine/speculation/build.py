@@ -56,7 +56,7 @@ def build_speculator(
                 slots=settings.parallel,
                 span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - WIDEST),
                 # if the host reads the rows, it also computes them, and each unused row costs time
-                widest=WIDEST if head.samplers.active else 0,
+                widest=WIDEST if head.samples_on_device else 0,
             )
         )
     times = StepTimes()

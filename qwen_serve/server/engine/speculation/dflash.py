@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.llamacpp.draft import DraftContext
+    from qwen_serve.llamacpp.row_sampler import RowSampler
     from qwen_serve.server.engine.planning.spec import DraftSpec
 
     from .base import DraftRequest
@@ -126,7 +127,8 @@ class DflashDrafter(HiddenDrafter):
             for _ in range(4 if n == 1 else 2):
                 started = perf_counter()
                 together = self._context.source is not None
-                self._put_blocks([(slot, self._block, 0, 0) for slot in range(n)], together=together)
+                wanted = [(slot, self._block, 0, 0) for slot in range(n)]
+                self._put_blocks(wanted, [None] * n, together=together)
                 self._blocks.setdefault(n, Mean()).add(perf_counter() - started)
                 self._context.clear()
             n *= 2
@@ -151,15 +153,23 @@ class DflashDrafter(HiddenDrafter):
             (r.slot, start, r.sequence.tokens[-1], r.sequence.pictures.position(start) - start)
             for r, start in zip(requests, starts, strict=True)
         ]
-        guesses = self._put_blocks(wanted, together=together)
+        samplers = [request.sequence.sampler.noise for request in requests]
+        guesses = self._put_blocks(wanted, samplers, together=together)
         self._trim(request.slot for request in requests)
         for request, start in zip(requests, starts, strict=True):
             self._context.remove(request.slot, start)
         return [Draft(g[: r.limit], self.name) for g, r in zip(guesses, requests, strict=True)]
 
-    def _put_blocks(self, wanted: ListLike[tuple[int, int, int, int]], *, together: bool) -> list[list[int]]:
+    def _put_blocks(
+        self,
+        wanted: ListLike[tuple[int, int, int, int]],
+        samplers: ListLike[RowSampler | None],
+        *,
+        together: bool,
+    ) -> list[list[int]]:
         """Guess `depth` tokens after each `newest` token, the sequence's token `start`: (slot, start, newest,
-        shift). The trunk has it at the position `start` + `shift`, which is less behind pictures.
+        shift). The trunk has it at the position `start` + `shift`, which is less behind pictures. They are
+        chosen by the sequences' `samplers`, which do not count the tokens before in the same block.
 
         With `together` the same call injects the rows of as many tokens before it as a block has.
         """
@@ -187,7 +197,8 @@ class DflashDrafter(HiddenDrafter):
         else:
             self._with_room(lambda: context.decode(n))
         rows = range(before, before + n)
-        tokens = context.best(context.sequences[before : before + n].tolist(), rows)
+        # the first row of a block is that of the newest token itself
+        tokens = context.best(rows, [one if at else None for one in samplers for at in range(block)])
         return [tokens[at + 1 : at + block] for at in range(0, n, block)]
 
     def _inject(self, ids: Iterable[int]) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp.mtp import MtpContext
+    from qwen_serve.llamacpp.row_sampler import RowSampler
 
     from .base import DraftRequest
 
@@ -103,7 +104,8 @@ class MtpDrafter(HiddenDrafter):
         return depth * self._decode.value + self._besides.value
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
-        """Draft greedily for the only request, one token a decode. It must pass `can_draft`.
+        """Draft for the only request, one token a decode, with its own sampler and noise. It must pass
+        `can_draft`.
 
         Raises NoMemorySlot if the head's cache is full, LlamaError, or FloatingPointError if its logits are
         unusable. Then the request's slot starts anew, and other ids continue from their hidden rows.
@@ -126,7 +128,7 @@ class MtpDrafter(HiddenDrafter):
         for turn in range(4):
             started = perf_counter()
             self._feed(0, turn * width, [0], hidden, width)
-            self._context.best([0], [0])
+            self._context.best([0])
             hidden = self._context.hidden(1)
             self._decode.add(perf_counter() - started)
         self._context.clear()
@@ -146,9 +148,10 @@ class MtpDrafter(HiddenDrafter):
             width = 0  # as many rows as there are tokens
         row, caught_up = self._catch_up(request, width)
         tokens: list[int] = []
+        sampler = request.sequence.sampler.noise
         for depth in range(request.limit):
             started = perf_counter()
-            tokens += context.best([slot], [row])
+            tokens += self._guess(row, sampler, tokens)
             if depth + 1 == request.limit:
                 break
             hidden, row = context.hidden(1), 0
@@ -160,6 +163,18 @@ class MtpDrafter(HiddenDrafter):
         if request.limit > 1 or width:  # remove guessed entries; accepted tokens get theirs from the trunk
             context.remove(slot, end)
         return tokens, caught_up
+
+    def _guess(self, row: int, sampler: RowSampler | None, before: list[int]) -> list[int]:
+        """The token that a request would choose from a row of the head, after the draft's tokens `before`."""
+        if sampler is None:
+            return self._context.best([row])
+        for token in before:
+            sampler.accept(token)
+        try:
+            return self._context.best([row], [sampler])
+        finally:
+            for token in reversed(before):
+                sampler.take_back(token)
 
     def _catch_up(self, request: DraftRequest, width: int) -> tuple[int, int]:
         """Feed the rows that the head has not read; return the newest token's index, and the count."""

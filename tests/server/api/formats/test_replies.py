@@ -59,7 +59,28 @@ CASES: dict[str, tuple[str, bool, dict[str, Any], tuple[str, str, list[Any], str
         {},
         ("Hm.", "Yes.", [], "stop"),
     ),
+    "a second think block": (
+        "A\n</think>\n\n<think>\nB\n</think>\n\nYes.",
+        True,
+        {},
+        ("A\n\nB", "Yes.", [], "stop"),
+    ),
     "a lone </think>": ("</think>\n\nYes.", False, {}, ("", "Yes.", [], "stop")),
+    "an end within the reasoning": ("Hm, 3 or", True, {}, ("Hm, 3 or", "", [], "length")),
+    "a lone </tool_call> at the end": ("Done.\n</tool_call>", False, {}, ("", "Done.", [], "stop")),
+    "a lone </tool_call> first": ("</tool_call>\n\nDone.", False, {}, ("", "Done.", [], "stop")),
+    "a second </tool_call>": (
+        call("<function=read>", *PATH, "</function>") + "\n</tool_call>",
+        False,
+        {},
+        ("", "", [("read", {"path": "a.md"})], "calls"),
+    ),
+    "a mentioned </tool_call>": (
+        "It ends with </tool_call> then.",
+        False,
+        {},
+        ("", "It ends with </tool_call> then.", [], "stop"),
+    ),
     **{
         f"drift: {name}": (text, False, {}, ("", "", calls, "calls"))
         for name, (text, calls) in DRIFTS.items()
@@ -112,6 +133,14 @@ def test_an_answer_cut_anywhere_is_taken_back(start: Start, form: str, stream: b
         prompt = server.engine.submissions[-1].text
         assert "Well." in prompt
         assert "<parameter=path>\na" in prompt or limit < reply.index("md") or form == "ollama"
+
+
+def test_a_request_may_end_the_reasoning_itself(start: Start) -> None:
+    server = start(lambda _: ids("Hm.</think>\n\nYes."))
+    end = FakeVocab().tokenize("</think>", special=True)
+    choice = server.chat(enable_thinking=True, stop_token_ids=end).json()["choices"][0]
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert choice["finish_reason"] == "stop"
 
 
 def test_ids() -> None:

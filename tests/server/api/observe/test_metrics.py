@@ -27,7 +27,6 @@ def test_counters_come_from_the_snapshot() -> None:
         kv_cells=9,
         prefix=PrefixStats(hits=10, resident_cells=11, failed_copies=13),
         tiers={"priority": (3, 19.5), "default": (0, 0.0), "flex": (20, 21.0)},
-        sampler_changes=12,
         step_totals=profile.times(),
         drafts={
             "ngram": DrafterStats(steps=14, drafted=15, accepted=16),
@@ -47,7 +46,6 @@ def test_counters_come_from_the_snapshot() -> None:
         "qwen_kv_cells_used 8.0",
         "qwen_kv_cells 9.0",
         "qwen_preemptions_total 7.0",
-        "qwen_sampler_changes_total 12.0",
         'qwen_waiting_requests{service_tier="priority"} 3.0',
         'qwen_waiting_requests{service_tier="flex"} 20.0',
         'qwen_served_cost_total{service_tier="priority"} 19.5',

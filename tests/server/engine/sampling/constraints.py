@@ -11,7 +11,15 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from qwen_serve.llamacpp.row_sampler import Bits
     from qwen_serve.server.engine.sampling.constraint import Mask
+
+
+def packed(mask: Mask) -> Bits:
+    """The mask in bits."""
+    bits = np.packbits(mask, bitorder="little")
+    return np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)
+
 
 FIRST, LAST = 256, 2000
 """Ordinary tokens of nano."""
@@ -24,7 +32,7 @@ class Fickle:
     def __init__(self, n_vocab: int, share: float = 0.3, every: int = 5, seed: int = 0) -> None:
         self.n_vocab, self.share, self.every, self.seed = n_vocab, share, every, seed
         self.tokens: list[int] = []
-        self.masks = 0
+        self.masked = 0
         self._forced_at = -1
 
     def copy(self) -> Fickle:
@@ -47,7 +55,7 @@ class Fickle:
         return ok
 
     def mask(self) -> Mask:
-        self.masks += 1
+        self.masked += 1
         return self._mask(self.tokens)
 
     def validate(self, tokens: Sequence[int]) -> int:
@@ -58,8 +66,11 @@ class Fickle:
             so_far.append(token)
         return len(tokens)
 
-    def prepare(self, draft: Sequence[int]) -> None:
+    def masks(self, draft: Sequence[int]) -> list[Bits]:
         assert self.validate(draft) == len(draft)
+        self.masked += 1
+        places = [[*self.tokens, *draft[:n]] for n in range(len(draft) + 1)]
+        return [packed(self._mask(place)) for place in places]
 
     def _allows(self, tokens: list[int], token: int) -> bool:
         return bool(self._mask(tokens)[token])

@@ -18,9 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import numpy.typing as npt
+
+    from qwen_serve.llamacpp.row_sampler import Bits
     from qwen_serve.server.engine.sampling.grammar import GrammarConstraint
 
 N = MOST_DIGITS
+
+
+def unpacked(bits: Bits) -> npt.NDArray[np.uint8]:
+    return np.unpackbits(bits.view(np.uint8), bitorder="little")
 
 
 class Tool:
@@ -37,14 +44,17 @@ class Tool:
         return [self._ids[bytes([byte])] for byte in text.encode()]
 
     def reached(self, grammar: str, text: str) -> int:
-        """Number of a text's tokens that are accepted; checks that the mask and the precomputed mask agree on
+        """Number of a text's tokens that are accepted; checks that the mask and the masks of a draft agree on
         each."""
-        constraint, ready = self.begin(grammar), self.begin(grammar)
+        constraint = self.begin(grammar)
+        before: list[Bits] = []
         tokens = self.tokens(text)
         for n, token in enumerate(tokens):
             mask = constraint.mask()
-            ready.prepare(tokens[n : n + 3])
-            assert np.array_equal(ready.mask(), mask)
+            masks = constraint.masks(tokens[n : n + 3])
+            assert np.array_equal(unpacked(masks[0]), mask)
+            assert n == 0 or len(before) < 2 or np.array_equal(masks[0], before[1])
+            before = masks
             drafted = constraint.validate(tokens[n:])
             accepted = constraint.accept(token)
             assert accepted == bool(mask[token])
@@ -52,7 +62,6 @@ class Tool:
             if not accepted:
                 assert mask.any()
                 return n
-            ready.accept(token)
         return len(tokens)
 
 

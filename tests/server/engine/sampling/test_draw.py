@@ -9,7 +9,8 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import Context, DeviceSampler, Model, SamplerChain
+from qwen_serve.llamacpp import Context, Model, SamplerChain
+from qwen_serve.llamacpp.row_sampler import RowResult, Status
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
@@ -19,9 +20,7 @@ from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.verification import sample
 from qwen_serve.server.engine.vocab import Vocab
 from tests.contexts import exact_options
-from tests.server.engine.fake_context import FakeRows
-from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows, choose
-from tests.server.engine.sampling.fake_rows import SmallVocab as RowVocab
+from tests.server.engine.sampling.fake_rows import choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp import Rows
     from qwen_serve.server.engine.sampling.constraint import Constraint
+    from qwen_serve.server.engine.sampling.rows import Rows
     from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
 
 
@@ -130,58 +129,6 @@ def test_penalties_equal_their_definition() -> None:
         penalties.apply(logits)
         np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
         penalties.accept(token)
-
-
-# --- penalties on the best tokens of a row, as the device tells them ----------------------------------------
-
-
-def fed(params: SamplingParams, steps: ListLike[DeviceRows]) -> list[int | None]:
-    """An answer with these rows, in thoughts that have a penalty of their own for its first half."""
-    watch = Watch()
-    watch.limits = ThinkingLimits(bridge=(1,), repetition_penalty=1.2)
-    thoughts = cast("ThinkingWatch", watch) if params.frequency_penalty else None
-    one = Sampler(params, cast("Vocab", RowVocab()), [5, 6, 7, 8], thinking=thoughts)
-    assert one.need is DeviceSampler.TOP_K
-    chosen = []
-    for i, rows in enumerate(steps):
-        watch.open = i < len(steps) // 2
-        chosen.append(one.sample(cast("Rows", rows), 0))
-    one.close()
-    return chosen
-
-
-@pytest.mark.parametrize("spread", [1.0, 6.0])
-@pytest.mark.parametrize("ties", [False, True])
-def test_penalised_candidates_give_what_the_penalised_row_gives(spread: float, ties: bool) -> None:
-    rng = np.random.default_rng(3)
-    fetched = 0
-    for trial in range(150):
-        # of equal logits at the edge of top-k either may be kept, so with ties only the best is compared
-        greedy = ties or trial % 4 == 0
-        params = SamplingParams(
-            temperature=0.0 if greedy else float(rng.choice([0.3, 1.0, 2.0])),
-            top_k=0 if greedy else int(rng.choice([1, 5, 20, 62])),
-            top_p=float(rng.choice([0.5, 0.95, 1.0])),
-            min_p=float(rng.choice([0.0, 0.05])),
-            presence_penalty=float(rng.choice([0.5, 1.5])),
-            frequency_penalty=float(rng.choice([0.0, 0.3, 2.0])),
-            repetition_penalty=float(rng.choice([1.0, 1.1, 4.0])),
-            ignore_eos=bool(trial % 3 == 0),
-            seed=trial,
-        )
-        base = rng.normal(0, spread, 1000)
-        told, whole = [], []
-        for _ in range(20):  # the same few tokens are the best again and again
-            logits = np.full(1024, -1e9, np.float32)
-            logits[:1000] = base + rng.normal(0, 0.3 * spread, 1000)
-            if ties:
-                logits = np.round(logits)
-            told.append(DeviceRows(logits))
-            whole.append(HostRows(logits))
-        assert fed(params, told) == fed(params, whole), params
-        fetched += sum(rows.fetched for rows in told)
-    assert fetched < 0.3 * 20 * 150, "rows are fetched although enough candidates settle the choice"
-    assert fetched or ties, "it must come to that at times for this to mean anything"
 
 
 # --- with llama.cpp's samplers, on the logits of a real context ---------------------------------------------
@@ -294,6 +241,9 @@ class Lost:
     def forced(self) -> list[int]:
         return []
 
+    def accept(self, token: int) -> bool:
+        return True
+
     def validate(self, tokens: ListLike[int]) -> int:
         raise FormatTooComplex("grammar", "it is too complex")
 
@@ -308,17 +258,28 @@ class Watch:
         return True
 
 
+class Chosen:
+    """Rows 0 and 1, from which 5 and 6 are chosen."""
+
+    def result(self, row: int) -> RowResult:
+        return RowResult(Status.OK, 5 + row)
+
+    def whole(self, row: int) -> npt.NDArray[np.float32]:
+        logits = np.zeros(10, np.float32)
+        logits[5 + row] = 1
+        return logits
+
+
 def test_a_constraint_that_fails_where_thoughts_end_fails_its_own_request() -> None:
-    """Where all rows are looked at together, too."""
     constraint, watch = cast("Constraint", Lost()), cast("ThinkingWatch", Watch())
     lost = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint, watch)
-    batch = Batch(greedy=True)
+    batch = Batch()
     for slot, one in enumerate((lost, sampler(SamplingParams()))):
         sequence = Sequence([1], 9, one)
         sequence.slot = slot
         batch.add(sequence, 1)
         batch.placements.append(Placement([slot], [slot]))
-    rows = cast("Rows", FakeRows([5, 6], [DeviceSampler.BEST] * 2))
+    rows = cast("Rows", Chosen())
     failed, good = sample(batch, rows, frozenset())
     assert isinstance(failed.error, FormatTooComplex)
     assert (failed.tokens, good.tokens) == ([], [6])

@@ -10,23 +10,21 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import DeviceSampler, Model
 from qwen_serve.server.engine.sampling import (
     LLAMA_CPP_SAMPLERS,
     DrySamplers,
     Sampler,
     SamplingParams,
 )
-from qwen_serve.server.engine.sampling.candidates import can_guess
 from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running
-from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows, SmallVocab
+from tests.server.engine.sampling.fake_rows import SmallVocab, choose
 from tests.server.engine.sampling.test_processors import SHAPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from qwen_serve.llamacpp import Rows
+    from qwen_serve.llamacpp import Model
     from qwen_serve.server.engine.vocab import Vocab
 
 CONTEXT = 64
@@ -146,10 +144,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-ON_THE_HOST = {name for name in CASES if "sigma" in name or "mirostat" in name or "raise" in name}
-ON_THE_HOST |= {"typical among all", "in another order", "all"}
-"""Cases in which the device's best 64 do not do."""
-
 
 def rows(count: int) -> Iterator[np.ndarray[Any, Any]]:
     """Rows in which few tokens are likely, mostly the same ones, so that texts repeat themselves."""
@@ -167,24 +161,19 @@ def test_the_same_as_llama_cpp(name: str, model: Model) -> None:
     vocab = cast("Vocab", SmallVocab())
     dries = DrySamplers(model, CONTEXT)
     reference = Reference(params, model, PROMPT)
-    on_host = Sampler(params, vocab, PROMPT, dry=dries.of(params))
-    on_device = Sampler(params, vocab, PROMPT, dry=dries.of(params))
-    assert (on_host.need is DeviceSampler.ROW) == (name in ON_THE_HOST)
+    ours = Sampler(params, vocab, PROMPT, dry=dries.of(params))
     for number, logits in enumerate(rows(CONTEXT - len(PROMPT))):
         chosen, left = reference.sample(logits[: SmallVocab.n_real])
-        token = on_host.sample(cast("Rows", HostRows(logits)), 0)
-        if on_host._chain is not None:  # noqa: SLF001 - what is left before the draw is compared, too
-            ours = candidates(on_host._chain._array)  # noqa: SLF001 - likewise
-            assert ours.keys() == left.keys()
-            np.testing.assert_allclose([ours[key] for key in left], list(left.values()), rtol=2e-4, atol=1e-7)
-        if on_host._chain is not None or can_guess(params):  # noqa: SLF001 - drawn with the same numbers
+        token = choose(ours, logits)
+        if (chain := ours._chain) is not None:  # noqa: SLF001 - what is left before the draw is compared, too
+            mine = candidates(chain._array)  # noqa: SLF001 - likewise
+            assert mine.keys() == left.keys()
+            np.testing.assert_allclose([mine[key] for key in left], list(left.values()), rtol=2e-4, atol=1e-7)
             assert token == chosen, number
-        elif params.xtc_probability in (0, 1):
+        elif params.xtc_probability in (0, 1):  # our sampler draws by other numbers
             assert token in left, number
-        reference.accept(cast("int", token))
-        if name not in ON_THE_HOST:
-            assert on_device.sample(cast("Rows", DeviceRows(logits)), 0) == token, number
-    for each in (reference, on_host, on_device):
+        reference.accept(token)
+    for each in (reference, ours):
         each.close()
 
 
@@ -249,10 +238,7 @@ def test_what_cannot_be_is_no_candidate(model: Model) -> None:
     """Otherwise the logarithm of 0 would change the choice of typical sampling."""
     params = SamplingParams(temperature=1.0, typical_p=0.9, seed=1, allowed_token_ids=(1, 2, 3))
     sampler = Sampler(params, cast("Vocab", SmallVocab()), [])
-    chosen = {
-        sampler.sample(cast("Rows", HostRows(np.zeros(SmallVocab.size, np.float32) + 1)), 0)
-        for _ in range(60)
-    }
+    chosen = {choose(sampler, np.zeros(SmallVocab.size, np.float32) + 1) for _ in range(60)}
     assert chosen == {1, 2, 3}
     sampler.close()
 

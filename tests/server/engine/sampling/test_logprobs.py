@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import N_CANDIDATES, DeviceSampler, Rows
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowRequest, RowSampler, sample_rows
 from qwen_serve.server.engine import SamplingParams, ThinkingLimits
-from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax
+from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax, of_result
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -26,7 +26,6 @@ from tests.server.engine.helpers import (
     submit,
 )
 from tests.server.engine.sampling.constraints import Fickle
-from tests.server.engine.sampling.fake_rows import DeviceRows, HostRows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,29 +128,16 @@ async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Refe
         SamplingParams(logprobs=TOP, ignore_eos=True, temperature=0.9, top_k=20, seed=4),
     ],
 )
-async def test_of_candidates_on_the_device(
-    nano_f32: Path, reference: Reference, params: SamplingParams
-) -> None:
-    """No whole row is copied to the host for them. Tokens do not change, with drafts and other requests."""
+async def test_where_rows_are_sampled(nano_f32: Path, reference: Reference, params: SamplingParams) -> None:
+    """Tokens do not change, with drafts and other requests."""
     rng = random.Random(11)
     prompts = [random_prompt(rng, length) for length in (1, 40, 150)]
     prompts.append(random_prompt(rng, 12) * 8)
     plain = dataclasses.replace(params, logprobs=None)
     with running(nano_f32, **EXACT, sampling="device", speculation="ngram", draft_always=True) as engine:
         without = await ask_at_once(engine, [Request(prompt, 40, params=plain) for prompt in prompts])
-        rows: list[DeviceSampler] = []
-        fill = Rows.fill
-
-        def seen(self: Rows, kinds: Any, *rest: Any, **how: Any) -> Rows:
-            rows.extend(kinds)
-            return fill(self, kinds, *rest, **how)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Rows, "fill", seen)
-            generations = [submit(engine, Request(prompt, 40, params=params)) for prompt in prompts]
-            answers = [await tokens_of(generation) for generation in generations]
-        assert rows
-        assert DeviceSampler.ROW not in rows
+        generations = [submit(engine, Request(prompt, 40, params=params)) for prompt in prompts]
+        answers = [await tokens_of(generation) for generation in generations]
         assert answers == [answer.tokens for answer in without]
         for prompt, answer, generation in zip(prompts, answers, generations, strict=True):
             told = generation.logprobs
@@ -169,7 +155,7 @@ async def test_of_candidates_on_the_device(
 async def test_of_a_bridge_out_of_the_thoughts(
     nano_f32: Path, reference: Reference, sampling: str, draft_always: bool
 ) -> None:
-    """Forced tokens need not be among the candidates."""
+    """Forced tokens need not be likely."""
     prompt = random_prompt(random.Random(13), 30) * 3
     bridge = (300, 301, 3609, 302)
     params = SamplingParams(logprobs=TOP, ignore_eos=True)
@@ -181,7 +167,7 @@ async def test_of_a_bridge_out_of_the_thoughts(
         assert tuple(answer[17:21]) == bridge
         assert len(answer) == 60
         assert generation.logprobs is not None
-        assert max(entry.rank for entry in generation.logprobs.tokens[17:21]) > N_CANDIDATES
+        assert max(entry.rank for entry in generation.logprobs.tokens[17:21]) > TOP
         check(reference, prompt, answer, generation.logprobs)
 
 
@@ -287,29 +273,17 @@ def test_how_many_may_be_asked_for(field: str, value: int) -> None:
         SamplingParams(**fields)
 
 
-class Scored(DeviceRows):
-    """A row of which the device returns the best 64 tokens and the logarithm of the sum."""
-
-    kinds = (DeviceSampler.LOGPROBS,)
-
-    def log_sum(self, row: int) -> float:
-        return float(np.log(np.exp(self.row).sum()))
-
-
-class Whole(HostRows):
-    """The same row on the host, as where another request needs it."""
-
-
-@pytest.mark.parametrize("n_equal", [3, 10, 200])
-def test_equal_ones_are_ranked_by_their_ids_wherever_the_row_is(n_equal: int) -> None:
-    """With many, the device returns some of the equal ones only: the order of the others is not known."""
-    logits = -np.arange(1024, dtype=np.float32) / 64
-    logits[500 : 500 + n_equal] = 2
-    device = Scored(logits)
-    found = []
-    for rows in (device, Whole(logits)):
-        scores = Logprobs(SamplingParams(logprobs=5), 1000).scores(cast("Rows", rows), 0)
-        found.append([scores.of(token, 5, 1000) for token in (500, 501, 502)])
-    assert [at.rank for at in found[0]] == [at.rank for at in found[1]] == [1, 2, 3]
-    assert found[0][0].best.tolist() == found[1][0].best.tolist() == [500, 501, 502, *found[1][0].best[3:]]
-    assert device.fetched == (n_equal > 64)
+def test_equal_ones_are_ranked_by_their_ids() -> None:
+    """By our sampler, and on rows of a llama.cpp without it."""
+    logits = (-np.arange(1024) / 64).astype(np.float32)
+    logits[500:700] = 2
+    found = Logprobs(SamplingParams(logprobs=5), 1000)
+    for token in (500, 501, 502):
+        found.add(logits, token)
+    if HAS_ROW_SAMPLER:
+        sampler = RowSampler(Filters(("best",)), 1000)
+        requests = [RowRequest(sampler, n_top=5, scored=token) for token in (500, 501, 502)]
+        results = sample_rows(requests, [logits] * 3)
+        found.tokens += [of_result(results[i]) for i in range(3)]
+    assert {at.rank: at.token for at in found.tokens} == {1: 500, 2: 501, 3: 502}
+    assert all(at.best.tolist() == [500, 501, 502, 503, 504] for at in found.tokens)

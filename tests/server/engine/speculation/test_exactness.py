@@ -171,7 +171,7 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
     with running(nano_f32, **EXACT, parallel=1, ctx_size=1024, speculation="off") as engine:
         expected = [await ask(engine, request) for request in requests]
     beside = {"draft_model": nano_draft_f32} if mix == "drafter" else {}
-    device = {"sampling": "device"}  # rows come as candidates
+    device = {"sampling": "device"}
     with running(nano_f32, **EXACT, parallel=5, ctx_size=4096, **MIXES[mix], **beside, **device) as engine:
         if mix == "scripted":
             texts = [prompt + answer.tokens for prompt, answer in zip(prompts, expected, strict=True)]

@@ -13,6 +13,7 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.llamacpp.row_sampler import RowSampler
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.speculation.base import Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
@@ -52,8 +53,7 @@ class Head:
             if self.outputs[i]:
                 self._out[i] = int(self.tokens[i]), position
 
-    def best(self, slots: list[int], rows: list[int]) -> list[int]:
-        assert len(slots) == len(rows)
+    def best(self, rows: list[int]) -> list[int]:
         return [self._out[i][0] + 1 for i in rows]
 
     def hidden(self, n: int) -> np.ndarray:
@@ -375,3 +375,36 @@ def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int, widest:
             texts[other] = running([*one.tokens[: cached[slot]], rng.randrange(1000)], other)
             cached[other] = cached[slot]
     assert drafts > 10
+
+
+class Recorded:
+    """Records what a request's sampler takes and gives back."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    def take_back(self, token: int) -> None:
+        assert self.accepted.pop() == token
+
+
+def test_each_token_is_drawn_as_the_request_would_after_those_before_it() -> None:
+    """The sampler has the draft's tokens before, and is as it was in the end."""
+    head, sampler = Head(), Recorded()
+    seen: list[list[int]] = []
+
+    def best(rows: list[int], samplers: list[Recorded]) -> list[int]:
+        assert samplers == [sampler]
+        seen.append([*sampler.accepted])
+        return Head.best(head, rows)
+
+    head.best = best  # type: ignore[method-assign, assignment]
+    mtp = MtpDrafter(cast("MtpContext", head), 64, depth=4, slots=SLOTS)
+    head.outputs[0] = 1
+    head.decode(1)
+    for before in ([], [5], [5, 6]):
+        mtp._guess(0, cast("RowSampler", sampler), before)  # noqa: SLF001 - one step of a draft
+    assert seen == [[], [5], [5, 6]]
+    assert sampler.accepted == []

@@ -39,8 +39,14 @@ NAMES = {
 }
 """Field of a chat request -> its name in this protocol."""
 
-HOSTED = ("local_shell_call", "shell_call", "web_search_call", "tool_search_call", "mcp_call")
+_HOSTED = (
+    "local_shell shell web_search tool_search mcp file_search code_interpreter image_generation computer"
+)
+HOSTED = frozenset(f"{name}_call" for name in _HOSTED.split())
 """Items of calls in a client's own history that are shown as the calls of functions."""
+
+SAID = ("queries", "code", "revised_prompt")
+"""What such a call has in place of an action or arguments."""
 
 SILENT = ("additional_tools", "compaction", "compaction_summary", "ghost_snapshot", "mcp_list_tools")
 """Items that are no part of the conversation. (The tools of `additional_tools` are offered.)"""
@@ -273,15 +279,16 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
             found = names_of(blocks[1] for blocks in blocks_in(item.get("tools") or [], f"{where}.tools"))
             return {"role": "tool", "tool_call_id": item.get("call_id"), "content": found}, set()
         case str() if kind.endswith("_call_output"):
-            id_ = text_in(item.get("call_id"), f"{where}.call_id")
+            id_ = text_in(item.get("call_id") or item.get("id"), f"{where}.call_id")
             output = _parts(item.get("output"), f"{where}.output")
             return {"role": "tool", "tool_call_id": id_, "content": spoken(output)}, set()
         case str() if kind in HOSTED:
-            action: Any = item.get("action") or item.get("arguments") or {}
+            said = {key: item[key] for key in SAID if item.get(key)}
+            action: Any = item.get("action") or item.get("arguments") or said
             if not isinstance(action, str):
                 action = dict(object_in(action, f"{where}.action"))
             return _call(item.get("call_id") or item.get("id"), kind.removesuffix("_call"), action), set()
-        case str() if kind in SILENT:
+        case str() if kind in SILENT or kind.startswith("mcp_approval_"):
             return {"role": "assistant"}, set()
     if kind == "item_reference":
         raise refused(f"{where}.type", "this server keeps no items to refer to; send the item itself")

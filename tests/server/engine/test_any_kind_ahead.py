@@ -1,0 +1,82 @@
+"""Requests of every kind are launched ahead, and none stops others from it."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
+from qwen_serve.server.engine import SamplingParams
+from tests.server.engine.helpers import Request, ask_at_once, random_prompt, running
+from tests.server.engine.launching import PLAIN, ahead
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
+
+N = 40
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top_k": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "the card's": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "presence_penalty": 1.5},
+    "a window of penalties": {"temperature": 1.0, "repetition_penalty": 1.3, "repeat_last_n": 8},
+    "top_p alone": {"temperature": 1.0, "top_p": 0.95},
+    "min_p": {"temperature": 1.2, "min_p": 0.05},
+    "typical": {"temperature": 1.0, "typical_p": 0.9},
+    "top-n-sigma": {"temperature": 1.0, "top_n_sigma": 1.5},
+    "XTC": {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "bias": {"logit_bias": ((300, 2.5), (301, -9.0))},
+    "allowed": {"allowed_token_ids": tuple(range(256, 400))},
+    "bad words": {"bad_words": ((300,), (301, 302))},
+    "min_tokens": {"min_tokens": 30, "ignore_eos": False},
+    "log-probabilities": {"logprobs": 20},
+    "drawn, with log-probabilities": {"temperature": 1.0, "logprobs": 5},
+}
+"""What `RowSampler` has."""
+
+GRAMMAR = r'start: /[a-z ]{30,90}/ "forced" /[a-z ]{30,90}/'
+
+
+def of(kind: str) -> SamplingParams:
+    return SamplingParams(**{"ignore_eos": True, "seed": 7, **KINDS[kind]})
+
+
+def batch(*kinds: str) -> list[Request]:
+    prompts = [random_prompt(random.Random(i), 5 + 7 * i) for i in range(len(kinds))]
+    return [Request(prompt, N, params=of(kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_three_greedy_requests_beside_any_other(nano_f32: Path, kind: str) -> None:
+    asked = batch("greedy", "greedy", "greedy", kind)
+    with running(nano_f32, **PLAIN, async_scheduling=False, prefix_cache=False) as engine:
+        alone = [(await ask_at_once(engine, [one]))[0] for one in asked]
+    with ahead(nano_f32, prefix_cache=False) as (engine, launched):
+        assert await ask_at_once(engine, asked) == alone
+        assert launched["first"] + launched["again"] + launched["fewer"] >= N - 2
+
+
+async def test_a_grammar_beside_them(nano_f32: Path) -> None:
+    """The text that it forces comes token by token in the steps of the others."""
+    asked = batch("greedy", "greedy", "the card's", "greedy")
+    asked[3].grammar = GRAMMAR
+    with running(nano_f32, **PLAIN, async_scheduling=False, prefix_cache=False) as engine:
+        alone = [(await ask_at_once(engine, [one]))[0] for one in asked]
+    with ahead(nano_f32, prefix_cache=False) as (engine, launched):
+        assert await ask_at_once(engine, asked) == alone
+        assert launched["first"] + launched["again"] + launched["fewer"] >= N - 2
+
+
+async def test_what_the_host_samples_waits_alone(nano_f32: Path) -> None:
+    """Mirostat's request is in every other step; the others are in all of them."""
+    asked = batch("greedy", "greedy", "top_p alone", "greedy")
+    asked[3].params = SamplingParams(temperature=1.0, mirostat=2, seed=7, ignore_eos=True)
+    with running(nano_f32, **PLAIN, async_scheduling=False, prefix_cache=False) as engine:
+        alone = [(await ask_at_once(engine, [one]))[0] for one in asked]
+    with ahead(nano_f32, prefix_cache=False) as (engine, launched):
+        assert await ask_at_once(engine, asked) == alone
+        assert launched["first"] + launched["again"] + launched["fewer"] >= N - 2
