@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,3 +258,28 @@ def test_calls_are_kept_in_files(start: Start, page: Any, tmp_path: Any) -> None
     page.locator(".conversation").nth(1).wait_for()
     card = page.get_by_role("group", name="Call of run_javascript")
     assert card.locator("details pre").inner_text() == "42"
+
+
+@pytest.mark.slow
+def test_axe_finds_nothing_at_calls_and_edits(start: Start, page: Any) -> None:
+    axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed")
+    source = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    page.goto(start(script(call("run_javascript", code="6 * 7"), "Forty-two.")).url)
+    use_javascript(page)
+
+    def found() -> list[str]:
+        page.evaluate(source)
+        violations = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+        return [f"{one['id']}: {one['nodes'][0]['html']}" for one in violations]
+
+    run = ask(page, "6 * 7?").get_by_role("button", name="Run", exact=True)
+    run.wait_for()
+    assert not found()
+    run.click()
+    page.locator(".message.assistant .markdown").get_by_text("Forty-two.").wait_for()
+    page.get_by_label("Edit what was said").click()
+    assert not found()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Alt+S")
+    page.locator("#tools summary").click()
+    assert not found()
