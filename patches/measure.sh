@@ -80,7 +80,7 @@ declare -A off=(
     [moe-router]=GGML_CUDA_ROUTER_APART=1
     [mmvq-experts]=GGML_CUDA_MMVQ_EXPERTS_MAX=0
     [mmq-stream]=GGML_CUDA_MMQ_STREAM_MAX=0
-    [ragged-passes]=LLAMA_RUNS_MAX=1
+    [ragged-passes]=LLAMA_RAGGED_PASSES=0
 )
 drafting=(seq-own-cells layer-inputs-ring shared-snapshots) # of which only drafts tell
 mapfile -t switched < <(
@@ -141,7 +141,7 @@ bench() { # bench LABEL SWITCHES OPTION...: JSON lines
 operators() {
     local eager operator failed=0
     for eager in 1 ""; do
-        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES MUL_MAT_REPACKED MOE_ROUTER MOE_EXPERTS RMS_NORM_MUL_ADD RMS_NORM_MUL_ROPE GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN SSM_CONV_IDS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
+        for operator in NORM_CHAIN NORM_FFN GATED_PRODUCT MUL_MAT_COPIES MUL_MAT_REPACKED MOE_ROUTER MOE_EXPERTS RMS_NORM_MUL_ADD RMS_NORM_MUL_ROPE GATED_DELTA_NET GATED_DELTA_NET_CACHE_FUSION GATED_DELTA_NET_ALONE GATED_DELTA_NET_CHAIN GATED_DELTA_NET_OFFSETS GATED_DELTA_NET_OFFSETS_ALONE SSM_CONV_IDS SSM_CONV_OFFSETS SSM_CONV "FLASH_ATTN_EXT -p n_kv_max=[1-9]" \
             "MUL_MAT -p type_a=q[456]_K.*n=[0-9]+,k=(512|2560|9216)" MUL_MAT_SHARED \
             "MUL_MAT -p type_a=(q8_0|q4_0|q[456]_K),type_b=f32.*n=1," "MUL_MAT_VEC_FUSION -p type=(q8_0|q4_0|q[456]_K)" \
             "MUL_MAT_ID -p type_a=(f16|bf16)," "MUL_MAT_ID -p n_mats=64," "MUL_MAT -p type_a=f32,type_b=f32"; do

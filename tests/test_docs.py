@@ -49,6 +49,21 @@ def test_every_setting_has_its_row(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_site_fetches_nothing_and_its_diagrams_are_drawn(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r'<(?:script|img)[^>]+src="(?:https?:)?//', text), page
+        assert not re.search(r'<link[^>]+rel="(?:stylesheet|preconnect)"[^>]+href="(?:https?:)?//', text), (
+            page
+        )
+        assert 'class="mermaid"' not in text, page
+    for page in ("architecture", "overview"):
+        text = (site / page / "index.html").read_text(encoding="utf-8")
+        assert "flowchart" not in text, f"{page}: `python docs/draw.py` draws it"
+    assert "pictures/diagram-" in (site / "architecture" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_metrics_are_listed(site: Path) -> None:
     text = text_of(site / "metrics" / "index.html")
     for name in ("qwen_requests", "qwen_prefix_hits", "qwen_running_sequences", "qwen_draft_verifications"):

@@ -18,7 +18,7 @@ from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
 from .memory import matrix
 from .patches import BATCH_INVARIANT, STEPS_APART, brings
-from .ragged import most_lengths
+from .ragged import ragged_passes
 from .row_sampler import HAS_ROW_SAMPLER, UNCHECKED, UNKNOWN, Filters, Place, RowRequest, RowSampler, RowSteps
 from .snapshots import Snapshots, n_rs_seq
 
@@ -109,7 +109,7 @@ class Context:
         """Targets of copies that llama.cpp makes in the next decode (ids with cells of their own)."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
-        self.most_lengths = most_lengths(self._handle)
+        self.ragged_passes = ragged_passes(self._handle)
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 if the model keeps none."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)

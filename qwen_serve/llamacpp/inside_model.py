@@ -33,8 +33,12 @@ EMBEDDED = b"model.input_embed"
 LENGTHS, N_UBATCH = (1, 5, 3), 6
 """Tokens of three sequences, and the most tokens of a pass."""
 
-PASSES = [[100, 200, 300], [201, 202, 301, 302], [203, 204]]
-"""The tokens of each expected pass. A pass takes from each sequence as many as the shortest one has left."""
+PASSES = {
+    False: [[100, 200, 300], [201, 202, 301, 302], [203, 204]],
+    True: [[100, 200, 201, 202, 203, 204], [300, 301, 302]],
+}
+"""The tokens of each expected pass. With the patch ragged-passes (True), a pass takes one sequence after the
+other; without, from each sequence as many as the shortest one has left."""
 
 OPTIONS = ContextOptions(
     n_ctx=64,
@@ -62,8 +66,8 @@ def with_model(path: Path) -> list[Check]:
 
 def split_equal(path: Path) -> str:
     """Checks the passes over a ragged batch (src/llama-batch.cpp)."""
-    found = passes(path)
-    return "" if found == PASSES else f"tokens are computed as {found}, not {PASSES}"
+    ragged, found = passes(path)
+    return "" if found == PASSES[ragged] else f"tokens are computed as {found}, not {PASSES[ragged]}"
 
 
 def output_reserve(path: Path) -> str:
@@ -84,8 +88,9 @@ def output_reserve(path: Path) -> str:
     return ""
 
 
-def passes(path: Path) -> list[list[int]]:
-    """The tokens of each pass over a batch of `LENGTHS`, sequence by sequence, in the order of computation.
+def passes(path: Path) -> tuple[bool, list[list[int]]]:
+    """Whether passes are ragged, and the tokens of each pass over a batch of `LENGTHS`, in the order of
+    computation. The batch is written sequence by sequence.
 
     A token is recognized by its embedding. A first batch, of one sequence, shows the embeddings of all
     tokens.
@@ -114,7 +119,7 @@ def passes(path: Path) -> list[list[int]]:
     finally:
         context.close()
         model.close()
-    return [[known.get(row.tobytes(), -1) for row in rows] for rows in seen]
+    return context.ragged_passes, [[known.get(row.tobytes(), -1) for row in rows] for rows in seen]
 
 
 def _decode(

@@ -119,10 +119,10 @@ def run(client: str, start: Start, model: Callable[[str], Any], work: Path) -> t
     text = snippet.pointed_at(url, "none", work).replace('"Say hello."', f'"{TASK}" {options}')
     text = text.replace("32768", "1000000")  # of a token for each byte
     variables = environment(CLIENTS[client], folder, str(work))
-    return execute(["bash", "-e", "-c", text], work, variables, 120)
+    return execute(["bash", "-e", "-c", text], work, variables, 240)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("client", AGENTS)
 def test_a_file_is_changed_and_a_command_run(start: Start, client: str, tmp_path: Path) -> None:
     work = tmp_path / "work"
@@ -163,7 +163,7 @@ class Cutting(FakeEngine):
 CUT = "<cut>"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("client", AGENTS)
 def test_it_goes_on_after_a_cut_call_a_drifted_one_and_quoted_tags(
     start: Start, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

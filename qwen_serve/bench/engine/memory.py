@@ -4,6 +4,7 @@ The plan needs a GGUF's header alone, so no model is needed. Compute buffers are
 without a GPU, for the same passes.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,16 +20,17 @@ from qwen_serve.convert.tensors import FLOAT_TYPES
 from qwen_serve.llamacpp import Device
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
+from qwen_serve.server.engine.planning.contexts import CELL_PADDING, padded
 from qwen_serve.server.engine.planning.fit import plan_memory
-from qwen_serve.server.engine.planning.plan import MemoryPlan
+from qwen_serve.server.engine.planning.plan import MAX_CELLS, MemoryPlan
 from qwen_serve.server.engine.settings import EngineSettings
 
 QUANTS = ("Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "BF16")
 GB, HOST = 10**9, 64 * 10**9
 NOTE = (
-    "Tokens in the KV cache (F16) for all requests together, as the server plans them by default, with "
-    "room for the prefix cache. A GB is 10^9 bytes; the driver's margin is taken off. With the MTP head, "
-    "without a vision tower and FP16 copies; the embedding is in host memory."
+    "The largest --ctx-size: tokens of all requests and the prefix cache together, F16, at most 262,144. A "
+    "GB is 10^9 bytes; the driver's margin is taken off. Other settings are the server's defaults, with the "
+    "MTP head, without a vision tower and FP16 copies; the embedding is in host memory."
 )
 
 
@@ -63,7 +65,7 @@ def memory(
 
 
 def fits_table(shape: str, quants: Sequence[str], cards: Sequence[int], parallel: Sequence[int]) -> Table:
-    """Tokens that fit by quant, and by card and number of requests; empty where nothing does."""
+    """The largest context by quant, and by card and number of requests; empty where nothing fits."""
     rows: list[list[str | float]] = []
     for quant, path in _headers(shape, quants):
         plans = [_plan(path, card * GB, n) for card in cards for n in parallel]
@@ -71,7 +73,7 @@ def fits_table(shape: str, quants: Sequence[str], cards: Sequence[int], parallel
         tokens = [f"{plan.settings.ctx_size:,}" if plan else "" for plan in plans]
         rows.append([quant, f"{weights:.1f}" if weights else "", *tokens])
     columns = [f"{card} GB, {n} at once" for card in cards for n in parallel]
-    return Table(["quant", "weights, GB", *columns], rows, f"Tokens of context that fit: {shape}", (NOTE,))
+    return Table(["quant", "weights, GB", *columns], rows, f"Largest context: {shape}", (NOTE,))
 
 
 def _headers(shape: str, quants: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -88,13 +90,25 @@ def _headers(shape: str, quants: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _plan(path: Path, n_bytes: int, parallel: int) -> MemoryPlan | None:
-    """None if it does not fit. The device has llama.cpp's name of the one that computes here."""
+    """The server's plan with the largest context that fits; None if nothing does. The device has llama.cpp's
+    name of the one that computes here."""
     places = [
         Device("CPU", f"a card of {n_bytes / GB:g} GB", True, n_bytes, n_bytes),
         Device("CPU", "the host", False, HOST, HOST),
     ]
     wanted = EngineSettings(model=path, parallel=parallel, speculation="both", remember=False)
     try:
-        return plan_memory(wanted.replace(f16_copies="off", repack="off"), read_header(path), places)
+        plan = plan_memory(wanted.replace(f16_copies="off", repack="off"), read_header(path), places)
     except DoesNotFit:
         return None
+    least, sizes = plan.settings.ctx_size, range(plan.settings.ctx_size, MAX_CELLS + 1, CELL_PADDING)
+    count = bisect_left(
+        sizes, True, key=lambda n: not plan.rearranged(plan.settings.replace(ctx_size=n)).fits
+    )
+    cells = sizes[max(count - 1, 0)]
+    while cells > least:
+        wide = plan.rehearsed(plan.settings.replace(ctx_size=cells))  # buffers grow with the context
+        if wide.fits:
+            return wide
+        cells = max(least, padded(cells * 31 // 32) - CELL_PADDING)
+    return plan

@@ -125,7 +125,8 @@ def _call(origin: Origin, method: str, target: str, body: bytes, headers: dict[s
         if late.is_set() or isinstance(error, TimeoutError):
             message = f"the MCP server did not answer within {TOTAL_S:g} s"
             raise ApiError(504, message, code="mcp_timeout") from None
-        raise ApiError(502, f"the MCP server cannot be reached: {error}", code="mcp_unreachable") from None
+        why = getattr(error, "strerror", None) or error
+        raise ApiError(502, f"the MCP server cannot be reached: {why}", code="mcp_unreachable") from None
     finally:
         connection.close()
 

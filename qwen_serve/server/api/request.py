@@ -16,7 +16,6 @@ from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from
 from qwen_serve.server.api.limits import PICTURE_WORK, in_thread, interruptible
 from qwen_serve.server.api.picture_urls import fetch
 from qwen_serve.server.api.service import unavailable
-from qwen_serve.server.chat.bounded_template import TakesLong, briefly
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -31,9 +30,8 @@ Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")
 
 LARGE_JSON = 128 * 1024
-LONG_TEXT = 4 * 1024
-"""A body of this many bytes is decoded, or its text tokenized, on a thread. For a smaller one, passing it to
-a thread costs as much as the work."""
+"""A body of this many bytes is decoded on a thread. For a smaller one, passing it to a thread costs as much
+as the work."""
 
 MAX_VALUES = 2**19
 """Most JSON values of a body, counted by brackets and commas. All of them are created with the GIL held."""
@@ -169,20 +167,13 @@ async def on_thread(work: Callable[[], Result], size: int) -> Result:
 
 
 async def prepared(context: RequestContext, work: Callable[[Callable[[], None]], Result]) -> Result:
-    """Runs `work(interrupt)`, which turns the request's body into a prompt; on a thread if that takes long.
+    """Runs `work(interrupt)`, which turns the request's body into a prompt, on a thread.
 
-    `work` may begin twice: if a template takes too long on the event loop, `work` begins again on a thread.
-    From then on that template is rendered on threads only.
+    The tokenizer works without Python's lock, so the event loop and other prompts go on.
 
     `interrupt` raises once the client has left, and then this raises ClientLeft. Afterwards the body is no
     longer counted.
     """
-    if context.body.size < LONG_TEXT:
-        try:
-            with briefly():
-                return work(lambda: None)
-        except TakesLong:  # a slow template, whatever the body
-            pass
     try:
         interrupted = interruptible(work, context.body.size, context.service.bodies)
         return await until_gone(context.http, interrupted)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from contextlib import contextmanager
-from contextvars import ContextVar
 from time import thread_time
 from types import BuiltinMethodType
 from typing import TYPE_CHECKING, Any, cast
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 SECONDS = 5.0
 """CPU seconds for one rendering."""
 
-BRIEFLY = 0.02
-"""CPU seconds for one rendering on the event loop."""
-
 MOST_CHARACTERS = 2**26
 """Most characters of a rendering, and of any text or list that it creates."""
 
@@ -37,23 +32,6 @@ _FILLING = {"center", "ljust", "rjust", "zfill", "expandtabs"}
 
 class TooMuch(jinja2.TemplateError):
     """A template exceeds its limits."""
-
-
-class TakesLong(Exception):
-    """A rendering exceeds its time on the event loop and has to begin again on a thread."""
-
-
-_brief = ContextVar("brief", default=False)
-
-
-@contextmanager
-def briefly() -> Iterator[None]:
-    """Renderings in this context raise TakesLong after BRIEFLY."""
-    token = _brief.set(True)
-    try:
-        yield
-    finally:
-        _brief.reset(token)
 
 
 class _Bounds(NodeTransformer):
@@ -80,8 +58,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         # no optimizer: it would compute constants without these limits
         super().__init__(optimized=False, **options)
-        self._takes_long = False
-        """Whether a rendering took too long for the event loop; then none begins there any more."""
         self._of_thread = threading.local()
         self.filters["_watched"] = self._watched
         self.filters["_concatenated"] = _concatenated
@@ -89,17 +65,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _checked(name, self.filters[name])
 
     def begin(self) -> None:
-        """Starts a rendering on this thread. Raises TakesLong."""
-        if self._takes_long and _brief.get():
-            raise TakesLong
-        self._of_thread.brief = _brief.get()
-        self._of_thread.end = thread_time() + (BRIEFLY if self._of_thread.brief else SECONDS)
+        """Starts a rendering on this thread."""
+        self._of_thread.end = thread_time() + SECONDS
 
     def _check_time(self) -> None:
         if thread_time() > getattr(self._of_thread, "end", float("inf")):
-            if self._of_thread.brief:
-                self._takes_long = True
-                raise TakesLong
             raise TooMuch(f"the chat template takes more than {SECONDS:g} s")
 
     def _watched(self, items: Iterable[Any]) -> Iterable[Any]:

@@ -10,7 +10,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 
-from .bounded_template import MOST_CHARACTERS, BoundedEnvironment, TakesLong
+from .bounded_template import MOST_CHARACTERS, BoundedEnvironment
 from .errors import PromptError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ChatTemplate:
     def render(
         self, variables: dict[str, Any], extra: dict[str, Any], check: Callable[[int], None] = lambda _: None
     ) -> str:
-        """Renders with `variables` and the request's `extra` ones. Raises PromptError, or TakesLong.
+        """Renders with `variables` and the request's `extra` ones. Raises PromptError.
 
         `check` is called with 0 between the parts of the result, and may raise to stop the work.
         """
@@ -75,8 +75,6 @@ class ChatTemplate:
         try:
             # not `generate`: its error handling creates frames that refer to each other and to all messages
             yield from self._template.root_render_func(context)
-        except TakesLong:
-            raise
         except jinja2.UndefinedError as error:
             raise PromptError(f"the chat template misses something: {error}", "messages") from error
         except jinja2.TemplateError as error:

@@ -212,8 +212,8 @@ class Runner:
 
     def _ubatches(self, batch: Batch) -> Iterator[Pass]:
         lengths = [chunk.n_tokens for chunk in batch.chunks]
-        most = self._context.most_lengths if batch.n_rows < batch.n_tokens else 1
-        return ubatches(lengths, self._context.n_ubatch, self._tail, most)
+        context = self._context
+        return ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes)
 
     def _fill_ubatches(self, batch: Batch) -> list[Placement]:
         """Write tokens in the order of ubatches; llama.cpp would swap outputs of another order row by row."""

@@ -26,9 +26,9 @@ So unusable logits do not tell which sequence caused them. The cells are cleared
 start again, each alone until it has a token. A sequence that gets none even alone is the cause and fails.
 
 On a hybrid model llama.cpp reads the weights once for each distinct token count of a step's sequences, since
-the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes, prompts
-of different lengths share a pass. Decodes have steps of their own, because together with a chunk of a prompt,
-attention would read a mask of all sequences' cells for each of its tokens.
+the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes,
+sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a
+prompt, attention would read a mask of all sequences' cells for each of its tokens.
 
 This module does not use llama.cpp: the scheduler counts cells, the runner fills them.
 """

@@ -11,24 +11,24 @@ Pass = list[tuple[int, int]]
 """Sequences, by index, and how many tokens each of them has in a pass, in order."""
 
 
-def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0, most_lengths: int = 1) -> Iterator[Pass]:
+def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0, *, ragged: bool = False) -> Iterator[Pass]:
     """Splits a batch into ubatches (passes over the weights), as llama.cpp does with one pool of cells.
 
     llama.cpp returns outputs in this order, so batches are written in it; otherwise it swaps their rows. Only
-    speed depends on this: where a row was computed is asked of llama.cpp. A pass takes all that is left, the
-    shortest sequence first, if that fits and has at most `most_lengths` different numbers of tokens
-    (`split_runs`, llama-batch.cpp, of the patch ragged-passes). Otherwise it takes the same number of tokens
-    from each sequence, and ends where the shortest sequence ends (`split_equal`). The shortest sequences come
-    first. With `tail` above 0 the last `tail` tokens of a sequence stay in one pass: a sequence that would be
-    split there waits for the next pass, and so do all sequences after it.
+    speed depends on this: where a row was computed is asked of llama.cpp. With `ragged` a pass takes the
+    sequences one after the other, as many tokens as fit (`split_offsets`, llama-batch.cpp, of the patch
+    ragged-passes). Otherwise it takes the same number of tokens from each sequence, and ends where the
+    shortest sequence ends (`split_equal`). With `tail` above 0 the last `tail` tokens of a sequence stay in
+    one pass. Then `split_equal` has the shortest sequences come first: a sequence that would be split there
+    waits for the next pass, and so do all sequences after it.
     """
+    if ragged:
+        yield from _ragged(lengths, n_ubatch, tail)
+        return
     left = dict(enumerate(lengths))
     if tail:
         left = dict(sorted(left.items(), key=lambda item: item[1]))
     while left:
-        if sum(left.values()) <= n_ubatch and 1 < len(set(left.values())) <= most_lengths:
-            yield sorted(left.items(), key=lambda item: item[1])
-            return
         length = min(min(left.values()), max(1, n_ubatch // len(left)))
         taken = list(left)
         if tail:
@@ -43,3 +43,23 @@ def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0, most_lengths:
             left[index] -= length
             if not left[index]:
                 del left[index]
+
+
+def _ragged(lengths: Sequence[int], n_ubatch: int, tail: int) -> Iterator[Pass]:
+    one: Pass = []
+    room = n_ubatch
+    for index, whole in enumerate(lengths):
+        left = whole
+        while left:
+            taken = min(left, room)
+            if 0 < left - taken < tail:
+                taken = max(0, left - tail)
+            if taken:
+                one.append((index, taken))
+            left -= taken
+            room -= taken
+            if left or not room:
+                yield one
+                one, room = [], n_ubatch
+    if one:
+        yield one

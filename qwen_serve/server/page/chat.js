@@ -129,7 +129,7 @@ async function stream(conversation, message, body) {
   clearInterval(clock);
   cancelAnimationFrame(due);
   draw();
-  if (current === conversation) show();
+  if (current === conversation) show(atEnd()); // what it calls is shown below it
   else list();
   if (failed?.status === 401) askForKey(failed.message);
   else if (failed || model !== $("model").textContent) identify(); // the server may have been started anew

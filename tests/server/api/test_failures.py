@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -15,6 +15,9 @@ from tests.server.api.conftest import Start
 from tests.server.api.formats.test_completions import events
 from tests.server.api.test_bad_input import error_of
 from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LONG = "word " * 400
 
@@ -82,8 +85,8 @@ def test_a_full_queue_gives_up_the_whole_request(start: Start) -> None:
     assert all(entry.cancelled for entry in server.engine.submissions)
 
 
-def leave(url: str, body: str, path: str, *, after: int) -> None:
-    """Send a request and disconnect after `after` bytes of the response."""
+def leave(url: str, body: str, path: str, *, after: int, once: Callable[[], object]) -> None:
+    """Send a request and disconnect after `after` bytes of the response, `once` that holds."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
@@ -91,6 +94,7 @@ def leave(url: str, body: str, path: str, *, after: int) -> None:
         received = 0
         while received < after:
             received += len(connection.recv(4096))
+        wait_until(once)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/invocations"])
@@ -99,8 +103,9 @@ def leave(url: str, body: str, path: str, *, after: int) -> None:
 )
 def test_a_client_that_leaves_frees_its_sequences(start: Start, path: str, options: str, after: int) -> None:
     server = start(LONG, delay=0.005)
-    leave(server.url, f'{{"prompt": "x", "max_tokens": {len(LONG)}, {options}}}', path, after=after)
-    wait_until(lambda: bool(server.engine.submissions) and not server.engine.running)
+    body = f'{{"prompt": "x", "max_tokens": {len(LONG)}, {options}}}'
+    leave(server.url, body, path, after=after, once=lambda: server.engine.submissions)
+    wait_until(lambda: not server.engine.running)
     assert all(entry.cancelled and entry.sent < len(LONG) for entry in server.engine.submissions)
     wait_until(lambda: server.service.in_flight == 0)
     assert f'qwen_requests_total{{endpoint="{path}",status="499"}} 1.0' in server.http.get("/metrics").text

@@ -66,7 +66,7 @@ class FakeContext:
         self.n_ctx = self.n_batch = self.n_ctx_seq = n_ctx
         self.unified = True
         self.n_ubatch = n_ubatch or n_ctx
-        self.n_snapshots, self.most_lengths = 0, 1
+        self.n_snapshots, self.ragged_passes = 0, False
         self.held: dict[int, tuple[int, ...]] = {}
         self.removed: list[int] = []
         """Sequence ids that were emptied."""

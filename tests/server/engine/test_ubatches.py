@@ -29,32 +29,31 @@ def test_the_end_of_a_long_prompt_stays_whole() -> None:
     assert list(ubatches([18], 16, tail=5)) == [[(0, 13)], [(0, 5)]]
 
 
-def test_one_pass_has_sequences_of_several_lengths() -> None:
-    assert list(ubatches([5, 1, 3, 1], 512, most_lengths=3)) == [[(1, 1), (3, 1), (2, 3), (0, 5)]]
+def test_a_ragged_pass_has_one_sequence_after_the_other() -> None:
+    assert list(ubatches([5, 1, 3, 1], 512, ragged=True)) == [[(0, 5), (1, 1), (2, 3), (3, 1)]]
+    assert list(ubatches([5, 1, 3], 7, ragged=True)) == [[(0, 5), (1, 1), (2, 1)], [(2, 2)]]
+    assert list(ubatches([18], 8, ragged=True)) == [[(0, 8)], [(0, 8)], [(0, 2)]]
 
 
-def test_too_many_lengths_become_fewer_from_pass_to_pass() -> None:
-    assert list(ubatches([5, 1, 3], 512, most_lengths=2)) == [[(0, 1), (1, 1), (2, 1)], [(2, 2), (0, 4)]]
-
-
-def test_a_pass_of_several_lengths_has_all_that_is_left() -> None:
-    assert list(ubatches([9, 3], 8, most_lengths=2)) == [[(0, 3), (1, 3)], [(0, 6)]]
+def test_a_ragged_pass_leaves_ends_whole() -> None:
+    assert list(ubatches([6, 4], 8, 3, ragged=True)) == [[(0, 6), (1, 1)], [(1, 3)]]
+    assert list(ubatches([6, 3], 8, 3, ragged=True)) == [[(0, 6)], [(1, 3)]]
 
 
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     n_ubatch=st.integers(16, 64),
     tail=st.integers(0, 9),
-    most_lengths=st.integers(1, 3),
+    ragged=st.booleans(),
 )
 def test_every_token_is_computed_once_and_ends_stay_whole(
-    lengths: list[int], n_ubatch: int, tail: int, most_lengths: int
+    lengths: list[int], n_ubatch: int, tail: int, ragged: bool
 ) -> None:
     left = list(lengths)
-    for one in ubatches(lengths, n_ubatch, tail, most_lengths):
+    for one in ubatches(lengths, n_ubatch, tail, ragged=ragged):
         assert one
         assert sum(length for _, length in one) <= n_ubatch
-        assert len({length for _, length in one}) <= most_lengths
+        assert ragged or len({length for _, length in one}) == 1
         for index, length in one:
             assert length > 0
             left[index] -= length

@@ -73,7 +73,7 @@ def nothing_ran(page: Any) -> None:
     assert page.title() != "owned"
     log = page.locator("#log")
     bad = "script, iframe, object, embed, form, input:not([type=checkbox]), link, meta, base, style, video"
-    assert log.locator(f".markdown :is({bad})").count() == 0
+    assert log.locator(f":is(.markdown, .calls) :is({bad})").count() == 0
     assert log.locator("img:not([src^='data:']):not([src^='blob:'])").count() == 0
     risky = "[onerror], [onload], [onclick], [onfocus], [ontoggle], [onmouseover], [formaction], [srcdoc]"
     assert log.locator(risky).count() == 0
@@ -110,14 +110,15 @@ def test_what_a_model_says_is_not_run(start: Start, page: Any) -> None:
 
 def message(at: int, text: str) -> dict[str, Any]:
     role = "user" if at % 2 == 0 else "assistant"
-    made = {"role": role, "content": text, "reasoning": text, "created": at, "model": text}
+    call = {"id": text, "name": text, "arguments": text, "result": text}
+    made = {"role": role, "content": text, "reasoning": text, "created": at, "calls": [call]}
     return {**made, "id": f"{at}", "parent": f"{at - 1}" if at else None, "figures": text, "problem": text}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_a_file_says_is_not_run(start: Start, page: Any, tmp_path: Path) -> None:
-    """Imported conversations: in every text that is shown, and with fields of any kind."""
+    """Imported conversations: in every text that is shown, tool results too, and with fields of any kind."""
     page.goto(start("x").url)
     format_ = "qwen-serve conversations"
     odd: list[Any] = [None, 5, [], {}, "__proto__", {"__proto__": {"title": "owned"}}, "x" * 100_000]
@@ -130,7 +131,7 @@ def test_what_a_file_says_is_not_run(start: Start, page: Any, tmp_path: Path) ->
         *({"id": value, "title": value, "messages": [message(0, "x")], "__proto__": value} for value in odd),
         *(
             {"title": "x", "messages": [{**message(0, "x"), name: value}]}
-            for name in ("role", "content", "parent", "created", "pictures", "files")
+            for name in ("role", "content", "parent", "created", "pictures", "files", "calls")
             for value in odd
         ),
         {"title": "circle", "messages": [{**message(at, "x"), "parent": f"{1 - at}"} for at in (0, 1)]},

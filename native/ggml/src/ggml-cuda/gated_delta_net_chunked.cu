@@ -129,6 +129,34 @@ static __device__ __forceinline__ void gdn_load_rows(float * dst, const float * 
     }
 }
 
+// Where the tokens and chunks of a sequence are. With offsets a sequence has room for one chunk more than it may need, so that the place of its
+// chunks follows from its own offset.
+struct gdn_sequence {
+    int64_t first;     // token, in tensors of all tokens of one sequence
+    int64_t dst_first; // token of the output
+    int     n_tokens;  // that are read as chunks
+    int     first_chunk;
+};
+
+static __device__ __forceinline__ int gdn_first_chunk(const int32_t * offsets, const int sequence) { return offsets[sequence] / GDN_C + sequence; }
+
+static __device__ __forceinline__ gdn_sequence gdn_find_sequence(
+        const int32_t * offsets, const int sequence, const int n_tokens, const int n_last, const int64_t n_tokens_dst) {
+    if (offsets == nullptr) { return { 0, sequence * n_tokens_dst, n_tokens, sequence * ((n_tokens + GDN_C - 1) / GDN_C) }; }
+    const int first = offsets[sequence];
+    return { first, first, ggml_cuda_gdn_n_chunked(offsets[sequence + 1] - first, n_last), gdn_first_chunk(offsets, sequence) };
+}
+
+// The sequence that a chunk is of, for all threads of a block.
+template <int nthreads>
+static __device__ __forceinline__ int gdn_sequence_of_chunk(
+        const int32_t * offsets, const int n_seqs, const int n_tokens, const int chunk, const int tid) {
+    if (offsets == nullptr) { return chunk / ((n_tokens + GDN_C - 1) / GDN_C); }
+    int n = 0;
+    for (int s = 0; s < n_seqs; s += nthreads) { n += __syncthreads_count(s + tid < n_seqs && gdn_first_chunk(offsets, s + tid) <= chunk); }
+    return n - 1;
+}
+
 // X -> -T22 * L21 * T11 in the lower left of the inverse, for pairs of inverted blocks of n rows on the diagonal
 template <int n, int nthreads>
 static __device__ __forceinline__ void gdn_invert_merge(float * T, const float * L, float * P, const int tid) {
@@ -162,19 +190,30 @@ static __device__ __forceinline__ void gdn_invert_merge(float * T, const float *
 
 // T, M [64, 64] and exp(b), exp(b[63] - b) [2*64] of each chunk, head and sequence; a block has the heads of one of q and k.
 static __global__ void __launch_bounds__(128, 1) gated_delta_net_prepare(const float * q, const float * k, const float * g, const float * beta,
-        float * T_d, float * M_d, float * E_d, const int H, const int neqk1, const int rq3, const int n_tokens, const int64_t sq1, const int64_t sq2,
-        const int64_t sq3, const int64_t sb1, const int64_t sb2, const int64_t sb3, const float scale) {
+        float * T_d, float * M_d, float * E_d, const int32_t * offsets, const int n_seqs, const int n_last, const int H, const int neqk1,
+        const int rq3, const int n_tokens, const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sb1, const int64_t sb2,
+        const int64_t sb3, const float scale) {
     constexpr int nthreads = 128;
 
-    const int chunk    = blockIdx.x;
-    const int head_k   = blockIdx.y;
-    const int sequence = blockIdx.z;
     const int tid      = threadIdx.x;
-    const int warp     = tid / 32;
-    const int lg       = tid % 32 / 4;
-    const int lt       = tid % 4;
-    const int t0       = chunk * GDN_C;
-    const int valid    = min(GDN_C, n_tokens - t0);
+    const int head_k   = blockIdx.y;
+    const int sequence = gdn_sequence_of_chunk<nthreads>(offsets, n_seqs, n_tokens, blockIdx.x, tid);
+
+    const gdn_sequence seq = gdn_find_sequence(offsets, sequence, n_tokens, n_last, 0);
+
+    const int chunk = (int) blockIdx.x - seq.first_chunk;
+    const int warp  = tid / 32;
+    const int lg    = tid % 32 / 4;
+    const int lt    = tid % 4;
+    const int t0    = chunk * GDN_C;
+    const int valid = min(GDN_C, seq.n_tokens - t0);
+
+    if (valid <= 0) { return; }
+
+    q += seq.first * sq2;
+    k += seq.first * sq2;
+    g += seq.first * sb2;
+    beta += seq.first * sb2;
 
     extern __shared__ __align__(16) float gdn_smem[];
     float *                               sK = gdn_smem;
@@ -210,7 +249,7 @@ static __global__ void __launch_bounds__(128, 1) gated_delta_net_prepare(const f
     }
 
     for (int head = head_k; head < H; head += neqk1) {
-        const int64_t out = ((int64_t) sequence * gridDim.x + chunk) * H + head;
+        const int64_t out = (int64_t) blockIdx.x * H + head;
 
         __syncthreads(); // q, k or the inverse of the previous head
         if (tid < GDN_C) {
@@ -298,9 +337,9 @@ static __global__ void __launch_bounds__(128, 1) gated_delta_net_prepare(const f
 //     shared memory. Otherwise T and M replace q.
 template <bool prefetch>
 static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const float * q, const float * k, const float * v, const float * T_d,
-        const float * M_d, const float * E_d, const float * curr_state, const int32_t * ids, float * dst, float * state, const int H, const int neqk1,
-        const int rq3, const int n_tokens, const int n_tokens_dst, const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sv1,
-        const int64_t sv2, const int64_t sv3, const float scale) {
+        const float * M_d, const float * E_d, const float * curr_state, const int32_t * ids, float * dst, float * state, const int32_t * ids_to,
+        const int32_t * offsets, const int n_last, const int H, const int neqk1, const int rq3, const int n_tokens_each, const int n_tokens_dst,
+        const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sv1, const int64_t sv2, const int64_t sv3, const float scale) {
     constexpr int nthreads = 256;
 
     const int head     = blockIdx.x;
@@ -310,7 +349,13 @@ static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const fl
     const int warp     = tid / 32;
     const int lg       = tid % 32 / 4;
     const int lt       = tid % 4;
+
+    const gdn_sequence seq = gdn_find_sequence(offsets, sequence, n_tokens_each, n_last, n_tokens_dst);
+
+    const int n_tokens = seq.n_tokens;
     const int n_chunks = (n_tokens + GDN_C - 1) / GDN_C;
+
+    if (n_tokens == 0) { return; }
 
     // tokens are split among 4 warps, columns among 2
     const int row_w = warp % 4 * 16;
@@ -327,11 +372,13 @@ static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const fl
     float *                               sX = sS + GDN_D * GDN_LDS; // V - diag(exp(b))*K*S, then D
     float *                               sE = sX + GDN_C * GDN_LDS; // exp(b) and exp(b[63] - b), of the next chunk, too
 
-    q += sequence / rq3 * sq3 + head % neqk1 * sq1;
-    k += sequence / rq3 * sq3 + head % neqk1 * sq1;
-    v += sequence * sv3 + head * sv1 + col0;
-    dst += ((int64_t) sequence * n_tokens_dst * H + head) * GDN_D + col0;
-    state += ((int64_t) sequence * H + head) * GDN_D * GDN_D + col0 * GDN_D;
+    q += sequence / rq3 * sq3 + seq.first * sq2 + head % neqk1 * sq1;
+    k += sequence / rq3 * sq3 + seq.first * sq2 + head % neqk1 * sq1;
+    v += sequence * sv3 + seq.first * sv2 + head * sv1 + col0;
+    dst += (seq.dst_first * H + head) * GDN_D + col0;
+
+    const int64_t state_to = ids_to ? ids_to[sequence] : sequence;
+    state += (state_to * H + head) * GDN_D * GDN_D + col0 * GDN_D;
 
     const int64_t state_id = ids ? ids[sequence] : sequence;
     curr_state += (state_id * H + head) * GDN_D * GDN_D + col0 * GDN_D;
@@ -347,14 +394,14 @@ static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const fl
         if (chunk < n_chunks) {
             gdn_load_rows<GDN_C, GDN_D, GDN_LDK, nthreads>(sQ, q + (int64_t) chunk * GDN_C * sq2, sq2, n_tokens - chunk * GDN_C, tid);
             if (tid < 2 * GDN_C / 4) {
-                const int64_t index = ((int64_t) sequence * n_chunks + chunk) * H + head;
+                const int64_t index = (int64_t) (seq.first_chunk + chunk) * H + head;
                 gdn_cp_async_16(sE + chunk % 2 * 2 * GDN_C + tid * 4, E_d + index * 2 * GDN_C + tid * 4, true);
             }
         }
         gdn_cp_async_commit();
     };
     const auto load_tm = [&](const int chunk) {
-        const int64_t index = ((int64_t) sequence * n_chunks + chunk) * H + head;
+        const int64_t index = (int64_t) (seq.first_chunk + chunk) * H + head;
         gdn_load_rows<GDN_C, GDN_C, GDN_LDT, nthreads>(sT, T_d + index * GDN_C * GDN_C, GDN_C, GDN_C, tid);
         gdn_load_rows<GDN_C, GDN_C, GDN_LDT, nthreads>(sM, M_d + index * GDN_C * GDN_C, GDN_C, GDN_C, tid);
         gdn_cp_async_commit();
@@ -372,7 +419,7 @@ static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const fl
         for (int l = 0; l < 4; ++l) {
             const int row           = warp * 16 + lg + (l / 2) * 8;
             const int col           = n * 8 + lt * 2 + l % 2;
-            S[n][l]                 = curr_state[col * GDN_D + row];
+            S[n][l]                 = state_id < 0 ? 0.0f : curr_state[col * GDN_D + row];
             sS[row * GDN_LDS + col] = S[n][l];
         }
     }
@@ -707,23 +754,34 @@ static __device__ __forceinline__ void gdn_times_keys(
 
 // K, Q in halves, T, M in halves and the factors of each chunk. Matrices lie as tiles of 8x8 halves.
 static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(const float * q, const float * k, const float * g, const float * beta,
-        char * kq_d, char * heads_d, const int H, const int neqk1, const int rq3, const int n_tokens, const int64_t sq1, const int64_t sq2,
-        const int64_t sq3, const int64_t sb1, const int64_t sb2, const int64_t sb3, const float scale) {
+        char * kq_d, char * heads_d, const int32_t * offsets, const int n_seqs, const int n_last, const int H, const int neqk1, const int rq3,
+        const int n_tokens, const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sb1, const int64_t sb2, const int64_t sb3,
+        const float scale) {
 #ifdef GDN_HOPPER_AVAILABLE
-    const int chunk    = blockIdx.x;
-    const int head_k   = blockIdx.y;
-    const int sequence = blockIdx.z;
-    const int n_chunks = gridDim.x;
     const int tid      = threadIdx.x;
-    const int warp     = tid / 32;
-    const int lane     = tid % 32;
-    const int lg       = lane / 4;
-    const int lt       = lane % 4;
-    const int group    = warp / 4; // has one of two heads
-    const int tid_g    = tid % 128;
-    const int warp_g   = warp % 4;
-    const int t0       = chunk * GDN_C;
-    const int valid    = min(GDN_C, n_tokens - t0);
+    const int head_k   = blockIdx.y;
+    const int n_slots  = gridDim.x; // of chunks
+    const int sequence = gdn_sequence_of_chunk<256>(offsets, n_seqs, n_tokens, blockIdx.x, tid);
+
+    const gdn_sequence seq = gdn_find_sequence(offsets, sequence, n_tokens, n_last, 0);
+
+    const int chunk  = (int) blockIdx.x - seq.first_chunk;
+    const int warp   = tid / 32;
+    const int lane   = tid % 32;
+    const int lg     = lane / 4;
+    const int lt     = lane % 4;
+    const int group  = warp / 4; // has one of two heads
+    const int tid_g  = tid % 128;
+    const int warp_g = warp % 4;
+    const int t0     = chunk * GDN_C;
+    const int valid  = min(GDN_C, seq.n_tokens - t0);
+
+    if (valid <= 0) { return; }
+
+    q += seq.first * sq2;
+    k += seq.first * sq2;
+    g += seq.first * sb2;
+    beta += seq.first * sb2;
 
     constexpr int     half_bytes = GDN_C * GDN_D * 2;
     constexpr int     tri_floats = GDN_C * GDN_LDT;
@@ -742,7 +800,7 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
     if (tid == 0) { *sMax = 0; }
     __syncthreads();
 
-    char * kq = kq_d + ((int64_t) (sequence * neqk1 + head_k) * n_chunks + chunk) * GDN_KQ_BYTES;
+    char * kq = kq_d + ((int64_t) head_k * n_slots + blockIdx.x) * GDN_KQ_BYTES;
     {
         // each warp has 8 tokens, each lane 8 of 32 elements
         const int     row    = warp * 8 + lane % 8;
@@ -880,7 +938,7 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
         for (int h = 0; h < 2; ++h) {
             const int head = head0 + h * neqk1;
             if (head < H) {
-                char *        out   = heads_d + ((int64_t) (sequence * H + head) * n_chunks + chunk) * GDN_HEAD_BYTES;
+                char *        out   = heads_d + ((int64_t) head * n_slots + blockIdx.x) * GDN_HEAD_BYTES;
                 const float * sSum  = sV + h * 3 * GDN_C;
                 const float * sErr  = sSum + GDN_C;
                 const float * sBeta = sErr + GDN_C;
@@ -1010,7 +1068,7 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
         // each row of T in halves, a thread for half of the columns
         const int head = head0 + group * neqk1;
         if (head < H) {
-            char *    out  = heads_d + ((int64_t) (sequence * H + head) * n_chunks + chunk) * GDN_HEAD_BYTES;
+            char *    out  = heads_d + ((int64_t) head * n_slots + blockIdx.x) * GDN_HEAD_BYTES;
             const int row  = tid_g % GDN_C;
             float     vmax = 0.0f;
 #pragma unroll
@@ -1044,7 +1102,7 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
         }
     }
 #else
-    GGML_UNUSED_VARS(q, k, g, beta, kq_d, heads_d, H, neqk1, rq3, n_tokens, sq1, sq2, sq3, sb1, sb2, sb3, scale);
+    GGML_UNUSED_VARS(q, k, g, beta, kq_d, heads_d, offsets, n_seqs, n_last, H, neqk1, rq3, n_tokens, sq1, sq2, sq3, sb1, sb2, sb3, scale);
     NO_DEVICE_CODE;
 #endif // GDN_HOPPER_AVAILABLE
 }
@@ -1054,8 +1112,9 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
 // has itself. Another pair computes the outputs, meanwhile.
 // One more warp has chunks copied to shared memory, two of them ahead.
 static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_net_hopper(const char * kq_d, const char * heads_d, const float * v,
-        const float * curr_state, const int32_t * ids, float * dst, float * state, const int H, const int neqk1, const int n_tokens,
-        const int n_tokens_dst, const int64_t sv1, const int64_t sv2, const int64_t sv3) {
+        const float * curr_state, const int32_t * ids, float * dst, float * state, const int32_t * ids_to, const int32_t * offsets, const int n_last,
+        const int n_slots, const int H, const int neqk1, const int n_tokens_each, const int n_tokens_dst, const int64_t sv1, const int64_t sv2,
+        const int64_t sv3) {
 #ifdef GDN_HOPPER_AVAILABLE
     const int col0     = blockIdx.x * GDN_N;
     const int head     = blockIdx.y;
@@ -1064,7 +1123,13 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
     const int lane     = threadIdx.x % 32;
     const int lg       = lane / 4;
     const int lt       = lane % 4;
+
+    const gdn_sequence seq = gdn_find_sequence(offsets, sequence, n_tokens_each, n_last, n_tokens_dst);
+
+    const int n_tokens = seq.n_tokens;
     const int n_chunks = (n_tokens + GDN_C - 1) / GDN_C;
+
+    if (n_tokens == 0) { return; }
 
     constexpr int     stage_bytes = GDN_KQ_BYTES + GDN_HEAD_BYTES;
     constexpr int     half_bytes  = GDN_C * GDN_D * 2;
@@ -1087,8 +1152,8 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
     __syncthreads();
 
     if (warp == GDN_WARPS) {
-        kq_d += (int64_t) (sequence * neqk1 + head % neqk1) * n_chunks * GDN_KQ_BYTES;
-        heads_d += (int64_t) (sequence * H + head) * n_chunks * GDN_HEAD_BYTES;
+        kq_d += ((int64_t) (head % neqk1) * n_slots + seq.first_chunk) * GDN_KQ_BYTES;
+        heads_d += ((int64_t) head * n_slots + seq.first_chunk) * GDN_HEAD_BYTES;
         for (int chunk = 0; chunk < n_chunks; ++chunk) {
             const int s = chunk % 2;
             if (lane == 0) {
@@ -1135,20 +1200,21 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
             // note: the state may lie where the new one goes: a warp reads its part here, before it writes it below
             const int     col      = col0 + pair * 16 + lg; // and 8 more
             const int64_t state_id = ids ? ids[sequence] : sequence;
+            const int64_t state_to = ids_to ? ids_to[sequence] : sequence;
             curr_state += ((state_id * H + head) * GDN_D + col) * GDN_D + w * 64;
-            state += (((int64_t) sequence * H + head) * GDN_D + col) * GDN_D + w * 64;
+            state += ((state_to * H + head) * GDN_D + col) * GDN_D + w * 64;
             float st[8][4];
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
 #pragma unroll
                 for (int l = 0; l < 2; ++l) {
-                    const float2 x   = *(const float2 *) (curr_state + l * 8 * GDN_D + n * 8 + lt * 2);
+                    const float2 x   = state_id < 0 ? make_float2(0.0f, 0.0f) : *(const float2 *) (curr_state + l * 8 * GDN_D + n * 8 + lt * 2);
                     st[n][2 * l + 0] = x.x;
                     st[n][2 * l + 1] = x.y;
                 }
             }
 
-            v += sequence * sv3 + head * sv1 + col;
+            v += sequence * sv3 + seq.first * sv2 + head * sv1 + col;
             float      vals[4][4];
             const auto load_v = [&](const int chunk) {
 #pragma unroll
@@ -1274,7 +1340,7 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
                 for (int l = 0; l < 2; ++l) { *(float2 *) (state + l * 8 * GDN_D + n * 8 + lt * 2) = make_float2(st[n][2 * l], st[n][2 * l + 1]); }
             }
         } else {
-            dst += ((int64_t) sequence * n_tokens_dst * H + head) * GDN_D + col0 + pair * 16 + lg;
+            dst += (seq.dst_first * H + head) * GDN_D + col0 + pair * 16 + lg;
             for (int chunk = 0; chunk < n_chunks; ++chunk) {
                 const int      s       = chunk % 2;
                 const uint32_t stage   = gdn_shared(gdn_smem_h) + s * stage_bytes;
@@ -1343,10 +1409,13 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
         }
     }
 #else
-    GGML_UNUSED_VARS(kq_d, heads_d, v, curr_state, ids, dst, state, H, neqk1, n_tokens, n_tokens_dst, sv1, sv2, sv3);
+    GGML_UNUSED_VARS(
+            kq_d, heads_d, v, curr_state, ids, dst, state, ids_to, offsets, n_last, n_slots, H, neqk1, n_tokens_each, n_tokens_dst, sv1, sv2, sv3);
     NO_DEVICE_CODE;
 #endif // GDN_HOPPER_AVAILABLE
 }
+
+static int64_t gdn_n_slots(const ggml_cuda_gdn_args & args, const int64_t n_tokens); // of chunks
 
 static constexpr size_t gdn_hopper_prepare_bytes = GDN_KQ_BYTES + (2 * GDN_C * GDN_LDT + 2 * 3 * GDN_C + 2 * GDN_C + 4) * sizeof(float);
 static constexpr size_t gdn_hopper_bytes =
@@ -1360,23 +1429,28 @@ static bool gated_delta_net_hopper_supported(const int cc) {
 
 static void gated_delta_net_hopper_launch(
         ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_args & args, const int64_t n_tokens, cudaStream_t stream) {
-    const int64_t n_chunks = (n_tokens + GDN_C - 1) / GDN_C;
+    const int64_t n_slots = gdn_n_slots(args, n_tokens);
 
-    ggml_cuda_pool_alloc<char> kq(ctx.pool(), args.n_seqs * n_chunks * args.neqk1 * GDN_KQ_BYTES);
-    ggml_cuda_pool_alloc<char> heads(ctx.pool(), args.n_seqs * n_chunks * args.H * GDN_HEAD_BYTES);
+    ggml_cuda_pool_alloc<char> kq(ctx.pool(), n_slots * args.neqk1 * GDN_KQ_BYTES);
+    ggml_cuda_pool_alloc<char> heads(ctx.pool(), n_slots * args.H * GDN_HEAD_BYTES);
 
     CUDA_SET_SHARED_MEMORY_LIMIT(gated_delta_net_hopper_prepare, gdn_hopper_prepare_bytes);
-    gated_delta_net_hopper_prepare<<<dim3(n_chunks, args.neqk1, args.n_seqs), 256, gdn_hopper_prepare_bytes, stream>>>(args.q, args.k, args.g,
-            args.beta, kq.get(), heads.get(), args.H, args.neqk1, args.rq3, n_tokens, args.sq1, args.sq2, args.sq3, args.sb1, args.sb2, args.sb3,
-            1.0f / sqrtf((float) GDN_D));
+    gated_delta_net_hopper_prepare<<<dim3(n_slots, args.neqk1), 256, gdn_hopper_prepare_bytes, stream>>>(args.q, args.k, args.g, args.beta, kq.get(),
+            heads.get(), args.offsets, args.n_seqs, args.n_last, args.H, args.neqk1, args.rq3, n_tokens, args.sq1, args.sq2, args.sq3, args.sb1,
+            args.sb2, args.sb3, 1.0f / sqrtf((float) GDN_D));
     CUDA_CHECK(cudaGetLastError());
 
     CUDA_SET_SHARED_MEMORY_LIMIT(gated_delta_net_hopper, gdn_hopper_bytes);
     gated_delta_net_hopper<<<dim3(GDN_D / GDN_N, args.H, args.n_seqs), 32 * (GDN_WARPS + 1), gdn_hopper_bytes, stream>>>(kq.get(), heads.get(),
-            args.v, args.curr_state, args.ids, args.dst, args.state, args.H, args.neqk1, n_tokens, args.n_tokens, args.sv1, args.sv2, args.sv3);
+            args.v, args.curr_state, args.ids, args.dst, args.state, args.ids_to, args.offsets, args.n_last, n_slots, args.H, args.neqk1, n_tokens,
+            args.n_tokens, args.sv1, args.sv2, args.sv3);
     CUDA_CHECK(cudaGetLastError());
 }
 #endif // GDN_HOPPER
+
+static int64_t gdn_n_slots(const ggml_cuda_gdn_args & args, const int64_t n_tokens) {
+    return args.offsets ? args.n_tokens / GDN_C + args.n_seqs : args.n_seqs * ((n_tokens + GDN_C - 1) / GDN_C);
+}
 
 bool ggml_cuda_gated_delta_net_chunked_supported(const ggml_cuda_gdn_args & args, const int cc) {
     // The loads are of 16 bytes for q and k, 8 bytes for v.
@@ -1394,21 +1468,21 @@ void ggml_cuda_gated_delta_net_chunked(
     }
 #endif // GDN_HOPPER
 
-    const int     id       = ggml_cuda_get_device();
-    const size_t  smpbo    = ggml_cuda_info().devices[id].smpbo;
-    const int64_t n_chunks = (n_tokens + GDN_C - 1) / GDN_C;
-    const float   scale    = 1.0f / sqrtf((float) GDN_D);
+    const int     id      = ggml_cuda_get_device();
+    const size_t  smpbo   = ggml_cuda_info().devices[id].smpbo;
+    const int64_t n_slots = gdn_n_slots(args, n_tokens);
+    const float   scale   = 1.0f / sqrtf((float) GDN_D);
 
-    ggml_cuda_pool_alloc<float> T(ctx.pool(), args.n_seqs * n_chunks * args.H * GDN_C * GDN_C);
-    ggml_cuda_pool_alloc<float> M(ctx.pool(), args.n_seqs * n_chunks * args.H * GDN_C * GDN_C);
-    ggml_cuda_pool_alloc<float> E(ctx.pool(), args.n_seqs * n_chunks * args.H * GDN_C * 2);
+    ggml_cuda_pool_alloc<float> T(ctx.pool(), n_slots * args.H * GDN_C * GDN_C);
+    ggml_cuda_pool_alloc<float> M(ctx.pool(), n_slots * args.H * GDN_C * GDN_C);
+    ggml_cuda_pool_alloc<float> E(ctx.pool(), n_slots * args.H * GDN_C * 2);
 
     {
         const size_t nbytes_shared = (2 * GDN_C * GDN_LDK + 4 * GDN_C) * sizeof(float);
-        const dim3   grid(n_chunks, args.neqk1, args.n_seqs);
+        const dim3   grid(n_slots, args.neqk1);
         CUDA_SET_SHARED_MEMORY_LIMIT((gated_delta_net_prepare), nbytes_shared);
-        gated_delta_net_prepare<<<grid, 128, nbytes_shared, stream>>>(args.q, args.k, args.g, args.beta, T.get(), M.get(), E.get(), args.H,
-                args.neqk1, args.rq3, n_tokens, args.sq1, args.sq2, args.sq3, args.sb1, args.sb2, args.sb3, scale);
+        gated_delta_net_prepare<<<grid, 128, nbytes_shared, stream>>>(args.q, args.k, args.g, args.beta, T.get(), M.get(), E.get(), args.offsets,
+                args.n_seqs, args.n_last, args.H, args.neqk1, args.rq3, n_tokens, args.sq1, args.sq2, args.sq3, args.sb1, args.sb2, args.sb3, scale);
         CUDA_CHECK(cudaGetLastError());
     }
 
@@ -1418,13 +1492,13 @@ void ggml_cuda_gated_delta_net_chunked(
     if (nbytes_prefetch <= smpbo) {
         CUDA_SET_SHARED_MEMORY_LIMIT((gated_delta_net_chunks<true>), nbytes_prefetch);
         gated_delta_net_chunks<true><<<grid, 256, nbytes_prefetch, stream>>>(args.q, args.k, args.v, T.get(), M.get(), E.get(), args.curr_state,
-                args.ids, args.dst, args.state, args.H, args.neqk1, args.rq3, n_tokens, args.n_tokens, args.sq1, args.sq2, args.sq3, args.sv1,
-                args.sv2, args.sv3, scale);
+                args.ids, args.dst, args.state, args.ids_to, args.offsets, args.n_last, args.H, args.neqk1, args.rq3, n_tokens, args.n_tokens,
+                args.sq1, args.sq2, args.sq3, args.sv1, args.sv2, args.sv3, scale);
     } else {
         CUDA_SET_SHARED_MEMORY_LIMIT((gated_delta_net_chunks<false>), nbytes_shared);
         gated_delta_net_chunks<false><<<grid, 256, nbytes_shared, stream>>>(args.q, args.k, args.v, T.get(), M.get(), E.get(), args.curr_state,
-                args.ids, args.dst, args.state, args.H, args.neqk1, args.rq3, n_tokens, args.n_tokens, args.sq1, args.sq2, args.sq3, args.sv1,
-                args.sv2, args.sv3, scale);
+                args.ids, args.dst, args.state, args.ids_to, args.offsets, args.n_last, args.H, args.neqk1, args.rq3, n_tokens, args.n_tokens,
+                args.sq1, args.sq2, args.sq3, args.sv1, args.sv2, args.sv3, scale);
     }
     CUDA_CHECK(cudaGetLastError());
 }

@@ -17,14 +17,23 @@ struct ggml_cuda_gdn_args {
     float *         state;
     const int32_t * ids_to; // of states in state, may be null: in order
 
-    int64_t S_v, H, n_tokens, n_seqs;
+    int64_t S_v, H, n_tokens, n_seqs; // n_tokens: of each sequence, with offsets of all
     int64_t sq1, sq2, sq3;
     int64_t sv1, sv2, sv3;
     int64_t sb1, sb2, sb3;
     int64_t neqk1, rq3;
+
+    const int32_t * offsets; // [n_seqs + 1] where tokens begin, may be null: n_tokens each; then strides between sequences are 0
+    int             n_last;  // the last tokens of a sequence that are no part of chunks; with offsets, -1: no chunks at all
 };
+
+// The first tokens of a sequence of n that are read as chunks.
+static __host__ __device__ __forceinline__ int ggml_cuda_gdn_n_chunked(const int n, const int n_last) {
+    const int n_chunked = n_last < 0 ? 0 : n - (n_last < n ? n_last : n);
+    return n_chunked >= GGML_CUDA_GDN_CHUNKED_MIN_TOKENS ? n_chunked : 0;
+}
 
 bool ggml_cuda_gated_delta_net_chunked_supported(const ggml_cuda_gdn_args & args, int cc);
 
-// The first n_tokens of each sequence. The states after them go to args.state, which may hold the initial states.
+// The first n_tokens of each sequence, with offsets those of ggml_cuda_gdn_n_chunked(). The states after them go to args.state, which may hold the initial states.
 void ggml_cuda_gated_delta_net_chunked(ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_args & args, int64_t n_tokens, cudaStream_t stream);

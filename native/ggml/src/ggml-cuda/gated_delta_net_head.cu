@@ -29,6 +29,23 @@ static __device__ __forceinline__ void rms_norm_scale_half(float4 v[2], const fl
     }
 }
 
+// Zeros for the tokens of no sequence, those from `first` on: n of the head's columns from col0 on.
+template <bool chained, bool gated, int nthreads>
+static __device__ void no_sequence(
+        const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, const int64_t first, const int head, const int col0, const int n) {
+    for (int64_t i = threadIdx.x; i < (args.n_tokens - first) * n / 4; i += nthreads) {
+        const int64_t at   = ((first + i / (n / 4)) * args.H + head) * GDN_HEAD_SIZE / 4 + col0 / 4 + i % (n / 4);
+        const float4  zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if constexpr (gated) {
+            if (chain.y != nullptr) { ((float4 *) chain.y)[at] = zero; }
+            store_columns(chain.columns, at, zero);
+        } else {
+            ((float4 *) args.dst)[at] = zero;
+        }
+    }
+    GGML_UNUSED_VARS(chain);
+}
+
 // Half a warp has a column of the state at a time (stored transposed: its 128 elements follow each other), and n_cols of them in registers:
 //     each is read and written once, 16 bytes a thread. A block has n_warps*2*n_cols columns of a head. If these are all, it also computes
 //     the gated norm. All sums have an order of their own, so that results do not depend on which blocks there are.
@@ -47,30 +64,57 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
     const int row      = 4 * (lane % 16);                                   // and 64 behind
     const int col0     = (blockIdx.z * n_warps + warp) * 2 * n_cols + half; // and every second one behind
 
-    const int n_tokens = args.n_tokens;
-    const int H        = args.H;
+    const int H = args.H;
 
     __shared__ float out[gated ? 2 : 1][S];
 
     ggml_cuda_pdl_lc();
     ggml_cuda_pdl_sync();
 
+    int64_t first    = 0; // token
+    int     n_tokens = args.n_tokens;
+    int     t_begin  = t_first;
+    if (args.offsets) {
+        first = args.offsets[sequence];
+        if (sequence == args.n_seqs) {
+            no_sequence<chained, gated, n_warps * WARP_SIZE>(args, chain, first, head, blockIdx.z * n_warps * 2 * n_cols, n_warps * 2 * n_cols);
+            return;
+        }
+        n_tokens = args.offsets[sequence + 1] - first;
+        t_begin  = ggml_cuda_gdn_n_chunked(n_tokens, args.n_last);
+        if (t_begin == n_tokens && n_tokens > 0) { return; }
+    }
+
     // the state may lie where the new one goes
-    float4 s[n_cols][2];
+    const int64_t state_to = args.ids_to ? args.ids_to[sequence] : sequence;
+    float4        s[n_cols][2];
     {
-        const int64_t state_id = args.ids ? args.ids[sequence] : sequence;
-        const float * state    = args.curr_state + (state_id * H + head) * S * S + col0 * S + row;
+        const bool    chunks_before = args.offsets && t_begin > 0;
+        const int64_t state_id      = chunks_before ? state_to : args.ids ? args.ids[sequence] : sequence;
+        if (n_tokens == 0 && state_id == state_to && args.state == args.curr_state) { return; } // the state stays where it is
+        const float * state = (chunks_before ? args.state : args.curr_state) + (state_id * H + head) * S * S + col0 * S + row;
 #pragma unroll
         for (int c = 0; c < n_cols; ++c) {
-            s[c][0] = *(const float4 *) (state + c * 2 * S);
-            s[c][1] = *(const float4 *) (state + c * 2 * S + S / 2);
+            s[c][0] = state_id < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *(const float4 *) (state + c * 2 * S);
+            s[c][1] = state_id < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *(const float4 *) (state + c * 2 * S + S / 2);
         }
     }
-    const int64_t qk_offset = fastdiv(sequence, rq3_magic) * args.sq3 + fastmodulo(head, neqk1_magic) * args.sq1 + row;
-    const int64_t v_offset  = sequence * args.sv3 + head * args.sv1 + col0;
-    const int64_t g_offset  = sequence * args.sb3 + head * args.sb1;
+    const auto store_state = [&](float * state, const int64_t to) {
+        state += (to * H + head) * S * S + col0 * S + row;
+#pragma unroll
+        for (int c = 0; c < n_cols; ++c) {
+            *(float4 *) (state + c * 2 * S)         = s[c][0];
+            *(float4 *) (state + c * 2 * S + S / 2) = s[c][1];
+        }
+    };
+    if (n_tokens == 0) { store_state(args.state, state_to); }
 
-    for (int t = t_first; t < n_tokens; ++t) {
+    const int64_t qk_offset = fastdiv(sequence, rq3_magic) * args.sq3 + first * args.sq2 + fastmodulo(head, neqk1_magic) * args.sq1 + row;
+    const int64_t v_offset  = sequence * args.sv3 + first * args.sv2 + head * args.sv1 + col0;
+    const int64_t g_offset  = sequence * args.sb3 + first * args.sb2 + head * args.sb1;
+    const int64_t y_first   = args.offsets ? first : (int64_t) sequence * n_tokens;
+
+    for (int t = t_begin; t < n_tokens; ++t) {
         float4 k[2], q[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -87,7 +131,7 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
         }
         g = expf(g);
 
-        float * out_t = gated ? out[t % 2] : args.dst + (((int64_t) sequence * n_tokens + t) * H + head) * S;
+        float * out_t = gated ? out[t % 2] : args.dst + ((y_first + t) * H + head) * S;
         // with S[i][col] as s: delta = (v - g*sum_i s*k)*beta, s = g*s + k*delta, out = sum_i s*q
         float delta[n_cols];
 #pragma unroll
@@ -111,21 +155,12 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
         }
 
         const int slot = n_tokens - 1 - t;
-        if (slot < K) {
-            const int64_t to    = slot == 0 && args.ids_to ? args.ids_to[sequence] : sequence;
-            float *       state = slot == 0 ? args.state : state_rest + (slot - 1) * state_slot_stride;
-            state += (to * H + head) * S * S + col0 * S + row;
-#pragma unroll
-            for (int c = 0; c < n_cols; ++c) {
-                *(float4 *) (state + c * 2 * S)         = s[c][0];
-                *(float4 *) (state + c * 2 * S + S / 2) = s[c][1];
-            }
-        }
+        if (slot < K) { store_state(slot == 0 ? args.state : state_rest + (slot - 1) * state_slot_stride, slot == 0 ? state_to : sequence); }
 
         if constexpr (gated) {
             __syncthreads(); // the other half of out is free once all have read it, which they had at the barrier before
             if (warp == t % n_warps) {
-                const int64_t i = ((((int64_t) sequence * n_tokens + t) * H + head) * S) / 4 + lane;
+                const int64_t i = (((y_first + t) * H + head) * S) / 4 + lane;
                 const float4  w = ((const float4 *) chain.norm_w)[lane];
                 const float4  z = ((const float4 *) chain.z)[i];
                 float4        v = ((const float4 *) out[t % 2])[lane];
@@ -146,7 +181,7 @@ bool ggml_cuda_gated_delta_net_head_supported(const ggml_cuda_gdn_args & args, c
     static const char * env     = getenv("GGML_CUDA_GDN_HEAD");
     static const bool   enabled = env == nullptr || atoi(env) != 0;
     return enabled && GGML_CUDA_CC_IS_NVIDIA(cc) && args.S_v == GDN_HEAD_SIZE && n_tokens < GGML_CUDA_GDN_CHUNKED_MIN_TOKENS && args.H <= INT32_MAX &&
-           args.n_seqs <= 65535 && vectors(args.q, { args.sq1, args.sq2, args.sq3 }) && vectors(args.k, {}) && vectors(args.curr_state, {}) &&
+           args.n_seqs < 65535 && vectors(args.q, { args.sq1, args.sq2, args.sq3 }) && vectors(args.k, {}) && vectors(args.curr_state, {}) &&
            vectors(args.state, {});
 }
 
@@ -156,7 +191,7 @@ static bool whole_heads(const ggml_cuda_gdn_args & args) { return args.H * args.
 template <bool chained, int n_warps, int n_cols>
 static void launch_gated_delta_net_head(const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, float * state_rest,
         const int64_t state_slot_stride, const int K, const int64_t t_first, cudaStream_t stream) {
-    const dim3                           blocks(args.H, args.n_seqs, GDN_HEAD_SIZE / (2 * n_warps * n_cols));
+    const dim3                           blocks(args.H, args.n_seqs + (args.offsets ? 1 : 0), GDN_HEAD_SIZE / (2 * n_warps * n_cols));
     const ggml_cuda_kernel_launch_params params(blocks, dim3(WARP_SIZE * n_warps), 0, stream);
     ggml_cuda_kernel_launch(gated_delta_net_head_f32<chained, n_warps, n_cols>, params, args, chain, state_rest, state_slot_stride, K, (int) t_first,
             init_fastdiv_values(args.neqk1), init_fastdiv_values(args.rq3), 1.0f / sqrtf((float) args.S_v));
@@ -187,11 +222,15 @@ static ggml_cuda_gdn_args chain_args(const ggml_cuda_gdn_chain_nodes & nodes, co
     const ggml_tensor * v      = nodes.gdn->src[2];
     const ggml_tensor * beta   = nodes.gdn->src[4];
     const ggml_tensor * ids    = nodes.gdn->src[6];
-    const auto          stride = [](const ggml_tensor * tensor, int dim) { return (int64_t) (tensor->nb[dim] / sizeof(float)); };
+    const ggml_tensor * off    = nodes.gdn->src[7];
+    const auto          stride = [&](const ggml_tensor * tensor, int dim) {
+        return dim == 3 && off ? 0 : (int64_t) (tensor->nb[dim] / sizeof(float)); // with offsets all tokens are of one sequence
+    };
     return { (const float *) q->data, (const float *) k->data, (const float *) v->data, (const float *) nodes.add->src[0]->data,
         (const float *) nodes.sigmoid->src[0]->data, (const float *) nodes.gdn->src[5]->data, ids ? (const int32_t *) ids->data : nullptr,
-        (float *) nodes.gdn->data, cache.data, cache.ids, v->ne[0], v->ne[1], v->ne[2], v->ne[3], stride(q, 1), stride(q, 2), stride(q, 3),
-        stride(v, 1), stride(v, 2), stride(v, 3), stride(beta, 1), stride(beta, 2), stride(beta, 3), q->ne[1], v->ne[3] / q->ne[3] };
+        (float *) nodes.gdn->data, cache.data, cache.ids, v->ne[0], v->ne[1], v->ne[2], off ? ids->ne[0] : v->ne[3], stride(q, 1), stride(q, 2),
+        stride(q, 3), stride(v, 1), stride(v, 2), stride(v, 3), stride(beta, 1), stride(beta, 2), stride(beta, 3), q->ne[1], v->ne[3] / q->ne[3],
+        off ? (const int32_t *) off->data : nullptr, -1 };
 }
 
 bool ggml_cuda_can_gated_delta_net_chain(
@@ -217,7 +256,7 @@ bool ggml_cuda_can_gated_delta_net_chain(
            ggml_is_contiguous(gdn->src[5]) && ggml_cuda_can_delta_net_gates(nodes.sigmoid, nodes.add, nodes.softplus, nodes.gate) &&
            ggml_cuda_can_rms_norm_scale_pair(nodes.q_norm, nodes.q_scale, nodes.k_norm, nodes.k_scale) &&
            ggml_cuda_can_rms_norm_gated(nodes.norm, nodes.mul, nodes.silu, gated) &&
-           ggml_cuda_gated_delta_net_head_supported(chain_args(nodes, cache), v->ne[2], ggml_cuda_info().devices[ctx.device].cc);
+           ggml_cuda_gated_delta_net_head_supported(chain_args(nodes, cache), ggml_cuda_gdn_n_most(gdn), ggml_cuda_info().devices[ctx.device].cc);
 }
 
 void ggml_cuda_op_gated_delta_net_chain(ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_chain_nodes & nodes,

@@ -6,9 +6,12 @@
 
 // The delta net of few tokens, decode steps and verifications, alone or with the norms and gates that Qwen3.5 has around it.
 
+// The most tokens of a sequence.
+static inline int64_t ggml_cuda_gdn_n_most(const ggml_tensor * gdn) { return gdn->src[7] ? ggml_get_op_params_i32(gdn, 1) : gdn->src[2]->ne[2]; }
+
 bool ggml_cuda_gated_delta_net_head_supported(const ggml_cuda_gdn_args & args, int64_t n_tokens, int cc);
 
-// The tokens from t_first on. The last K states go to args.state and to state_rest, the newest first. A sequence's result does not depend on
+// The tokens from t_first on, or of each sequence those that are no part of chunks. The last K states go to args.state and to state_rest, the newest first. A sequence's result does not depend on
 // how many there are.
 void ggml_cuda_gated_delta_net_head(
         const ggml_cuda_gdn_args & args, float * state_rest, int64_t state_slot_stride, int K, int64_t t_first, cudaStream_t stream);

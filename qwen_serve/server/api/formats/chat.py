@@ -283,7 +283,7 @@ async def begin(
         )
     constrain = await compiled(context, request, wanted)
     served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits, prompter.tags)
-    one_call = request.parallel_tool_calls is False
+    one_call, told = request.parallel_tool_calls is False, request.include_reasoning is not False
     replies = []
     for generation in served.generations:
         parser = ReplyParser(
@@ -297,7 +297,6 @@ async def begin(
             stops=generation.stops,
             stop_tokens=bool(request.stop_token_ids),
         )
-        told = request.include_reasoning is not False
         replies.append(Reply(generation, parser, one_call=one_call, reasoning=told))
     return served, replies
 

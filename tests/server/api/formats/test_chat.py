@@ -249,33 +249,26 @@ def test_an_answer_that_has_begun_does_not_think(start: Start) -> None:
 def test_a_slow_template_does_not_hold_the_event_loop(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However short the request: its rendering begins anew on a thread; the next one's begins there."""
+    """However short the request, it is rendered on a thread."""
     monkeypatch.setattr(bounded_template, "SECONDS", 0.3)
     path = tmp_path / "slow.jinja"
     loops = "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}"
     path.write_text("{{ messages[0].content }}{% if messages|length > 1 %}" + loops + "{% endif %}")
     server = start("Two.", chat_template=path)
-    begun: list[int] = []
+    begun: list[str] = []
     begin = bounded_template.BoundedEnvironment.begin
 
     def recorded(self: bounded_template.BoundedEnvironment) -> None:
         begin(self)
-        begun.append(threading.get_ident())
+        begun.append(threading.current_thread().name)
 
     monkeypatch.setattr(bounded_template.BoundedEnvironment, "begin", recorded)
     assert server.chat().status_code == 200
-    loop, begun[:] = begun[0], []
     reply = server.chat(messages=[{"role": "user", "content": "Hi"}] * 2)
     assert reply.status_code == 400
     assert "takes more than 0.3 s" in reply.json()["error"]["message"]
-    assert begun[0] == loop
     assert len(begun) == 2
-    assert begun[1] != loop
-    begun.clear()
-    for n in (2, 1, 2):
-        server.chat(messages=[{"role": "user", "content": "Hi"}] * n)
-    assert len(begun) == 3
-    assert loop not in begun, "it is known to take long"
+    assert all(name.startswith("small-work") for name in begun)
 
 
 def test_progress_of_the_prompt_comes_before_the_first_token(start: Start) -> None:
