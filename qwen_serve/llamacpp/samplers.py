@@ -36,6 +36,24 @@ _RANGE = 80.0
 affect a draw."""
 
 
+class _Surprise:
+    """Which candidates the second version of Mirostat considers: those whose surprise, in bits, is at most a
+    bound that follows the surprises of the tokens drawn (`llama_sampler_mirostat_v2_apply`). Without the
+    others llama.cpp sorts a hundred tokens instead of the vocabulary, which takes 18 ms of 248,320."""
+
+    def __init__(self, temperature: float, tau: float, eta: float) -> None:
+        self._temperature, self._tau, self._eta, self._most = temperature, tau, eta, 2 * tau
+
+    def of(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+        masses = np.exp((logits - logits.max()) / np.float32(self._temperature))
+        least = masses.sum(dtype=np.float64) * 2.0**-self._most
+        return np.asarray(masses >= min(least, 1.0))  # the best one has 1
+
+    def drawn(self, p: float) -> None:
+        """Take the probability of the token among the candidates."""
+        self._most -= self._eta * (-math.log2(p) - self._tau)
+
+
 class SamplerChain:
     """Samplers of llama.cpp in order; the last draws."""
 
@@ -47,6 +65,7 @@ class SamplerChain:
         self._range: float | None = None
         """Distance below the highest logit at which candidates are dropped, for samplers that fail on
         them."""
+        self._surprise: _Surprise | None = None
         scale = 1.0
         for name, *arguments in samplers:
             C.llama_sampler_chain_add(self._handle, getattr(C, f"llama_sampler_init_{name}")(*arguments))
@@ -55,6 +74,8 @@ class SamplerChain:
                 scale = math.inf if delta else temperature
             elif name in _LOGARITHMS:
                 self._range = _RANGE * scale
+            elif name == "mirostat_v2" and 0 < scale < math.inf:
+                self._surprise = _Surprise(scale, *arguments[1:])
         self._address = ctypes.cast(self._handle, ctypes.c_void_p).value
         self._array = C.llama_token_data_array()
         self._array_address = ctypes.addressof(self._array)
@@ -67,6 +88,9 @@ class SamplerChain:
         if self._range is not None:
             worth = logits > logits.max() - self._range
             ids, logits = ids[worth], logits[worth]
+        if self._surprise is not None:
+            likely = self._surprise.of(logits)
+            ids, logits = ids[likely], logits[likely]
         n, array = len(ids), self._array
         if n != len(self._ids):
             self._ids, self._logits = self._columns(n)
@@ -76,7 +100,10 @@ class SamplerChain:
             _apply_quickly(self._address, self._array_address)
         else:
             C.llama_sampler_apply(self._handle, ctypes.byref(array))
-        return int(array.data[array.selected].id)  # XTC moves the array's start
+        chosen = array.data[array.selected]  # XTC moves the array's start
+        if self._surprise is not None:
+            self._surprise.drawn(chosen.p)
+        return int(chosen.id)
 
     def _columns(self, n: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Buffers for the ids and logits of `n` candidates, which llama.cpp reads from their start."""

@@ -736,7 +736,10 @@ extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t backend, const llam
         int                       n_vocab = launch->n_vocab, n_real = launch->n_real;
         void *                    args[] = { &logits, &requests, &map, &scratch, &results, &tokens, &n_vocab, &n_real };
         const dim3                grid(std::min(RS_MOST_BLOCKS, std::max(1, n_sm / n)), n);
-        CUDA_CHECK(cudaLaunchCooperativeKernel((const void *) row_sample, grid, dim3(RS_THREADS), args, 0, stream));
+        if (cudaLaunchCooperativeKernel((const void *) row_sample, grid, dim3(RS_THREADS), args, 0, stream) != cudaSuccess) {
+            (void) cudaGetLastError(); // a share of the device may have fewer multiprocessors than it tells
+            return false;
+        }
     }
     CUDA_CHECK(cudaEventRecord(device.sampled, stream));
     return true;
