@@ -230,7 +230,10 @@ def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
         built[n_snapshots, copied] = n - (context.graphs_reused - reused)
         context.close()
     assert built[4, 0] == built[0, 8] == built[2, 8] == 1
-    assert built[0, 0] > 0.4 * n, "all but those after a draft that was wrong"
+    if context.ragged_passes:  # a state is read by its id, wherever it lies
+        assert built[0, 0] == 1
+    else:
+        assert built[0, 0] > 0.4 * n, "all but those after a draft that was wrong"
 
 
 def test_what_would_go_wrong_is_refused(model: Model) -> None:
