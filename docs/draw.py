@@ -19,7 +19,7 @@ from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-PAGES = ("README.md", "server/README.md")
+PAGES = ("server/README.md",)
 MERMAID = "mermaid@11.17.2"
 DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DRAW = """async (source) => {

@@ -57,9 +57,9 @@ def test_the_site_fetches_nothing_and_its_diagrams_are_drawn(site: Path) -> None
             page
         )
         assert 'class="mermaid"' not in text, page
-    for page in ("architecture", "overview"):
-        text = (site / page / "index.html").read_text(encoding="utf-8")
-        assert "flowchart" not in text, f"{page}: `python docs/draw.py` draws it"
+    for name in ("architecture", "overview"):
+        text = (site / name / "index.html").read_text(encoding="utf-8")
+        assert "flowchart" not in text, f"{name}: `python docs/draw.py` draws it"
     assert "pictures/diagram-" in (site / "architecture" / "index.html").read_text(encoding="utf-8")
 
 
