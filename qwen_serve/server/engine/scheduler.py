@@ -220,7 +220,7 @@ class Scheduler:
                 return None
             going_on.append(sequence)
         following, n = batch, len(going_on)
-        if not batch.is_decode or n != len(batch.chunks):
+        if not batch.is_decode or n != len(batch.chunks) or not sampling.issuperset(going_on):
             chunks = [Chunk(one, 1, samples=True) for one in self._in_order(going_on)]
             following = Batch(chunks, n_tokens=n, n_rows=n)
         if not n or not fits(following) or not self._make_room(n):

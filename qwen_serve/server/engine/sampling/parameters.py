@@ -16,6 +16,9 @@ MAX_LOGPROBS = 20
 ALMOST_ZERO = 1e-5
 """Lower temperatures take the best token, as in vLLM: dividing by them would overflow."""
 
+LARGEST = 1e9
+"""Largest bias or penalty. A float32 logit stays finite with the sum of them, which samplers rely on."""
+
 ON_ROWS = ("penalties", "dry")
 """Samplers that change the logits of seen tokens, applied before all others."""
 
@@ -100,8 +103,8 @@ class SamplingParams:
         require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
         # logits are divided by it; within these bounds a float32 does not overflow
         require("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100")
-        require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
-        require("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number")
+        for field in ("presence_penalty", "frequency_penalty"):
+            require(field, abs(getattr(self, field)) <= LARGEST, f"from -{LARGEST:g} to {LARGEST:g}")
         self._check_llama_cpp(require)
         for field in ("logprobs", "prompt_logprobs"):
             top = getattr(self, field)
@@ -109,7 +112,8 @@ class SamplingParams:
         require("min_tokens", self.min_tokens >= 0, "0 or more")
         require("allowed_token_ids", self.allowed_token_ids != (), "at least one")
         require("bad_words", all(self.bad_words), "of at least one token each")
-        require("logit_bias", all(bias < math.inf for _, bias in self.logit_bias), "numbers below infinity")
+        usable = all(abs(bias) <= LARGEST or bias == -math.inf for _, bias in self.logit_bias)
+        require("logit_bias", usable, f"numbers from -{LARGEST:g} to {LARGEST:g}, or -inf")
 
     def _check_llama_cpp(self, require: Callable[[str, bool, str], None]) -> None:
         require("repeat_last_n", self.repeat_last_n is None or self.repeat_last_n >= -1, "-1 (all) or more")

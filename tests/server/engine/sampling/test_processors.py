@@ -88,6 +88,9 @@ def test_nothing_is_left() -> None:
         {"allowed_token_ids": ()},
         {"bad_words": ((),)},
         {"logit_bias": ((1, float("nan")),)},
+        {"logit_bias": ((1, 1e39),)},  # infinity in a float32, as is the next
+        {"presence_penalty": -1e39},
+        {"frequency_penalty": -1e38},  # some tokens make it infinity
     ],
 )
 def test_what_is_no_rule(fields: dict[str, Any]) -> None:
