@@ -112,7 +112,7 @@ def _as_texts(value: Any) -> Any:
 def _number(key: str, value: Any, whole: bool) -> float | int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or (whole and value != int(value)):
+    if type(value) not in (int, float) or not abs(value) < 2**63 or (whole and value % 1):
         wanted = "a whole number" if whole else "a number"
         raise CheckpointError(f"generation_config.json: {key} is {value!r:.60}; want {wanted}")
     return int(value) if whole else float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _ALWAYS = "that is always so here; leave it out"
 _REQUEST = "a request says that, in its body"
+_ADAPTERS = "adapters are named by --lora NAME=FILE.gguf, and chosen by a request"
 
 _FLAGS = {
     # llama-server
@@ -66,7 +67,8 @@ _FLAGS = {
     "--no-enable-prefix-caching": "--no-prefix-cache",
     "--swap-space --kv-offloading-size": "--prefix-host-mib N",
     "--cpu-offload-gb": "--n-gpu-layers N",
-    "--lora-modules --enable-lora": "--lora NAME=FILE.gguf",
+    "--lora-scaled --lora-init-without-apply --lora-modules --enable-lora": _ADAPTERS,
+    "--max-loras --max-lora-rank --max-cpu-loras --lora-dtype --fully-sharded-loras": _ADAPTERS,
     "--default-chat-template-kwargs": "--thinking or --no-thinking",
     "--generation-config --override-generation-config": "--sampling-defaults {file,card,card-coding}",
     "--uvicorn-log-level": "--log-level LEVEL",

@@ -241,10 +241,6 @@ def _unknown_flag(word: str) -> str:
     name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
     if name in GONE:
         return f"{flag} is gone: {GONE[name]}"
-    if "lora" in name:
-        return (
-            f"{flag} is not a setting; adapters are named by --lora NAME=FILE.gguf, and chosen by a request"
-        )
     near = nearest(name, [*Settings.model_fields, "variant", "config", "print_settings", "version", "help"])
     return f"{flag} is not a setting; " + (f"did you mean {_flag(near)}?" if near else "--help lists them")
 

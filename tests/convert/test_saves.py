@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,7 +226,16 @@ def test_texts_that_yaml_reads_as_numbers(tmp_path: Path) -> None:
     assert metadata["general.name"] == "5"
 
 
-@pytest.mark.parametrize(("key", "value"), [("repetition_penalty", "1.05"), ("top_k", 20.5), ("top_p", True)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("repetition_penalty", "1.05"),
+        ("top_k", 20.5),
+        ("top_p", True),
+        ("top_k", math.inf),
+        ("top_k", 10**400),
+    ],
+)
 def test_sampling_of_other_types_is_named(tmp_path: Path, key: str, value: object) -> None:
     folder = write_checkpoint(tmp_path / "x", layers=LAYERS)
     edit_json(folder / "generation_config.json", **{key: value})

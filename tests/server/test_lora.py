@@ -116,7 +116,7 @@ def test_flags(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {"a": Path("one.gguf"), "b": Path("two.gguf"), "c": Path("three.gguf")}
     assert settings.adapters == settings.engine().adapters == wanted
     for flag in ("--lora-modules", "--enable-lora", "--lora-scaled"):
-        with pytest.raises(SettingsError, match="--lora NAME=FILE"):
+        with pytest.raises(SettingsError, match="adapters are named by --lora NAME=FILE"):
             load_settings([*model, flag, "a=one.gguf"])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from array import array
 from contextlib import suppress
-from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 from unicodedata import normalize
@@ -100,6 +99,7 @@ class Vocab:
         self.n_real = model.n_real
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         self._pieces: dict[int, bytes] = {}
+        self.names = Names(self.spelling)
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
         self._cache: LRUCache[str, array[int]] = LRUCache(cached, getsizeof=len)
         self._cache_lock = Lock()
@@ -211,11 +211,17 @@ class Vocab:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
         return self._model.piece(token, special=True)
 
-    @cached_property
-    def names(self) -> list[str]:
-        """The spelling of every token, with U+FFFD for a part of a character."""
-        pieces = (self._model.piece(token, special=True) for token in range(self.size))
-        return [piece.decode("utf-8", "replace") for piece in pieces]
+
+class Names(dict[int, str]):
+    """The spelling of each token that was asked for, by id, with U+FFFD for a part of a character."""
+
+    def __init__(self, spelling: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._spelling = spelling
+
+    def __missing__(self, token: int) -> str:
+        name = self[token] = self._spelling(token).decode("utf-8", "replace")
+        return name
 
 
 def token_of(vocab: Vocab, tag: str) -> int | None:

@@ -59,8 +59,6 @@ class Sampler:
         """`dry` must be new and belong to this answer only; required if the request uses DRY."""
         self.params, self._n_real = params, vocab.n_real
         self._constraint, self._thinking = constraint, thinking
-        self.forces = constraint is not None or thinking is not None
-        """Whether `forced` may return tokens."""
         self._banned = vocab.eog_ids - params.stop_token_ids if params.ignore_eos else frozenset()
         self._native: NativeSampler | None = None
         self._rules: LogitRules | None = None

@@ -144,12 +144,6 @@ class SamplingParams:
         }
         return () if self.mirostat else tuple(name for name in self.samplers if wanted.get(name))
 
-    @property
-    def only_lowers(self) -> bool:
-        """Whether no penalty makes a logit higher. Then tokens that are not among the best of a row stay
-        below them."""
-        return self.repetition_penalty >= 1 and self.presence_penalty >= 0 and self.frequency_penalty >= 0
-
     @cached_property
     def chain(self) -> tuple[str, ...]:
         """The other samplers that have an effect, in their order."""
