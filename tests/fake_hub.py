@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
+
+from tests import http_server
 
 REPO, COMMIT = "Someone/Tiny-1B", "0123456789abcdef0123456789abcdef01234567"
 
@@ -105,14 +106,8 @@ class Hub(BaseHTTPRequestHandler):
 def serving(folder: Path) -> Iterator[tuple[str, type[Hub]]]:
     """A hub that serves the files in `folder` as a model, with settings for its failures."""
     handler = type("ThisHub", (Hub,), {"folder": folder, "asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
+    with http_server.serving(handler) as server:
         yield f"http://127.0.0.1:{server.server_port}", handler
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @contextmanager

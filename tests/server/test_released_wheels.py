@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from qwen_serve.server import build_machine, llama_build, released_wheels, setup
 from qwen_serve.server.about import WHEELS_VARIABLE
 from qwen_serve.server.llama_build import SetupError
 from qwen_serve.server.released_wheels import KINDS, NoWheel, Released, fetch, fitting, listed
+from tests.http_server import serving
 from tests.processes import run
 
 if TYPE_CHECKING:
@@ -88,11 +89,8 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The address of `tmp_path`, over HTTP."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(partial(Quiet, directory=str(tmp_path))) as server:
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def ask(**asked: object) -> Released:
@@ -271,14 +269,11 @@ class Silent(BaseHTTPRequestHandler):
 
 def test_a_server_that_never_ends_its_answer_costs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(released_wheels, "ANSWER_S", 0.3)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Silent)
-    server.stop = threading.Event()  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.raises(NoWheel, match=r"SHA256SUMS of .*: no answer in time"):
-        listed(ask(), f"http://127.0.0.1:{server.server_port}")
-    server.stop.set()  # type: ignore[attr-defined]
-    server.shutdown()
-    server.server_close()
+    with serving(Silent) as server:
+        server.stop = threading.Event()  # type: ignore[attr-defined]
+        with pytest.raises(NoWheel, match=r"SHA256SUMS of .*: no answer in time"):
+            listed(ask(), f"http://127.0.0.1:{server.server_port}")
+        server.stop.set()  # type: ignore[attr-defined]
 
 
 def test_what_is_not_reached_is_said_in_a_line(tmp_path: Path, served: str) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import httpx
 import pytest
 
 from qwen_serve.server.api import mcp_proxy
 from qwen_serve.server.api.mcp_proxy import MAX_ANSWER, MAX_BODY, PATH, origin_of
+from tests.http_server import JsonHandler, serving
 from tests.server.api.conftest import Server, Start
 
 
-class Other(BaseHTTPRequestHandler):
+class Other(JsonHandler, BaseHTTPRequestHandler):
     """A server that tells what it was asked, or does what its path says."""
 
-    protocol_version = "HTTP/1.1"
     asked: list[tuple[str, str, dict[str, str], bytes]]
     quiet: threading.Event
 
@@ -27,47 +26,32 @@ class Other(BaseHTTPRequestHandler):
         self.asked.append((self.command, self.path, dict(self.headers), body))
         match self.path.partition("?")[0]:
             case "/redirect":
-                self._send(302, b"", Location="http://127.0.0.1:1/secret")
+                self.answer(302, b"", Location="http://127.0.0.1:1/secret")
             case "/large":
-                self._send(200, b"x" * (MAX_ANSWER + 1))
+                self.answer(200, b"x" * (MAX_ANSWER + 1))
             case "/html":
-                self._send(200, b"<script>alert(1)</script>", **{"Content-Type": "text/html"})
+                self.answer(200, b"<script>alert(1)</script>", **{"Content-Type": "text/html"})
             case "/packed":
-                self._send(200, b"\x1f\x8b", **{"Content-Encoding": "gzip"})
+                self.answer(200, b"\x1f\x8b", **{"Content-Encoding": "gzip"})
             case "/gone":
-                self._send(404, b"no such session")
+                self.answer(404, b"no such session")
             case "/silent":
                 self.quiet.wait(60)
-                self._send(200, b"{}")
+                self.answer(200, b"{}")
             case _:
-                self._send(200, b'{"fine": true}', **{"Mcp-Session-Id": "s1", "Set-Cookie": "a=b"})
+                self.answer(200, b'{"fine": true}', **{"Mcp-Session-Id": "s1", "Set-Cookie": "a=b"})
 
     def do_DELETE(self) -> None:
         self.do_POST()
-
-    def _send(self, status: int, body: bytes, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", **headers}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing is logged."""
 
 
 @pytest.fixture
 def other() -> Iterator[ThreadingHTTPServer]:
     Other.asked = []
     Other.quiet = threading.Event()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Other)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    Other.quiet.set()
-    server.shutdown()
-    server.server_close()
+    with serving(Other) as server:
+        yield server
+        Other.quiet.set()
 
 
 def address(other: ThreadingHTTPServer, path: str = "/mcp") -> str:

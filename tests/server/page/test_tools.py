@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.http_server import JsonHandler, serving
 from tests.server.api.conftest import Start
 from tests.server.api.fakes import FakeVocab
 from tests.server.page.driving import answered, ask, bodies
@@ -51,8 +52,7 @@ def use_javascript(page: Any) -> None:
 def mcp() -> Iterator[ThreadingHTTPServer]:
     """An MCP server with one tool, which answers with events or JSON in turn, and forgets a session once."""
 
-    class Mcp(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    class Mcp(JsonHandler, BaseHTTPRequestHandler):
         sessions = iter(["one", "two", "three"])
         asked: list[dict[str, Any]] = []  # noqa: RUF012
         calls = 0
@@ -95,23 +95,9 @@ def mcp() -> Iterator[ThreadingHTTPServer]:
             events = f": hello\n\nevent: message\ndata: {body}\n\n"
             return self.answer(200, events.encode(), **{"Content-Type": "text/event-stream"}, **headers)
 
-        def answer(self, status: int, body: bytes, **headers: str) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Type": "application/json", **headers}.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None:
-            """Nothing is logged."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Mcp)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    Mcp.go.set()
-    server.shutdown()
-    server.server_close()
+    with serving(Mcp) as server:
+        yield server
+        Mcp.go.set()
 
 
 def test_javascript_is_asked_for_runs_and_its_result_is_told(start: Start, page: Any) -> None:
