@@ -17,7 +17,7 @@ from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
 from .memory import matrix
-from .patches import BATCH_INVARIANT, STEPS_APART, brings
+from .patches import BATCH_INVARIANT, brings
 from .ragged import ragged_passes
 from .row_sampler import HAS_ROW_SAMPLER, UNCHECKED, UNKNOWN, Filters, Place, RowRequest, RowSampler, RowSteps
 from .snapshots import Snapshots, n_rs_seq
@@ -43,9 +43,6 @@ BATCH_INVARIANT_TOKENS = 64
 BATCH_INVARIANT_SNAPSHOTS = 15
 """Most snapshots that leave the bits of a batch-invariant context unchanged. The recurrent layers always
 compute the last tokens of a prompt's pass one by one: this many and one more."""
-
-READS_LOGITS = brings(STEPS_APART, "llama_read_logits")
-"""Whether a batch leaves the rows of the last one that it does not write over in their order."""
 
 FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 
@@ -276,10 +273,10 @@ class Context:
     def keeps_rows(self, place: int, n_tokens: int, n_rows: int) -> bool:
         """Whether a further batch of `n_tokens` tokens and `n_rows` rows of logits leaves the last batch's
         hidden rows on the host intact from index `place` on. A batch writes its rows over the first ones
-        (`output_reserve` in llama-context.cpp). Builds without READS_LOGITS then forget the order of rows
-        that were not read yet, which with one pool of cells is the batch's."""
+        (`output_reserve` in llama-context.cpp). Builds without the row sampler then forget the order of
+        rows that were not read yet, which with one pool of cells is the batch's."""
         intact = n_tokens <= place and max(n_rows, self._n_seq) == self._n_reserved
-        return intact and (READS_LOGITS or self.unified)
+        return intact and (HAS_ROW_SAMPLER or self.unified)
 
     def open_ring(self, which: Sequence[int], ring: layers.Ring) -> None:
         """Keep the inputs of these layers on the device, if this llama.cpp and the device's memory allow

@@ -13,7 +13,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from .errors import LlamaError
 
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
-F16_COPIES, BATCH_INVARIANT, STEPS_APART = "f16-copies", "batch-invariant", "steps-apart"
+F16_COPIES, BATCH_INVARIANT = "f16-copies", "batch-invariant"
 REPACKED_WEIGHTS, ROW_SAMPLER = "repacked-weights", "row-sampler"
 RAGGED_PASSES = "ragged-passes"
 """Changes to llama.cpp that change what the server does."""
