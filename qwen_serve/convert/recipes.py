@@ -97,7 +97,8 @@ class Vocabulary(_Table):
 class Evidence(_Table):
     """What a searched recipe rests on. It has no effect. Divergences are KL(whole || quantized) in nats.
 
-    A recipe that was computed for a model from another's search has `predicted` alone. `predicted` and `measured` are means over the search's text. `prediction_error` is their difference, and
+    A recipe that was computed for a model from another's search has `predicted` alone. `predicted` and
+    `measured` are means over the search's text. `prediction_error` is their difference, and
     `left_out_error` the additive model's error on a probe that it was not fitted to; both are shares.
     `evaluation_*` is measured with the finished file, on text that the search did not use.
     """

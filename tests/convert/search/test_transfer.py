@@ -129,16 +129,16 @@ def test_the_command_writes_a_recipe(
 
 
 def test_the_27b_has_a_recipe_and_its_evidence_is_true(tmp_path: Path) -> None:
-    """Each matrix has one override, the file the size, and the parts of the divergence the sum that it says."""
+    """Each matrix has one override, the file the size, and its parts the sum that it says."""
     recipe = load_recipe(RECIPES / "27b/auto-17.2GB.toml")
     path, _ = layout_of("27b", tmp_path)
     layout = read_layout(path, extra=HEADER_EXTRA, used_experts=None)
     parts: dict[str, list[str]] = {override.pattern: [] for override in recipe.override}
-    types = {}
+    types: dict[str, Type] = {}
     for m in layout.matrices:
         (override,) = (each for each in recipe.override if re.search(each.pattern, m.name))
         parts[override.pattern].append(m.name)
-        types[m.name] = Type[override.type]
+        types[m.name] = next(kind for kind in TYPES if kind.name == override.type)
     assert all(parts.values()), "an override names a tensor that the model lacks"
     mtp = {m.name for m in layout.matrices if m.mtp}
     share = {override.pattern: float(override.reason.split()[-2]) for override in recipe.override}
