@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from . import inside, layers
+from . import inside, layers, operands
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
@@ -73,6 +73,8 @@ class Context:
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
         params.n_rs_seq = n_rs_seq(options.n_snapshots)
+        if options.n_operands and operands.HAS_OPERANDS and options.unified:
+            params.n_rs_seq = operands.n_rs_seq(options.n_operands, options.operand_sequences)
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
@@ -107,6 +109,8 @@ class Context:
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
         self.ragged_passes = ragged_passes(self._handle)
+        self.n_operands = operands.n_operands(self._handle)
+        """The longest verification, of any sequence, whose tokens `remove` can take back."""
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 if the model keeps none."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
