@@ -189,6 +189,20 @@ def test_operands_of_more_sequences_than_fit_are_folded(model: Model) -> None:
     opened.close()
 
 
+def test_a_restored_state_has_no_operands_of_before(model: Model) -> None:
+    opened = context(model)
+    rng = np.random.default_rng(4)
+    sequences = Sequences(opened)
+    sequences.decode({0: tokens(rng, 9)}, only_last=frozenset({0}))
+    saved, held = opened.save(0), sequences.held[0]
+    sequences.decode({0: tokens(rng, 4)})
+    opened.restore(0, saved)
+    sequences.held[0] = held
+    sequences.decode({0: tokens(rng, 1)})
+    sequences.check(model)
+    opened.close()
+
+
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_states_are_those_of_one_by_one(model: Model, seed: int) -> None:
