@@ -111,6 +111,8 @@ class Context:
         self.ragged_passes = ragged_passes(self._handle)
         self.n_operands = operands.n_operands(self._handle)
         """The longest verification, of any sequence, whose tokens `remove` can take back."""
+        self.operand_sequences = options.operand_sequences
+        """Most sequences for which it can at the same time."""
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 if the model keeps none."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
@@ -368,8 +370,9 @@ class Context:
 
         Returns False, and changes nothing, if a recurrent state would have to be rolled back. Snapshots allow
         that for a sequence that was alone in the last call, which took one pass: by at most `n_snapshots`
-        tokens, and not past the start of that call. Raises LlamaError if llama.cpp would use a state that
-        does not exist.
+        tokens, and not past the start of that call. Operands allow it for any sequence whose last pass had 2
+        to `n_operands` tokens, more than one of them with an output, and that shares its state with none.
+        Raises LlamaError if llama.cpp would use a state that does not exist.
         """
         if start > 0 and self.n_snapshots:
             surplus = int(C.llama_memory_seq_pos_max(self._memory, sequence)) + 1 - start
