@@ -370,9 +370,8 @@ class Context:
 
         Returns False, and changes nothing, if a recurrent state would have to be rolled back. Snapshots allow
         that for a sequence that was alone in the last call, which took one pass: by at most `n_snapshots`
-        tokens, and not past the start of that call. Operands allow it for any sequence whose last pass had 2
-        to `n_operands` tokens, more than one of them with an output, and that shares its state with none.
-        Raises LlamaError if llama.cpp would use a state that does not exist.
+        tokens, and not past the start of that call; operands for any whose last pass was a verification, if
+        it shares its state with none. Raises LlamaError if llama.cpp would use a state that does not exist.
         """
         if start > 0 and self.n_snapshots:
             surplus = int(C.llama_memory_seq_pos_max(self._memory, sequence)) + 1 - start

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from qwen_serve.llamacpp import (
     BATCH_INVARIANT_SNAPSHOTS,
     HAS_F16_COPIES,
-    HAS_OPERANDS,
     SHARES_SNAPSHOTS,
     Device,
     keeps_f16_copies,
@@ -28,6 +27,7 @@ from .adapters import AdapterSpec
 from .contexts import CELL_PADDING, padded, uses_mtp
 from .devices import devices_for
 from .hardware import bounded_by
+from .operands import with_operands
 from .plan import MAX_CELLS, MemoryPlan, Usage, arrange, compute_buffers, make_plan, on_the_line, size_text
 from .sequence_ids import SequenceIds
 from .spec import DraftSpec, ModelSpec
@@ -235,7 +235,7 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
     Raises ModelLoadError if the set number is useless or impossible."""
     wanted = settings.snapshots
     if settings.operands:
-        return _with_operands(settings, spec)
+        return with_operands(settings, spec)
     if wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
         if spec.draft is not None:
@@ -260,23 +260,6 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
     if spec.state and settings.snapshots > most:
         raise ModelLoadError(f"snapshots is {wanted}; with {limits} it can be at most {most}")
     return settings.replace(snapshots=min(wanted, most))
-
-
-def _with_operands(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:
-    """Operands take the place of snapshots. Raises ModelLoadError if there can be none."""
-    if settings.snapshots > 0:
-        raise ModelLoadError("operands and snapshots are set; one of them takes rejected tokens back")
-    if settings.deterministic:
-        raise ModelLoadError("operands are set, but with deterministic each sequence is computed by itself")
-    if not HAS_OPERANDS:
-        raise ModelLoadError("operands are set, but this llama.cpp was built without operand-verification")
-    if not spec.state or not SequenceIds.of(settings).drafting:
-        return settings.replace(snapshots=0, operands=0)
-    most = min(settings.ubatch_size, settings.batch_size) - 2
-    if settings.operands > most:
-        limits = f"ubatch_size {settings.ubatch_size} and batch_size {settings.batch_size}"
-        raise ModelLoadError(f"operands is {settings.operands}; with {limits} it can be at most {most}")
-    return settings.replace(snapshots=0)
 
 
 def _with_fewer_snapshots(plan: MemoryPlan, *, checkpoints: bool) -> EngineSettings:
