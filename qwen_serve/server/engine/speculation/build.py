@@ -59,7 +59,7 @@ def build_speculator(
                 widest=WIDEST if head.samples_on_device else 0,
             )
         )
-    times = StepTimes()
+    times = StepTimes(ragged=context.ragged_passes)
     policy = Always(times) if settings.draft_always else Policy(times)
     rows = min(most_rows, context.n_batch)
     return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

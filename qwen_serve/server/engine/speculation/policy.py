@@ -87,7 +87,8 @@ class Plan:
 class Step:
     """A decode step that may verify drafts: pending tokens of each sequence, and limits.
 
-    `rewinds` and `keeps_graph` are as in `StateStore`; `shape` is the sequences and rows of the last step.
+    `rewinds` and `keeps_graph` are as in `StateStore`; `shape` is the sequences and rows of
+    the last step.
     """
 
     pending: list[int]
@@ -193,7 +194,7 @@ class Policy:
             for own, limit, kind in zip(step.pending, option.limits, option.kinds, strict=True)
             if kind
         }
-        graph = step.shape[1] if step.shape[0] == len(step.pending) else 0
+        graph = step.shape[1] // step.shape[0] if step.shape[0] == len(step.pending) else 0
         most = max(ends, default=0)
         return sorted(ends | {rows for rows in (*ROWS, graph) if min(step.pending) < rows < most})
 
@@ -225,7 +226,7 @@ class Policy:
         """Seconds to change to the graph for these rows. They count in full if the change is for one step, as
         for text that repeats only sometimes (`passing`) or for pending tokens; otherwise they are spread over
         steps."""
-        if len(set(rows)) == 1 and (len(rows), rows[0]) == step.shape:
+        if (self.times.ragged or len(set(rows)) == 1) and (len(rows), sum(rows)) == step.shape:
             return 0.0
         return self.times.leaving if passing or max(step.pending) > 1 else self.times.moving / STAY
 

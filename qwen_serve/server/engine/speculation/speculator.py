@@ -344,8 +344,8 @@ class Speculator:
         """`seconds` is None if they include time of the previous batch."""
         chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
-        lengths = {chunk.n_tokens for chunk in chunks}
-        shape = (n, lengths.pop()) if decodes and len(lengths) == 1 else (0, 0)
+        one_pass = policy.times.ragged or len({chunk.n_tokens for chunk in chunks}) == 1
+        shape = (n, batch.n_tokens) if decodes and one_pass else (0, 0)
         built, captured = self._timer.book(shape, seconds)
         spent = seconds or 0.0
         if proposal is not None:
