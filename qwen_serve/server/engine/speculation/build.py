@@ -54,7 +54,8 @@ def build_speculator(
                 settings.draft_window,
                 depth=settings.mtp_depth,
                 slots=settings.parallel,
-                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - WIDEST),
+                most=slots,
+                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - settings.mtp_depth),
                 # if the host reads the rows, it also computes them, and each unused row costs time
                 widest=WIDEST if head.samples_on_device else 0,
             )

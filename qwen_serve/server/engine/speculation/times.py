@@ -71,6 +71,23 @@ class Mean:
         self.value += WEIGHT * (value - self.value)
 
 
+class GroupMeans:
+    """A mean for each group of sequence counts, and for others that of the nearest group."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, Mean] = {}
+
+    def add(self, n: int, value: float) -> None:
+        """Add a value for `n` sequences."""
+        self._means.setdefault(group_of(n), Mean()).add(value)
+
+    def of(self, n: int) -> float:
+        """The mean for `n` sequences; 0 before there is any."""
+        if not self._means:
+            return 0.0
+        return self._means[min(self._means, key=lambda known: abs(known - group_of(max(1, n))))].value
+
+
 class StepTimesRecord(BaseModel):
     """Step times kept for the next start; see StepTimes."""
 
@@ -102,6 +119,18 @@ class StepTimes:
         self._known: dict[int, npt.NDArray[np.float64]] = {}
         """Recent results of `_work_out` for 0 to CACHED rows, by number of sequences."""
         self._age = 0
+        self._undrafted: dict[int, Mean] = {}
+        """Seconds of a plain step behind another, when nobody drafts, by number of sequences: on a GPU less,
+        since it is launched before the last one's tokens are read."""
+
+    def undrafted(self, n: int, seconds: float) -> None:
+        """Record a plain step of `n` sequences at a time when nobody drafts."""
+        self._undrafted.setdefault(n, Mean()).add(seconds)
+
+    def without_drafts(self, n: int) -> float:
+        """Expected seconds of a plain step of `n` sequences if nobody drafts."""
+        seconds = self.of(n, 1)
+        return min(seconds, self._undrafted[n].value) if n in self._undrafted else seconds
 
     def dump(self) -> StepTimesRecord:
         """A copy of all times; `take` restores it."""
@@ -226,9 +255,7 @@ class StepTimes:
             return 1.0 + (rows - 1) / 16  # a placeholder while nothing is measured
         known = [1.0, *sorted(ratios)]
         values = np.maximum.accumulate([1.0, *(ratios[r].value for r in known[1:])])
-        middle = min(
-            len(known) // 2, len(known) - 2
-        )  # each further row costs less, so extrapolate from there
+        middle = min(len(known) // 2, len(known) - 2)  # further rows cost less: extrapolate from here
         slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
         beyond = np.maximum(0, rows - known[-1])
         return np.asarray(np.interp(rows, known, values) + max(0.0, slope) * beyond)
