@@ -24,19 +24,17 @@ ASSUMED = 2
 wrong."""
 
 
+NOTHING = [0.0] * DEPTHS
+
+
 def chances_of(
     own: ListLike[Acceptance | None], shared: ListLike[Acceptance | None], depths: int
 ) -> npt.NDArray[np.float64]:
     """Probabilities that all tokens up to each depth are right, [sequences, depths]: by each sequence's own
     results, and as far as these are few by the shared ones of its kind. 0 for a sequence with neither."""
-    n = len(shared)
-    hits, tries, prior = np.zeros((3, n, DEPTHS))
-    for i, (mine, others) in enumerate(zip(own, shared, strict=True)):
-        if others is not None:
-            prior[i] = others.chances()
-            if mine is not None:
-                counts = mine.counts
-                hits[i, : len(counts[0])], tries[i, : len(counts[1])] = counts
+    prior = np.array([NOTHING if one is None else one.chances() for one in shared])
+    results = [(NOTHING, NOTHING) if one is None else one.counts for one in own]
+    hits, tries = np.array(results).transpose(1, 0, 2)
     chances = (hits + ASSUMED * prior) / (tries + ASSUMED)
     if depths > DEPTHS:
         chances = np.hstack([chances, np.repeat(chances[:, -1:], depths - DEPTHS, axis=1)])
@@ -51,8 +49,8 @@ class Acceptance:
     def __init__(self, assumed: float, memory: int = MEMORY) -> None:
         """`memory` is the number of tries that are remembered for each depth."""
         self._assumed, self._memory = assumed, memory
-        self._hits: list[float] = []
-        self._tries: list[float] = []
+        self._hits = [0.0] * DEPTHS
+        self._tries = [0.0] * DEPTHS
         self._right: list[float] = []
         self._total: list[float] = []
         self._chances: list[float] = []
@@ -60,24 +58,26 @@ class Acceptance:
     def add(self, drafted: int, accepted: int) -> None:
         """Record a verified draft of `drafted` tokens, of which the first `accepted` were right."""
         tested = min(accepted + 1, drafted, DEPTHS)
-        missing = tested - len(self._tries)
-        self._hits += [0.0] * missing
-        self._tries += [0.0] * missing
-        for depth in range(len(self._tries)):
-            keep = 1 - (1 / self._memory if depth < tested else FADE * MEMORY / self._memory)
-            self._hits[depth] = keep * self._hits[depth] + (depth < min(tested, accepted))
-            self._tries[depth] = keep * self._tries[depth] + (depth < tested)
+        self._fade(FADE * MEMORY / self._memory, tested)
+        keep = 1 - 1 / self._memory
+        for depth in range(tested):
+            self._hits[depth] = keep * self._hits[depth] + (depth < accepted)
+            self._tries[depth] = keep * self._tries[depth] + 1
         self._right.clear()
 
     def fade(self, share: float = FADE) -> None:
         """Forget a share, because another drafter was used or none."""
-        self._keep([1 - share] * len(self._tries))
+        self._fade(share)
+
+    def _fade(self, share: float, start: int = 0) -> None:
+        keep = 1 - share
+        self._hits[start:] = [keep * hits for hits in self._hits[start:]]
+        self._tries[start:] = [keep * tries for tries in self._tries[start:]]
+        self._right.clear()
 
     def retry(self) -> None:
         """Reduce the weight of all earlier results, so that the next ones count more."""
-        self._keep([min(1.0, ASSUMED / max(1.0, tries)) for tries in self._tries])
-
-    def _keep(self, shares: list[float]) -> None:
+        shares = [min(1.0, ASSUMED / max(1.0, tries)) for tries in self._tries]
         self._hits = [share * hits for share, hits in zip(shares, self._hits, strict=True)]
         self._tries = [share * tries for share, tries in zip(shares, self._tries, strict=True)]
         self._right.clear()
@@ -113,9 +113,8 @@ class Acceptance:
         chance, right, total = self._assumed, 1.0, 0.0
         self._total, self._chances = [], []
         for depth in range(DEPTHS):
-            if depth < len(self._tries):  # the depth before is the prior
-                hits, tries = self._hits[depth], self._tries[depth]
-                chance = (hits + ASSUMED * chance) / (tries + ASSUMED)
+            hits, tries = self._hits[depth], self._tries[depth]  # the depth before is the prior
+            chance = (hits + ASSUMED * chance) / (tries + ASSUMED)
             self._chances.append(chance)
             right *= chance
             total += right

@@ -46,6 +46,9 @@ IDLE, IDLE_FADE = 8, 0.3
 """Steps in a row in which no plan pays for several sequences, after which a cooldown begins; and the share of
 each sequence's own results that is forgotten in each of them, since bad luck may be the reason."""
 
+DOUBTFUL = 0.1
+"""Of several sequences, tokens that are right less often than this are not drafted."""
+
 REDONE = 16
 """Rows over which the cost of a row is averaged, for tokens that are computed again."""
 
@@ -255,8 +258,8 @@ class Policy:
         limits: list[int],
         step: Step,
     ) -> Iterator[tuple[list[int], float]]:
-        """For each maximum depth the best plan in which the likeliest tokens are drafted, whoever's they are,
-        and its tokens a second."""
+        """The best plan in which the likeliest tokens down to some depth are drafted, whoever's they are, and
+        its tokens a second."""
         n, before, times, drafter = len(step.pending), sum(step.pending), self.times, option.drafter
         room = min(step.room, step.most_rows - before, CACHED - before)
         limits = [min(limit, drafter.depth) if one else 0 for one, limit in zip(known, limits, strict=True)]
@@ -271,22 +274,27 @@ class Policy:
         redone = (1 - chances) * np.array(step.pending)[:, None]
         redone += np.cumsum(chances, axis=1) - np.arange(1, deepest + 1) * chances
         redone = np.diff(redone, axis=1, prepend=0)
-        order = np.argsort(-chances, axis=None, kind="stable")[: np.count_nonzero(chances)]
-        depths, rows = order % deepest + 1, order // deepest
-        change = np.full(CACHED + 1, times.moving / STAY)
-        if step.shape[0] == n:
-            change[step.shape[1]] = 0
+        order = np.argsort(-chances, axis=None, kind="stable")[: np.count_nonzero(chances >= DOUBTFUL)]
+        if not len(order):
+            return
+        ends = np.array(self._ends(drafter, sum(map(bool, limits)), deepest, step))
+        chosen = (order % deepest)[None, :] < ends[:, None]  # [maximum depths, tokens]
+        drafted = np.cumsum(chosen, axis=1)
+        chosen &= drafted <= room
+        change = (
+            0.0
+            if step.shape[0] != n
+            else np.where(drafted == step.shape[1] - before, times.moving / STAY, 0.0)
+        )
+        spent = seconds[np.minimum(before + drafted, CACHED)] + times.moving / STAY - change
+        again = each * np.cumsum(chosen * redone.flat[order], axis=1) + self.rollback.value
+        spent += np.where(ends[:, None] > step.rewinds, again, 0.0)
         drafting = sum(map(bool, limits))
-        for depth in self._ends(drafter, drafting, deepest, step):
-            chosen = (depths <= depth).nonzero()[0][:room]
-            places = order[chosen]
-            totals = before + 1 + np.arange(len(places))
-            spent = seconds[totals] + change[totals] + drafter.cost(drafting, depth)
-            if depth > step.rewinds:
-                spent += self.rollback.value + each * np.cumsum(redone.flat[places])
-            rates = (n + np.cumsum(chances.flat[places])) / spent
-            best = int(np.argmax(rates))
-            yield np.bincount(rows[chosen[: best + 1]], minlength=n).tolist(), float(rates[best])
+        spent += np.array([drafter.cost(drafting, int(depth)) for depth in ends])[:, None]
+        rates = np.where(chosen, (n + np.cumsum(chosen * chances.flat[order], axis=1)) / spent, 0.0)
+        depth, last = np.unravel_index(np.argmax(rates), rates.shape)
+        rows = (order // deepest)[: last + 1][chosen[depth, : last + 1]]
+        yield np.bincount(rows, minlength=n).tolist(), float(rates[depth, last])
 
     def _ends(self, drafter: Drafter, n: int, deepest: int, step: Step) -> list[int]:
         """Maximum depths to consider: all, if deeper drafts take longer to make."""

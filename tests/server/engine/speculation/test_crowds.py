@@ -10,6 +10,8 @@ import pytest
 from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Request, ask, ask_all, random_prompt, running
+from tests.server.engine.speculation.test_mtp import Head, draft, drafter, rows
+from tests.server.engine.speculation.test_mtp import running as text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,3 +61,40 @@ async def test_many_draft_at_once_and_no_answer_changes(crowd: str, nano_f32: Pa
     if settings.get("draft_always"):
         assert counts.accepted
         assert counts.steps > n or "draft_parallel" in settings
+
+
+@pytest.mark.parametrize("widest", [0, 5])
+def test_many_draft_in_one_pass_for_each_token(widest: int) -> None:
+    """Each at its own position, after reading as many rows as it has not read."""
+    head = Head()
+    mtp = drafter(head, widest=widest)
+    texts = [text(list(range(100 * slot, 100 * slot + 3 + slot)), slot) for slot in range(3)]
+    for one in texts:
+        mtp.collect(one.slot or 0, 0, rows(0, len(one.tokens) - 1))
+    guesses = draft(mtp, *((one, 1 + (one.slot or 0)) for one in texts))
+    assert guesses == [[one.tokens[-1] + 1 + i for i in range(1 + (one.slot or 0))] for one in texts]
+    assert head.widths == [9, 3, 3], "16 would be more than five a sequence"
+    for one in texts:
+        head.check(one.slot or 0, one.tokens)
+        assert sorted(head.entries[one.slot or 0]) == list(range(1, len(one.tokens)))
+    head.widths.clear()
+    for one, accepted in zip(texts, (1, 0, 3), strict=True):
+        start = len(one.tokens) - 1
+        mtp.collect(one.slot or 0, start, rows(start, 1 + accepted))
+        one.tokens += [*guesses[one.slot or 0][:accepted], 7]
+    assert draft(mtp, *((one, 2) for one in texts)) == [[8, 9]] * 3
+    assert head.widths == ([8, 8] if widest else [7, 3])
+    for one in texts:
+        head.check(one.slot or 0, one.tokens)
+
+
+def test_long_prompts_of_many_are_read_before_the_first_guess() -> None:
+    head = Head()
+    mtp = drafter(head)
+    texts = [text(list(range(20 + slot)), slot) for slot in range(3)]
+    for one in texts:
+        mtp.collect(one.slot or 0, 0, rows(0, len(one.tokens) - 1))
+    assert draft(mtp, *((one, 2) for one in texts)) == [[20, 21], [21, 22], [22, 23]]
+    assert head.widths == [16, 16, 16, 9, 3, 3]
+    for one in texts:
+        head.check(one.slot or 0, one.tokens)

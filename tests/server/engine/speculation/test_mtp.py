@@ -424,38 +424,3 @@ def test_each_token_is_drawn_as_the_request_would_after_those_before_it(head: He
     with pytest.raises(LlamaError):
         draft(mtp, (one, 3), (two, 3))
     assert sampler.accepted == other.accepted == []
-
-
-@pytest.mark.parametrize("widest", [0, 5])
-def test_many_draft_in_one_pass_for_each_token(head: Head, widest: int) -> None:
-    """Each at its own position, after reading as many rows as it has not read."""
-    mtp = drafter(head, widest=widest)
-    texts = [running(list(range(100 * slot, 100 * slot + 3 + slot)), slot) for slot in range(3)]
-    for one in texts:
-        mtp.collect(one.slot or 0, 0, rows(0, len(one.tokens) - 1))
-    guesses = draft(mtp, *((one, 1 + (one.slot or 0)) for one in texts))
-    assert guesses == [[one.tokens[-1] + 1 + i for i in range(1 + (one.slot or 0))] for one in texts]
-    assert head.widths == [9, 3, 3], "16 would be more than five a sequence"
-    for one in texts:
-        head.check(one.slot or 0, one.tokens)
-        assert sorted(head.entries[one.slot or 0]) == list(range(1, len(one.tokens)))
-    head.widths.clear()
-    for one, accepted in zip(texts, (1, 0, 3), strict=True):
-        start = len(one.tokens) - 1
-        mtp.collect(one.slot or 0, start, rows(start, 1 + accepted))
-        one.tokens += [*guesses[one.slot or 0][:accepted], 7]
-    assert draft(mtp, *((one, 2) for one in texts)) == [[8, 9]] * 3
-    assert head.widths == ([8, 8] if widest else [7, 3])
-    for one in texts:
-        head.check(one.slot or 0, one.tokens)
-
-
-def test_long_prompts_of_many_are_read_before_the_first_guess(head: Head) -> None:
-    mtp = drafter(head)
-    texts = [running(list(range(20 + slot)), slot) for slot in range(3)]
-    for one in texts:
-        mtp.collect(one.slot or 0, 0, rows(0, len(one.tokens) - 1))
-    assert draft(mtp, *((one, 2) for one in texts)) == [[20, 21], [21, 22], [22, 23]]
-    assert head.widths == [16, 16, 16, 9, 3, 3]
-    for one in texts:
-        head.check(one.slot or 0, one.tokens)
