@@ -49,6 +49,9 @@ each sequence's own results that is forgotten in each of them, since bad luck ma
 DOUBTFUL = 0.1
 """Of several sequences, tokens that are right less often than this are not drafted."""
 
+CHANGES = 0.5
+"""How often another number of rows than that of the last step is followed by yet another."""
+
 REDONE = 16
 """Rows over which the cost of a row is averaged, for tokens that are computed again."""
 
@@ -281,12 +284,9 @@ class Policy:
         chosen = (order % deepest)[None, :] < ends[:, None]  # [maximum depths, tokens]
         drafted = np.cumsum(chosen, axis=1)
         chosen &= drafted <= room
-        change = (
-            0.0
-            if step.shape[0] != n
-            else np.where(drafted == step.shape[1] - before, times.moving / STAY, 0.0)
-        )
-        spent = seconds[np.minimum(before + drafted, CACHED)] + times.moving / STAY - change
+        totals = np.minimum(before + drafted, CACHED)
+        keeps_graph = (totals == step.shape[1]) & (step.shape[0] == n)
+        spent = seconds[totals] + np.where(keeps_graph, 0.0, times.building.value * CHANGES)
         again = each * np.cumsum(chosen * redone.flat[order], axis=1) + self.rollback.value
         spent += np.where(ends[:, None] > step.rewinds, again, 0.0)
         drafting = sum(map(bool, limits))
