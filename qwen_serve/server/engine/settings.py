@@ -250,6 +250,9 @@ class SpeculationSettings(Section, title="speculation"):
     their hidden states take memory. While drafting, a draft model attends to at most twice as many"""
     draft_max: int = Field(255, ge=1)
     """maximum tokens of a draft from the text"""
+    draft_history: int = Field(16_384, ge=0)
+    """number of tokens of a tenant's last answers that its other requests draft from, too. Only requests of
+    the same tenant, API key and cache_salt share answers. 0: none"""
     mtp_depth: int = Field(16, ge=1)
     """maximum tokens of a draft from the MTP head"""
     draft_parallel: int = Field(0, ge=0)

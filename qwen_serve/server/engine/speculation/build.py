@@ -44,7 +44,7 @@ def build_speculator(
     """
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):
-        drafters.append(NgramDrafter(settings.draft_max, slots))
+        drafters.append(NgramDrafter(settings.draft_max, slots, settings.draft_history))
     if draft is not None:
         drafters.append(DflashDrafter(*draft, settings.draft_window, slots=settings.parallel, most=slots))
     if head is not None:
