@@ -9,6 +9,7 @@ from uuid import uuid4
 
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.engine import TIERS, SchedulingParams
+from qwen_serve.server.engine.sequence import PRIVATE
 
 if TYPE_CHECKING:
     from qwen_serve.server.api.context import RequestContext
@@ -33,7 +34,9 @@ def sharing_of(context: RequestContext, request: GenerationRequest) -> str:
     """The salt of a request's prefixes and pictures."""
     key = context.key if context.service.settings.prefix_by_key else ""
     # with a random salt the request shares no prefix, neither of others nor its own
-    return salt_of(key, uuid4().hex if request.cache_prompt is False else request.cache_salt)
+    if request.cache_prompt is False:
+        return PRIVATE + uuid4().hex
+    return salt_of(key, request.cache_salt)
 
 
 def scheduling_of(context: RequestContext, request: GenerationRequest) -> SchedulingParams:

@@ -10,6 +10,8 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
+from .sequence import is_private
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
@@ -28,6 +30,8 @@ def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> st
     """The salt of prefixes that are computed with these adapters; it depends on the contents of their files.
     Raises IndexError for an unknown adapter."""
     if not adapters:
+        return salt
+    if is_private(salt):  # nobody else has it
         return salt
     made_by = [(known[index].fingerprint, scale) for index, scale in adapters]
     return hashlib.sha256(json.dumps([salt, made_by]).encode()).hexdigest()

@@ -58,6 +58,15 @@ PREFILL, DECODE = SequenceStatus.PREFILL, SequenceStatus.DECODE
 """Module-level names, since looking up an enum's members is slow and happens many times a step."""
 
 
+PRIVATE = "private "
+"""A salt that begins with this is a single request's own."""
+
+
+def is_private(salt: str) -> bool:
+    """Whether a request with this salt shares nothing with others."""
+    return salt.startswith(PRIVATE)
+
+
 @dataclass(slots=True)
 class Timings:
     """Times of a request on the clock of `time.perf_counter`, in seconds; 0 until they are reached."""

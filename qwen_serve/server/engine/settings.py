@@ -250,8 +250,14 @@ class SpeculationSettings(Section, title="speculation"):
     their hidden states take memory. While drafting, a draft model attends to at most twice as many"""
     draft_max: int = Field(255, ge=1)
     """maximum tokens of a draft from the text"""
+    draft_history: int = Field(16_384, ge=0)
+    """number of tokens of a tenant's last answers that its other requests draft from, too. Only requests of
+    the same tenant, API key and cache_salt share answers. 0: none"""
     mtp_depth: int = Field(16, ge=1)
     """maximum tokens of a draft from the MTP head"""
+    draft_parallel: int = Field(0, ge=0)
+    """maximum sequences that draft at once; each has one more recurrent state, to go back to. 0: up to 32,
+    fewer if memory is short"""
     snapshots: int = Field(-1, ge=-1)
     """number of earlier recurrent states that are kept of a sequence that runs alone. That many rejected
     tokens are rolled back without a copy. -1: 8 with the MTP head, the length of a block with a draft model,

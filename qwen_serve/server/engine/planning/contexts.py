@@ -44,6 +44,10 @@ MTP_SPAN, MTP_MIN_CELLS = 2048, 16_384
 together."""
 
 
+MANY, FEW = 16, 5
+"""Up to MANY sequences verify drafts of any depth at once, and more at least FEW rows each."""
+
+
 def padded(cells: int) -> int:
     """Round cells up as llama.cpp does."""
     return -(-cells // CELL_PADDING) * CELL_PADDING
@@ -148,10 +152,11 @@ def draft_cells(settings: EngineSettings, spec: DraftSpec) -> int:
 
 
 def verified_rows(settings: EngineSettings) -> int:
-    """Maximum rows of a verification: one long draft, or a shorter one for each sequence that drafts."""
+    """Maximum rows of a verification: one long draft, or a shorter one for each sequence that drafts. Of more
+    than MANY sequences each has fewer, since a row takes memory for its logits."""
     if not (drafting := len(SequenceIds.of(settings).drafting)):
         return 0
-    rows = max(settings.draft_max + 1, drafting * (settings.mtp_depth + 1))
+    rows = max(settings.draft_max + 1, min(drafting, MANY) * (settings.mtp_depth + 1), FEW * drafting)
     # one fewer, since for this many tokens of one sequence the delta net uses another kernel
     most = BATCH_INVARIANT_TOKENS - 1 if settings.deterministic else rows
     return min(settings.ubatch_size, settings.batch_size, rows, most)

@@ -10,9 +10,8 @@ from qwen_serve.server.engine.settings import MAX_SEQUENCES
 if TYPE_CHECKING:
     from qwen_serve.server.engine.settings import EngineSettings
 
-MAX_DRAFTING = 16
-"""Maximum sequences that draft at once from the text or with a draft model: larger batches keep the device
-busy without drafts."""
+MAX_DRAFTING = 32
+"""Default maximum of sequences that draft at once: larger batches keep the device busy without drafts."""
 
 LONE_SLOTS = 2
 """Number of first slots in which a sequence that decodes alone may roll back to snapshots. They are few,
@@ -37,12 +36,7 @@ class SequenceIds:
     def of(cls, settings: EngineSettings) -> Self:
         """The ranges for resolved settings (`speculation` is not "auto")."""
         slots = range(settings.parallel)
-        if settings.speculation == "off":
-            drafting = 0
-        elif settings.speculation == "mtp" and settings.draft_model is None:
-            drafting = LONE_SLOTS
-        else:
-            drafting = MAX_DRAFTING
+        drafting = 0 if settings.speculation == "off" else settings.draft_parallel or MAX_DRAFTING
         drafting = min(drafting, len(slots), MAX_SEQUENCES - len(slots))
         rollback = range(slots.stop, slots.stop + (0 if settings.deterministic else drafting))
         checkpoints = range(rollback.stop, rollback.stop + settings.prefix_checkpoints)

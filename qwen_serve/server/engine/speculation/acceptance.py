@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as ListLike
+
+    import numpy.typing as npt
+
 DEPTHS, MEMORY = 16, 32
 """Number of depths that are counted separately, since the first tokens are right more often. Number of tries
 that are remembered for each depth, so that acceptance follows a text that changes."""
@@ -15,42 +24,73 @@ ASSUMED = 2
 wrong."""
 
 
+NOTHING = [0.0] * DEPTHS
+
+
+def chances_of(
+    own: ListLike[Acceptance | None], shared: ListLike[Acceptance | None], depths: int
+) -> npt.NDArray[np.float64]:
+    """Probabilities that all tokens up to each depth are right, [sequences, depths]: by each sequence's own
+    results, and as far as these are few by the shared ones of its kind. 0 for a sequence with neither."""
+    prior = np.array([NOTHING if one is None else one.chances() for one in shared])
+    results = [(NOTHING, NOTHING) if one is None else one.counts for one in own]
+    hits, tries = np.array(results).transpose(1, 0, 2)
+    chances = (hits + ASSUMED * prior) / (tries + ASSUMED)
+    if depths > DEPTHS:
+        chances = np.hstack([chances, np.repeat(chances[:, -1:], depths - DEPTHS, axis=1)])
+    return np.asarray(np.cumprod(chances[:, :depths], axis=1), np.float64)
+
+
 class Acceptance:
     """How often drafted tokens of one kind were right, by depth, if all tokens before them were right."""
 
-    __slots__ = ("_assumed", "_hits", "_right", "_total", "_tries")
+    __slots__ = ("_assumed", "_chances", "_hits", "_memory", "_right", "_total", "_tries")
 
-    def __init__(self, assumed: float) -> None:
-        self._assumed = assumed
-        self._hits: list[float] = []
-        self._tries: list[float] = []
+    def __init__(self, assumed: float, memory: int = MEMORY) -> None:
+        """`memory` is the number of tries that are remembered for each depth."""
+        self._assumed, self._memory = assumed, memory
+        self._hits = [0.0] * DEPTHS
+        self._tries = [0.0] * DEPTHS
         self._right: list[float] = []
         self._total: list[float] = []
+        self._chances: list[float] = []
 
     def add(self, drafted: int, accepted: int) -> None:
         """Record a verified draft of `drafted` tokens, of which the first `accepted` were right."""
         tested = min(accepted + 1, drafted, DEPTHS)
-        missing = tested - len(self._tries)
-        self._hits += [0.0] * missing
-        self._tries += [0.0] * missing
-        for depth in range(len(self._tries)):
-            keep = 1 - (1 / MEMORY if depth < tested else FADE)
-            self._hits[depth] = keep * self._hits[depth] + (depth < min(tested, accepted))
-            self._tries[depth] = keep * self._tries[depth] + (depth < tested)
+        self._fade(FADE * MEMORY / self._memory, tested)
+        keep = 1 - 1 / self._memory
+        for depth in range(tested):
+            self._hits[depth] = keep * self._hits[depth] + (depth < accepted)
+            self._tries[depth] = keep * self._tries[depth] + 1
         self._right.clear()
 
-    def fade(self) -> None:
-        """Forget a little, because another drafter was used."""
-        self._keep([1 - FADE] * len(self._tries))
+    def fade(self, share: float = FADE) -> None:
+        """Forget a share, because another drafter was used or none."""
+        self._fade(share)
+
+    def _fade(self, share: float, start: int = 0) -> None:
+        keep = 1 - share
+        self._hits[start:] = [keep * hits for hits in self._hits[start:]]
+        self._tries[start:] = [keep * tries for tries in self._tries[start:]]
+        self._right.clear()
 
     def retry(self) -> None:
         """Reduce the weight of all earlier results, so that the next ones count more."""
-        self._keep([min(1.0, ASSUMED / max(1.0, tries)) for tries in self._tries])
-
-    def _keep(self, shares: list[float]) -> None:
+        shares = [min(1.0, ASSUMED / max(1.0, tries)) for tries in self._tries]
         self._hits = [share * hits for share, hits in zip(shares, self._hits, strict=True)]
         self._tries = [share * tries for share, tries in zip(shares, self._tries, strict=True)]
         self._right.clear()
+
+    @property
+    def counts(self) -> tuple[list[float], list[float]]:
+        """Hits and tries, by depth."""
+        return self._hits, self._tries
+
+    def chances(self) -> list[float]:
+        """The chance of a token at each of DEPTHS depths, if all before it are right."""
+        self._work_out()
+        return self._chances
 
     def all_right(self, n: int) -> float:
         """Probability that `n` tokens are all right."""
@@ -71,11 +111,11 @@ class Acceptance:
         if self._right:
             return
         chance, right, total = self._assumed, 1.0, 0.0
-        self._total = []
+        self._total, self._chances = [], []
         for depth in range(DEPTHS):
-            if depth < len(self._tries):  # the depth before is the prior
-                hits, tries = self._hits[depth], self._tries[depth]
-                chance = (hits + ASSUMED * chance) / (tries + ASSUMED)
+            hits, tries = self._hits[depth], self._tries[depth]  # the depth before is the prior
+            chance = (hits + ASSUMED * chance) / (tries + ASSUMED)
+            self._chances.append(chance)
             right *= chance
             total += right
             self._right.append(right)

@@ -44,7 +44,7 @@ def build_speculator(
     """
     drafters: list[Drafter] = []
     if settings.speculation in ("both", "ngram"):
-        drafters.append(NgramDrafter(settings.draft_max, slots))
+        drafters.append(NgramDrafter(settings.draft_max, slots, settings.draft_history))
     if draft is not None:
         drafters.append(DflashDrafter(*draft, settings.draft_window, slots=settings.parallel, most=slots))
     if head is not None:
@@ -54,12 +54,13 @@ def build_speculator(
                 settings.draft_window,
                 depth=settings.mtp_depth,
                 slots=settings.parallel,
-                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - WIDEST),
+                most=slots,
+                span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - settings.mtp_depth),
                 # if the host reads the rows, it also computes them, and each unused row costs time
                 widest=WIDEST if head.samples_on_device else 0,
             )
         )
-    times = StepTimes()
+    times = StepTimes(ragged=context.ragged_passes)
     policy = Always(times) if settings.draft_always else Policy(times)
     rows = min(most_rows, context.n_batch)
     return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

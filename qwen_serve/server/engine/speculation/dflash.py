@@ -11,7 +11,7 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 
 from .base import Draft
 from .hidden import DraftCacheState, HiddenDrafter
-from .times import Mean, group_of
+from .times import GroupMeans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -63,9 +63,9 @@ class DflashDrafter(HiddenDrafter):
         super().__init__(context, window, slots)
         self.layers, self.depth, self.most = spec.layers, spec.block - 1, most
         self._block, self._mask = spec.block, spec.mask
-        self._blocks: dict[int, Mean] = {}
-        """Seconds of a pass over blocks, by group of sequence counts."""
-        self._injections = Mean()
+        self._blocks = GroupMeans()
+        """Seconds of a pass over blocks, by number of sequences."""
+        self._injections = GroupMeans()
         """Seconds to inject the rows of the tokens since the last draft."""
 
     def copy(self, source: int, target: int) -> None:
@@ -90,10 +90,7 @@ class DflashDrafter(HiddenDrafter):
 
     def cost(self, n: int, depth: int) -> float:
         """Seconds of one pass, at any depth, and of the injection before it."""
-        if not self._blocks:
-            return 0.0
-        group = min(self._blocks, key=lambda known: abs(known - group_of(max(1, n))))
-        return self._blocks[group].value + self._injections.value
+        return self._blocks.of(n) + self._injections.of(n)
 
     def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
         """Fill a block for each request, all in one pass. Each must pass `can_draft`.
@@ -115,8 +112,8 @@ class DflashDrafter(HiddenDrafter):
             self._context.clear()
             raise
         if waiting <= FEW * len(slots) and not together:
-            self._injections.add(injected - started)
-        self._blocks.setdefault(group_of(len(slots)), Mean()).add(perf_counter() - injected)
+            self._injections.add(len(slots), injected - started)
+        self._blocks.add(len(slots), perf_counter() - injected)
         return drafts
 
     def measure(self) -> None:
@@ -129,7 +126,7 @@ class DflashDrafter(HiddenDrafter):
                 together = self._context.source is not None
                 wanted = [(slot, self._block, 0, 0) for slot in range(n)]
                 self._put_blocks(wanted, [None] * n, together=together)
-                self._blocks.setdefault(n, Mean()).add(perf_counter() - started)
+                self._blocks.add(n, perf_counter() - started)
                 self._context.clear()
             n *= 2
 

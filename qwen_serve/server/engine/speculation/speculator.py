@@ -217,6 +217,7 @@ class Speculator:
             rewinds=self._states.rewinds(slot) if alone else 0,
             keeps_graph=self._states.keeps_graph(slot) if alone else 0,
             shape=self._timer.shape,
+            owners=[] if alone else [request.sequence for request in requests],
         )
         if (plan := self._policy.choose(options, step)) is not None:
             self._carry_out(batch, plan, requests, found, exceeds_snapshots=max(plan.lengths) > step.rewinds)
@@ -302,6 +303,8 @@ class Speculator:
         if self._overtaken:
             self._overtaken = False
             self._timer.skip()
+            if batch.is_decode and alone:
+                self._policy.times.undrafted(len(chunks), seconds)
             return [chunk.start + chunk.count for chunk in chunks]
         if self._is_quiet and not self._hidden.collects:
             self._timer.skip()
@@ -344,8 +347,8 @@ class Speculator:
         """`seconds` is None if they include time of the previous batch."""
         chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
-        lengths = {chunk.n_tokens for chunk in chunks}
-        shape = (n, lengths.pop()) if decodes and len(lengths) == 1 else (0, 0)
+        one_pass = policy.times.ragged or len({chunk.n_tokens for chunk in chunks}) == 1
+        shape = (n, batch.n_tokens) if decodes and one_pass else (0, 0)
         built, captured = self._timer.book(shape, seconds)
         spent = seconds or 0.0
         if proposal is not None:
@@ -355,7 +358,7 @@ class Speculator:
                     drafted, right = len(chunk.draft), new.accepted
                     proposal.health.stats.add(drafted, right)
                     chunk.sequence.drafts.add(drafted, right)
-                    policy.verified(drafter, kind, n, drafted, right)
+                    policy.verified(drafter, kind, n, drafted, right, chunk.sequence if n > 1 else None)
             if proposal.exceeds_snapshots:
                 policy.rollback.add(proposal.rollback)
             self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
@@ -411,6 +414,7 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """Drop everything about a sequence that ended."""
         self._alive.discard(sequence)
+        self._policy.forget(sequence)
         for health in self._drafters:
             health.call(None, health.drafter.forget, sequence)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy.typing as npt
 
     from qwen_serve.llamacpp import Context
 
@@ -29,12 +31,18 @@ HELD_UP = 0.8
 
 REFRESH, CHANGED = 16, 0.02
 """Cached expectations are computed again after REFRESH steps, or at once after a change by the share CHANGED.
-Computing one takes 20 us, and a plan needs a hundred."""
+Computing those of a number of sequences takes 0.1 ms."""
+
+PARTS = 4
+"""Rows a sequence are counted in parts, if passes are ragged."""
+
+CACHED = 1024
+"""Up to this many rows expectations are cached."""
 
 MEASURED = (1, 2, 4, 3, 5, 6, 8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that the warm-up times, around the sizes at which kernels change."""
 
-MANY = (2, 4, 8, 16)
+MANY = (2, 4, 8, 16, 32, 64)
 """Numbers of sequences above 1 that are timed, with few rows each."""
 
 TURNS, STEADY = 3, 4
@@ -63,13 +71,30 @@ class Mean:
         self.value += WEIGHT * (value - self.value)
 
 
+class GroupMeans:
+    """A mean for each group of sequence counts, and for others that of the nearest group."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, Mean] = {}
+
+    def add(self, n: int, value: float) -> None:
+        """Add a value for `n` sequences."""
+        self._means.setdefault(group_of(n), Mean()).add(value)
+
+    def of(self, n: int) -> float:
+        """The mean for `n` sequences; 0 before there is any."""
+        if not self._means:
+            return 0.0
+        return self._means[min(self._means, key=lambda known: abs(known - group_of(max(1, n))))].value
+
+
 class StepTimesRecord(BaseModel):
     """Step times kept for the next start; see StepTimes."""
 
     building: Mean
     capturing: Mean
     plain: dict[PositiveInt, Mean]
-    ratios: dict[PositiveInt, dict[PositiveInt, Mean]]
+    ratios: dict[PositiveInt, dict[PositiveFloat, Mean]]
 
 
 class StepTimes:
@@ -80,18 +105,32 @@ class StepTimes:
     sequences was not measured, the ratio of one sequence with the same total of rows is used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ragged: bool = False) -> None:
+        """`ragged`: a pass takes sequences with different numbers of rows."""
+        self.ragged = ragged
         self.building, self.capturing = Mean(), Mean()
         """Extra seconds of a pass for which llama.cpp builds its graph again, and of the next pass, in which
         the device captures it (`ggml_backend_cuda_graph_compute`, ggml-cuda.cu)."""
         self.unconfirmed = False
         """Whether no step followed the start-up yet, whose measurements may all have been delayed."""
         self._plain: dict[int, Mean] = {}
-        self._ratios: dict[int, dict[int, Mean]] = {}
-        """By group of sequences, then by rows of each."""
-        self._known: dict[tuple[int, int], float] = {}
-        """Recent results of `of`."""
+        self._ratios: dict[int, dict[float, Mean]] = {}
+        """By group of sequences, then by rows of each, on average: multiples of 1 / PARTS."""
+        self._known: dict[int, npt.NDArray[np.float64]] = {}
+        """Recent results of `_work_out` for 0 to CACHED rows, by number of sequences."""
         self._age = 0
+        self._undrafted: dict[int, Mean] = {}
+        """Seconds of a plain step behind another, when nobody drafts, by number of sequences: on a GPU less,
+        since it is launched before the last one's tokens are read."""
+
+    def undrafted(self, n: int, seconds: float) -> None:
+        """Record a plain step of `n` sequences at a time when nobody drafts."""
+        self._undrafted.setdefault(n, Mean()).add(seconds)
+
+    def without_drafts(self, n: int) -> float:
+        """Expected seconds of a plain step of `n` sequences if nobody drafts."""
+        seconds = self.of(n, 1)
+        return min(seconds, self._undrafted[n].value) if n in self._undrafted else seconds
 
     def dump(self) -> StepTimesRecord:
         """A copy of all times; `take` restores it."""
@@ -117,9 +156,14 @@ class StepTimes:
         """Seconds to leave the current graph for a single pass and come back."""
         return self.building.value + self.moving
 
-    def add(self, n: int, rows: int, seconds: float, *, built: bool = False, captured: bool = False) -> None:
-        """Record a pass that took `seconds`. It `built` its graph, or was the first to reuse it and had it
-        `captured`."""
+    def add(
+        self, n: int, rows: float, seconds: float, *, built: bool = False, captured: bool = False
+    ) -> None:
+        """Record a pass that took `seconds`, with `rows` rows a sequence. It `built` its graph, or was the
+        first to reuse it and had it `captured`."""
+        exact, rows = rows, round(PARTS * rows) / PARTS
+        if rows == 1 < exact:
+            return
         ratios = self._ratios.setdefault(group_of(n), {})
         known = n in self._plain if rows == 1 else rows in ratios
         if (built and n == 1) or captured:
@@ -150,32 +194,43 @@ class StepTimes:
                 mean.value *= ratio
             self._known.clear()
 
-    def of(self, n: int, rows: int) -> float:
+    def of(self, n: int, rows: float) -> float:
         """Expected seconds for `n` sequences with `rows` rows each."""
-        if (seconds := self._known.get((n, rows))) is None:
-            seconds = self._known[n, rows] = self._work_out(n, rows)
-        return seconds
+        return self.total(n, round(n * rows))
 
-    def _work_out(self, n: int, rows: int) -> float:
-        plain = self._plain_step(n)
-        if rows == 1:
-            return plain
-        ratio, group = self._curve(n * rows) / self._curve(n), group_of(n)
+    def total(self, n: int, rows: int) -> float:
+        """Expected seconds of a pass in which `n` sequences have `rows` rows together."""
+        if rows > CACHED:
+            return float(self._work_out(n, np.array([rows]))[0])
+        return float(self.totals(n)[rows])
+
+    def totals(self, n: int) -> npt.NDArray[np.float64]:
+        """Expected seconds of passes of `n` sequences, by their rows together, from 0 to CACHED. Fewer than
+        `n` count as `n`."""
+        if (known := self._known.get(n)) is None:
+            known = self._known[n] = self._work_out(n, np.maximum(n, np.arange(CACHED + 1)))
+        return known
+
+    def _work_out(self, n: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        result = self._plain_step(n) / self._curve(n) * self._curves(rows)
+        group = group_of(n)
         if group > 1 and (ratios := self._ratios.get(group)):
-            known = [1, *sorted(ratios)]
+            known = [1.0, *sorted(ratios)]
             factors = [
                 1.0,
                 *(ratios[r].value * self._curve(group) / self._curve(group * r) for r in known[1:]),
             ]
-            ratio *= float(np.interp(rows, known, factors))
-        return plain * ratio
+            result *= np.interp(rows / n, known, factors)
+        return result
 
     def passes(self, lengths: list[int]) -> float:
         """Seconds of a call whose sequences have these numbers of rows.
 
-        llama.cpp repeatedly takes as many rows of each sequence as the shortest one has left (`split_equal`
-        in llama-batch.cpp), so there is a pass over the weights for each distinct number.
+        Without ragged passes llama.cpp repeatedly takes as many rows of each sequence as the shortest one has
+        left (`split_equal` in llama-batch.cpp), so there is a pass for each distinct number.
         """
+        if self.ragged:
+            return self.total(len(lengths), sum(lengths))
         seconds, done = 0.0, 0
         for length in sorted(set(lengths)):
             seconds += self.of(sum(other >= length for other in lengths), length - done)
@@ -190,19 +245,20 @@ class StepTimes:
         nearest = min(self._plain, key=lambda known: abs(known - n))
         return self._plain[nearest].value * self._curve(n) / self._curve(nearest)
 
-    def _curve(self, rows: int) -> float:
-        """The time of `rows` rows of one sequence as a multiple of its plain step."""
+    def _curve(self, rows: float) -> float:
+        return float(self._curves(np.array([rows]))[0])
+
+    def _curves(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+        """The times of `rows` rows of one sequence as multiples of its plain step."""
         ratios = self._ratios.get(1)
         if not ratios:
             return 1.0 + (rows - 1) / 16  # a placeholder while nothing is measured
-        known = [1, *sorted(ratios)]
+        known = [1.0, *sorted(ratios)]
         values = np.maximum.accumulate([1.0, *(ratios[r].value for r in known[1:])])
-        ratio = float(np.interp(rows, known, values))
-        if rows > known[-1]:  # each further row costs less, so extrapolate from the upper half
-            middle = min(len(known) // 2, len(known) - 2)
-            slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
-            ratio += float(max(0.0, slope)) * (rows - known[-1])
-        return ratio
+        middle = min(len(known) // 2, len(known) - 2)  # further rows cost less: extrapolate from here
+        slope = (values[-1] - values[middle]) / (known[-1] - known[middle])
+        beyond = np.maximum(0, rows - known[-1])
+        return np.asarray(np.interp(rows, known, values) + max(0.0, slope) * beyond)
 
 
 class StepTimer:
@@ -211,7 +267,8 @@ class StepTimer:
     def __init__(self, context: Context, times: StepTimes) -> None:
         self.times = times
         self.shape = (0, 0)
-        """Sequences and rows of the last step, which llama.cpp has a graph for; (0, 0) if it has none."""
+        """Sequences and rows of all of them together in the last step, which llama.cpp has a graph for;
+        (0, 0) if it has none."""
         self._context = context
         self._graphs_reused, self._skipped, self._built = context.graphs_reused, 0, False
         """`graphs_reused` at the last recorded step; steps skipped since; whether that step built a graph."""
@@ -225,7 +282,8 @@ class StepTimer:
         the step built a graph, and whether it had one captured."""
         built, captured = self._graph(shape)
         if shape != (0, 0) and seconds is not None:
-            self.times.add(*shape, seconds, built=built, captured=captured)
+            n, rows = shape
+            self.times.add(n, rows / n, seconds, built=built, captured=captured)
         return built, captured
 
     def _graph(self, shape: tuple[int, int]) -> tuple[bool, bool]:
@@ -262,7 +320,7 @@ class StepTimer:
             for shape in shapes:
                 if clock() <= deadline or (not turn and shape[1] <= MEASURED[1]):
                     took.setdefault(shape, []).extend(
-                        (step(*shape), *self._graph(shape)) for _ in range(STEADY)
+                        (step(*shape), *self._graph((shape[0], shape[0] * shape[1]))) for _ in range(STEADY)
                     )
         steady = {
             shape: min(found)

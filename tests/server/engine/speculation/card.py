@@ -21,7 +21,7 @@ from qwen_serve.server.engine.states import DeferredReads
 from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.speculation.helpers import sequence
 
-Table = Callable[[int, int], float]
+Table = Callable[[int, float], float]
 """Seconds of a pass of so many sequences with so many tokens each."""
 
 COPY = 0.65e-3
@@ -44,7 +44,7 @@ ANYONE = 100_000
 """Tokens that there are."""
 
 
-def h200(n: int, length: int) -> float:
+def h200(n: int, length: float) -> float:
     """Approximate step times of the synthetic 4B at Q4_K_M on an H200, with captured graphs."""
     if n == 1:
         return 1e-3 * float(np.interp(length, (1, 2, 9, 16, 64, 128), (3.6, 3.84, 4.6, 9, 17, 36)))
@@ -52,14 +52,14 @@ def h200(n: int, length: int) -> float:
     return 1e-3 * plain * (1 + (23.5 / 7.5 - 1) * (length - 1) / (27 / 8 - 1))
 
 
-def faster(n: int, length: int) -> float:
+def faster(n: int, length: float) -> float:
     """The same with faster kernels for single rows, so that drafts gain less."""
     if n == 1:
         return 1e-3 * float(np.interp(length, (1, 2, 3, 9, 16, 64, 128), (2.4, 2.75, 3.1, 3.9, 8, 16, 35)))
     return h200(n, length)
 
 
-def line(n: int, length: int) -> float:
+def line(n: int, length: float) -> float:
     """Another GPU: 3.4 ms for the weights and 0.2 ms for each row."""
     return 1e-3 * (3.4 + 0.2 * n * length)
 
@@ -67,14 +67,16 @@ def line(n: int, length: int) -> float:
 class Card:
     """The part of a context that the speculator uses. It keeps the graph of its last pass."""
 
-    def __init__(self, table: Table, *, build: float = 0.0, capture: float = 0.0) -> None:
-        self.table, self.build = table, build
+    def __init__(
+        self, table: Table, *, build: float = 0.0, capture: float = 0.0, ragged: bool = False
+    ) -> None:
+        self.table, self.build, self.ragged = table, build, ragged
         self.held_up = 1.0
         """How many times as long a pass takes because something else has the card, too."""
         self.capture, self._captured = capture, True
         self.graphs_reused = self.graphs_built = 0
         self.now = 0.0
-        self._shape = (0, 0)
+        self._shape: tuple[int, float] = (0, 0)
         self.moved = False
         """A sequence has gone to another cell, for which there is no graph."""
         self.keeps_hidden = True
@@ -98,11 +100,16 @@ class Card:
         pass
 
     def decode(self, batch: Batch) -> float:
-        """Seconds of a step, whose passes each take as many tokens as all sequences have left."""
-        lengths, spent, done = sorted({chunk.n_tokens for chunk in batch.chunks}), 0.0, 0
+        """Seconds of a step, whose passes each take as many tokens as all sequences have left; if they are
+        ragged, it is one."""
+        lengths, spent, done = sorted({chunk.n_tokens for chunk in batch.chunks}), 0.0, 0.0
+        if self.ragged:
+            lengths, self.moved = [lengths[-1]], self.moved and len(batch.chunks) == 1
         for length in lengths:
             n = sum(chunk.n_tokens >= length for chunk in batch.chunks)
             shape = n, length - done
+            if self.ragged:
+                shape = len(batch.chunks), batch.n_tokens / len(batch.chunks)
             spent += self.table(*shape)
             if shape == self._shape and not self.moved:
                 self.graphs_reused += 1
@@ -214,21 +221,23 @@ class World:
         ngram: bool = False,
         copies: bool = True,
         held_up: float = 1.0,
+        ragged: bool = False,
+        slots: int = SLOTS,
         seed: int = 0,
     ) -> None:
         """The start is `held_up`: its passes take so many times as long as later ones."""
-        self.card = Card(table, build=build, capture=capture)
+        self.card = Card(table, build=build, capture=capture, ragged=ragged)
         self.states = States(self.card, snapshots, deepest if copies else 0)
         self.head, self.rng = Head(self.card, draft, deepest), random.Random(seed)
-        self.policy = Policy(StepTimes())
-        self.ngram = NgramDrafter(63, SLOTS)
+        self.policy = Policy(StepTimes(ragged=ragged))
+        self.ngram = NgramDrafter(63, slots)
         self.speculator = Speculator(
             cast("Any", self.card),
             cast("Any", self.states),
             [*([self.ngram] if ngram else []), self.head],
             self.policy,
-            slots=SLOTS,
-            most_rows=144,
+            slots=slots,
+            most_rows=9 * slots,
             clock=self.card.clock,
         )
         self.card.held_up = held_up
@@ -236,6 +245,8 @@ class World:
         self.card.held_up = 1.0
         self.sequences = [self.newcomer(slot) for slot in range(n)]
         self.card.now, self.tokens = 0.0, 0
+        self.rights: dict[int, float] = {}
+        """How often drafts are right, by slot; others' are as often as the head's."""
         self.lengths: list[int] = []
         """Tokens drafted, by step."""
 
@@ -284,8 +295,9 @@ class World:
         """Run a step. Returns the number of drafted tokens."""
         batch, sampled = self.propose(), []
         for chunk in batch.chunks:
-            right = 0
-            while right < len(chunk.draft) and self.rng.random() < self.head.right:
+            right, slot = 0, chunk.sequence.slot or 0
+            chance = self.rights.get(slot, self.head.right)
+            while right < len(chunk.draft) and self.rng.random() < chance:
                 right += 1
             sampled.append([*chunk.draft[:right], self.rng.randrange(ANYONE)])
         held = self.speculator.verify(batch, [*map(SampleResult, sampled)], self.card.decode(batch))

@@ -107,7 +107,7 @@ async def test_a_head_that_drafts_for_one_is_not_waited_for_by_several(
     nano_f32: Path, nano_draft_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(4)
-    with running(nano_f32, **options("drafter and head", nano_draft_f32, 3)) as engine:
+    with running(nano_f32, **options("drafter and head", nano_draft_f32, 3), draft_parallel=1) as engine:
         events = watched(engine, monkeypatch)
         await ask_at_once(engine, [Request(random_prompt(rng, 30), 8) for _ in range(3)])
         second = events.index("tell", events.index("tell") + 1)

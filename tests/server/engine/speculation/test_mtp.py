@@ -6,6 +6,8 @@ A pretend context checks that; its hidden rows hold a position, and its guesses 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as ListLike
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.llamacpp.mtp import MtpContext
-from qwen_serve.llamacpp.row_sampler import RowSampler
+from qwen_serve.server.engine.sampling import Sampler
 from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.speculation.base import Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
@@ -36,6 +38,8 @@ class Head:
         self.input_hidden = np.zeros((self.n_batch, WIDTH), np.float32)
         self.entries: dict[int, dict[int, tuple[int, float]]] = {}
         self.error: Exception | None = None
+        self.error_at = 0
+        """Number of a further call that fails; 0: none."""
         self.widths: list[int] = []
         """Of the calls."""
         self._out: dict[int, tuple[int, int]] = {}
@@ -44,6 +48,10 @@ class Head:
     def decode(self, n: int) -> None:
         if self.error is not None:
             raise self.error
+        if self.error_at:
+            self.error_at -= 1
+            if not self.error_at:
+                raise LlamaError("failed")
         self._out = {}
         self.widths.append(n)
         for i in range(n):
@@ -53,7 +61,11 @@ class Head:
             if self.outputs[i]:
                 self._out[i] = int(self.tokens[i]), position
 
-    def best(self, rows: list[int]) -> list[int]:
+    def best(self, rows: list[int], samplers: ListLike[Recorded | None] = ()) -> list[int]:
+        assert set(rows) == set(self._out), "outputs of one pass"
+        for sampler in samplers:
+            if sampler is not None:
+                sampler.seen.append([*sampler.accepted])
         return [self._out[i][0] + 1 for i in rows]
 
     def hidden(self, n: int) -> np.ndarray:
@@ -91,7 +103,9 @@ def head() -> Head:
 
 
 def drafter(head: Head, window: int = 64, widest: int = 0, span: int = 10**6) -> MtpDrafter:
-    return MtpDrafter(cast("MtpContext", head), window, depth=16, slots=SLOTS, span=span, widest=widest)
+    return MtpDrafter(
+        cast("MtpContext", head), window, depth=16, slots=SLOTS, most=SLOTS, span=span, widest=widest
+    )
 
 
 def draft(mtp: MtpDrafter, *wanted: tuple[Sequence, int]) -> list[list[int]]:
@@ -285,7 +299,7 @@ def test_it_is_what_the_speculator_expects(head: Head) -> None:
     mtp = drafter(head)
     as_drafter: Drafter = mtp  # checked by mypy
     assert mtp.save(0) is None
-    assert as_drafter.most == 1
+    assert as_drafter.most == SLOTS
     assert mtp.cost(1, 4) == 0
     mtp.measure()
     assert mtp.cost(1, 4) > mtp.cost(1, 2) > 0
@@ -382,6 +396,8 @@ class Recorded:
 
     def __init__(self) -> None:
         self.accepted: list[int] = []
+        self.seen: list[list[int]] = []
+        """What it had accepted before each choice."""
 
     def accept(self, token: int) -> None:
         self.accepted.append(token)
@@ -390,21 +406,21 @@ class Recorded:
         assert self.accepted.pop() == token
 
 
-def test_each_token_is_drawn_as_the_request_would_after_those_before_it() -> None:
-    """The sampler has the draft's tokens before, and is as it was in the end."""
-    head, sampler = Head(), Recorded()
-    seen: list[list[int]] = []
-
-    def best(rows: list[int], samplers: list[Recorded]) -> list[int]:
-        assert samplers == [sampler]
-        seen.append([*sampler.accepted])
-        return Head.best(head, rows)
-
-    head.best = best  # type: ignore[method-assign, assignment]
-    mtp = MtpDrafter(cast("MtpContext", head), 64, depth=4, slots=SLOTS)
-    head.outputs[0] = 1
-    head.decode(1)
-    for before in ([], [5], [5, 6]):
-        mtp._guess(0, cast("RowSampler", sampler), before)  # noqa: SLF001 - one step of a draft
-    assert seen == [[], [5], [5, 6]]
-    assert sampler.accepted == []
+def test_each_token_is_drawn_as_the_request_would_after_those_before_it(head: Head) -> None:
+    """The sampler has the draft's tokens before, and is as it was in the end, also after an error."""
+    mtp, one, two = drafter(head), running([4, 5]), running([7, 8, 9], slot=1)
+    sampler, other = Recorded(), Recorded()
+    one.sampler, two.sampler = (cast("Sampler", SimpleNamespace(noise=noise)) for noise in (sampler, other))
+    for text in (one, two):
+        mtp.collect(text.slot or 0, 0, rows(0, len(text.tokens) - 1))
+    assert draft(mtp, (one, 3), (two, 1)) == [[6, 7, 8], [10]]
+    assert sampler.seen == [[], [6], [6, 7]]
+    assert other.seen[0] == []
+    assert sampler.accepted == other.accepted == []
+    for text in (one, two):
+        mtp.collect(text.slot or 0, len(text.tokens) - 1, rows(len(text.tokens) - 1, 1))
+        text.tokens.append(50)
+    head.error_at = 2
+    with pytest.raises(LlamaError):
+        draft(mtp, (one, 3), (two, 3))
+    assert sampler.accepted == other.accepted == []

@@ -133,3 +133,17 @@ def test_the_next_start_has_what_was_known(times: StepTimes) -> None:
     after.take(times.dump())
     assert after.dump() == times.dump()
     assert after.of(4, 2) == times.of(4, 2)
+
+
+def test_a_ragged_pass_costs_what_its_rows_cost(times: StepTimes) -> None:
+    lengths = [1, 4, 9, 2]
+    ragged = StepTimes(ragged=True)
+    ragged.take(times.dump())
+    assert ragged.passes(lengths) == pytest.approx(card(16))
+    assert ragged.passes(lengths) < times.passes(lengths)
+    ragged.add(4, 1, card(4))
+    ragged.add(4, sum(lengths) / 4, 2 * card(16))
+    assert ragged.passes([4, 4, 4, 4]) == pytest.approx(2 * card(16))
+    assert ragged.passes([1] * 4) == pytest.approx(card(4))
+    ragged.add(16, 17 / 16, 9.0)
+    assert ragged.passes([1] * 16) == pytest.approx(card(16)), "a row more is no plain step"
