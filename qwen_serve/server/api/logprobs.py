@@ -56,9 +56,9 @@ class TokenNames:
         top.setdefault(self.name(at.token), max(at.logprob, LOWEST))
         return top
 
-    def scored(self, found: Sequence[TokenLogprobs], *, n_top: int, with_id: bool = False) -> Written:
-        """OpenAI's objects, with llama-server's `id` or without, and in each the `n_top` likeliest tokens at
-        its place. `bytes` is null for a control token."""
+    def scored(self, found: list[TokenLogprobs], *, n_top: int, with_id: bool = False) -> Json:
+        """A list of OpenAI's objects as JSON, with llama-server's `id` or without, and in each the `n_top`
+        likeliest tokens at its place. `bytes` is null for a control token."""
         kept = Kept(partial(self._around, with_id=with_id))
         around = self._vocab.kept.setdefault((self._as_ids, with_id), kept).__getitem__
         written = []
@@ -68,7 +68,7 @@ class TokenNames:
             tops = b"},".join([before + other + behind for (before, behind), other in pairs])
             close = b"}]}" if tops else b"]}"
             written.append(b'%b%b%b,"top_logprobs":[%b%b' % (before, own, behind, tops, close))
-        return Written(b"[%b]" % b",".join(written))
+        return b"[%b]" % b",".join(written)
 
     def _around(self, token: int, *, with_id: bool) -> tuple[Json, Json]:
         """What comes before and behind a token's log-probability in its object, which is not closed."""
@@ -130,8 +130,8 @@ class ChatLogprobs:
         requested."""
         if self._n_top is None or not (found := self._generation.new_logprobs()):
             return None
-        content = self._names.scored(found, n_top=self._n_top, with_id=self._with_id)
-        return {"content": content, "refusal": None}
+        write = partial(self._names.scored, n_top=self._n_top, with_id=self._with_id)
+        return {"content": Written(write, found), "refusal": None}
 
 
 class ResponseLogprobs:
@@ -151,9 +151,9 @@ class ResponseLogprobs:
         self._place = self._given = 0
         """Bytes passed so far, and tokens whose log-probabilities were returned."""
 
-    def written(self, found: list[TokenLogprobs]) -> Written:
+    def written(self, found: list[TokenLogprobs]) -> Written[TokenLogprobs]:
         """The tokens in the clients' format."""
-        return self._names.scored(found, n_top=self._n_top or 0)
+        return Written(partial(self._names.scored, n_top=self._n_top or 0), found)
 
     def of(self, text: str) -> list[TokenLogprobs]:
         """The tokens of `text`, the next part of the reply."""

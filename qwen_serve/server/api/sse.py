@@ -46,13 +46,11 @@ class Lazily(Generic[Item]):
         return (self._write(item) for item in self.items)
 
 
-class Written:
-    """A part of a JSON value that is JSON already."""
+class Written(Generic[Item]):
+    """A JSON list that `write` makes of its items, as bytes, when the value around it is encoded."""
 
-    __slots__ = ("json",)
-
-    def __init__(self, json: bytes) -> None:
-        self.json = json
+    def __init__(self, write: Callable[[list[Item]], bytes], items: list[Item]) -> None:
+        self.write, self.items = write, items
 
 
 PLACE = secrets.token_hex(16)
@@ -66,7 +64,7 @@ def encode(value: Any) -> bytes:
     def fallback(found: Any) -> Any:
         if not isinstance(found, Written):
             return iter(found)
-        parts.append(found.json)
+        parts.append(found.write(found.items))
         return PLACE
 
     written = to_json(value, fallback=fallback)

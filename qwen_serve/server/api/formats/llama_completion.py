@@ -14,7 +14,7 @@ from qwen_serve.server.api.formats.completions import CompletionRequest, begin, 
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.logprobs import TokenNames
 from qwen_serve.server.api.serving import progress_of, timings_of
-from qwen_serve.server.api.sse import EventWriter, encode, event
+from qwen_serve.server.api.sse import EventWriter, Written, encode, event
 from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS
 
 if TYPE_CHECKING:
@@ -174,8 +174,8 @@ class LlamaAnswer:
         n_top = self._request.answer_logprobs
         if n_top is None:
             return {}
-        found = self._names.scored(self.generation.new_logprobs(), n_top=n_top, with_id=True)
-        return {"completion_probabilities": found}
+        write = partial(self._names.scored, n_top=n_top, with_id=True)
+        return {"completion_probabilities": Written(write, self.generation.new_logprobs())}
 
 
 class LlamaCompletionWriter(EventWriter):
