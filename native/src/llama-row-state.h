@@ -111,6 +111,10 @@ struct llama_row_ask {
     int32_t             n_top;  // as in llama_row_request
     int32_t             scored; // as in llama_row_request
     int32_t             draft;  // the next row, of the same sampler, is behind this token; -1: it is the last one
+    const int32_t *     ids;    // tokens whose logits are lowered in this row alone, each once
+    const float *       less;   // by so much
+    int32_t             n_less;
+    bool                less_first; // before the penalties, not after them
 };
 
 // Requests with what they point to.
@@ -137,6 +141,20 @@ struct llama_row_requests {
         std::copy(masks.begin(), masks.end(), (uint32_t *) (from + masks_at()));
     }
 
+    // changes the edits from `first` on, which are those of the sampler's entries, for the tokens of this row alone
+    void lower(const llama_row_ask & ask, size_t first) {
+        for (int32_t k = 0; k < ask.n_less; k++) {
+            const auto found = ask.sampler->places.find(ask.ids[k]);
+            if (found == ask.sampler->places.end()) { edits.push_back({ ask.ids[k], 0, 0, 0 }); }
+            llama_row_edit & edit = found == ask.sampler->places.end() ? edits.back() : edits[first + found->second];
+            if (ask.less_first) {
+                edit.add -= ask.less[k];
+            } else {
+                edit.less += ask.less[k];
+            }
+        }
+    }
+
     void fill(const llama_row_ask * asks, int32_t n, int32_t n_vocab) {
         const size_t words = (n_vocab + 31) / 32;
         rows.clear();
@@ -161,6 +179,7 @@ struct llama_row_requests {
             first_mask.push_back(masks.size());
             if (ask.scored < 0) {
                 sampler.edit(edits);
+                lower(ask, first_edit[i]);
                 for (size_t k = 0; k < sampler.penalties.size(); k++) { made.repetition[k] = sampler.penalties[k].repetition; }
                 if (ask.mask) {
                     masks.insert(masks.end(), ask.mask, ask.mask + std::min<size_t>(ask.n_mask, words));

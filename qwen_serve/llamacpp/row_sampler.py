@@ -121,6 +121,10 @@ class _Ask(ctypes.Structure):
         ("n_top", ctypes.c_int32),
         ("scored", ctypes.c_int32),
         ("draft", ctypes.c_int32),
+        ("ids", ctypes.c_void_p),
+        ("less", ctypes.c_void_p),
+        ("n_less", ctypes.c_int32),
+        ("less_first", ctypes.c_bool),
     ]
 
 
@@ -272,6 +276,16 @@ Bits = npt.NDArray[np.uint32]
 """A bit for each token of the vocabulary, the lowest one first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """What is subtracted in one row, beside the sampler's penalties: before them, or after them."""
+
+    ids: npt.NDArray[np.int32]
+    """Each once, below `n_real`."""
+    less: npt.NDArray[np.float32]
+    first: bool
+
+
 @dataclass(slots=True)
 class RowRequest:
     """What is wanted of a row. The sampler does not change until it accepts a token."""
@@ -286,6 +300,7 @@ class RowRequest:
     """A token to take instead of a choice."""
     draft: int = -1
     """The next request is for the row behind this token, with the same sampler; -1: there is none."""
+    lowered: Lowered | None = None
 
 
 _NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -370,6 +385,9 @@ def _asks(requests: Sequence[RowRequest], indices: Sequence[int], kept: list[Bit
         if request.mask is not None:
             ask.mask, ask.n_mask = request.mask.ctypes.data, len(request.mask)
             kept.append(request.mask)
+        if (lowered := request.lowered) is not None:
+            ask.ids, ask.less = lowered.ids.ctypes.data, lowered.less.ctypes.data
+            ask.n_less, ask.less_first = len(lowered.ids), lowered.first
     return asks
 
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.server.api.sse import Lazily
+from pydantic_core import to_json
+
+from qwen_serve.server.api.sse import Lazily, Written, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from qwen_serve.server.api.fields.generation import GenerationRequest
     from qwen_serve.server.chat import TextGeneration
     from qwen_serve.server.engine import TokenLogprobs, Vocab
 
+KEPT = 50_000
+"""Maximum tokens whose JSON is kept, in each shape."""
+
 LOWEST = -9999.0
 """vLLM's number for minus infinity, which JSON does not have."""
+
+
+Json = bytes
 
 
 class TokenNames:
@@ -45,19 +56,47 @@ class TokenNames:
         top.setdefault(self.name(at.token), max(at.logprob, LOWEST))
         return top
 
-    def entry(self, token: int, logprob: float, *, with_id: bool) -> dict[str, Any]:
-        """OpenAI's object, with llama-server's `id` or without; `bytes` is null for a control token."""
-        found = {
-            "token": self.name(token),
-            "logprob": max(logprob, LOWEST),
-            "bytes": list(self._vocab.token_bytes(token)) or None,
-        }
-        return {"id": token, **found} if with_id else found
+    def scored(self, found: list[TokenLogprobs], *, n_top: int, with_id: bool = False) -> Json:
+        """A list of OpenAI's objects as JSON, with llama-server's `id` or without, and in each the `n_top`
+        likeliest tokens at its place. `bytes` is null for a control token."""
+        kept = Kept(partial(self._around, with_id=with_id))
+        around = self._vocab.kept.setdefault((self._as_ids, with_id), kept).__getitem__
+        written = []
+        for at, (own, *others) in zip(found, _numbers(found, n_top), strict=True):
+            before, behind = around(at.token)
+            pairs = zip(map(around, at.best[:n_top].tolist()), others, strict=True)
+            tops = b"},".join([before + other + behind for (before, behind), other in pairs])
+            close = b"}]}" if tops else b"]}"
+            written.append(b'%b%b%b,"top_logprobs":[%b%b' % (before, own, behind, tops, close))
+        return b"[%b]" % b",".join(written)
 
-    def scored(self, at: TokenLogprobs, *, n_top: int, with_id: bool = False) -> dict[str, Any]:
-        """`entry` with the `n_top` likeliest tokens at its position."""
-        top = [self.entry(*other, with_id=with_id) for other in at.top[:n_top]]
-        return {**self.entry(at.token, at.logprob, with_id=with_id), "top_logprobs": top}
+    def _around(self, token: int, *, with_id: bool) -> tuple[Json, Json]:
+        """What comes before and behind a token's log-probability in its object, which is not closed."""
+        named = {"id": token, "token": self.name(token)} if with_id else {"token": self.name(token)}
+        bytes_of = encode(list(self._vocab.token_bytes(token)) or None)
+        return encode(named)[:-1] + b',"logprob":', b',"bytes":' + bytes_of
+
+
+class Kept(dict[int, tuple[Json, Json]]):
+    """What is made of tokens, each once as long as there are not many."""
+
+    def __init__(self, make: Callable[[int], tuple[Json, Json]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, token: int) -> tuple[Json, Json]:
+        if len(self) >= KEPT:
+            self.clear()
+        made = self[token] = self._make(token)
+        return made
+
+
+def _numbers(found: Sequence[TokenLogprobs], n: int) -> Iterator[list[bytes]]:
+    """At each place the log-probabilities of the token itself and of the `n` likeliest, as JSON."""
+    each = [[at.logprob, *at.best_logprobs[:n].tolist()] for at in found]
+    flat = [max(number, LOWEST) for numbers in each for number in numbers]
+    written = iter(to_json(flat)[1:-1].split(b","))
+    return (list(islice(written, len(numbers))) for numbers in each)
 
 
 class ChatLogprobs:
@@ -92,7 +131,7 @@ class ChatLogprobs:
         if self._n_top is None or not (found := self._generation.new_logprobs()):
             return None
         write = partial(self._names.scored, n_top=self._n_top, with_id=self._with_id)
-        return {"content": Lazily(write, found), "refusal": None}
+        return {"content": Written(write, found), "refusal": None}
 
 
 class ResponseLogprobs:
@@ -112,9 +151,9 @@ class ResponseLogprobs:
         self._place = self._given = 0
         """Bytes passed so far, and tokens whose log-probabilities were returned."""
 
-    def written(self, found: list[TokenLogprobs]) -> Lazily[TokenLogprobs]:
+    def written(self, found: list[TokenLogprobs]) -> Written[TokenLogprobs]:
         """The tokens in the clients' format."""
-        return Lazily(partial(self._names.scored, n_top=self._n_top or 0), found)
+        return Written(partial(self._names.scored, n_top=self._n_top or 0), found)
 
     def of(self, text: str) -> list[TokenLogprobs]:
         """The tokens of `text`, the next part of the reply."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -45,9 +46,31 @@ class Lazily(Generic[Item]):
         return (self._write(item) for item in self.items)
 
 
+class Written(Generic[Item]):
+    """A JSON list that `write` makes of its items, as bytes, when the value around it is encoded."""
+
+    def __init__(self, write: Callable[[list[Item]], bytes], items: list[Item]) -> None:
+        self.write, self.items = write, items
+
+
+PLACE = secrets.token_hex(16)
+"""Stands for a `Written` part while the rest is encoded. No client can know it."""
+
+
 def encode(value: Any) -> bytes:
     """One line of JSON, in UTF-8 without escapes."""
-    written = to_json(value, fallback=iter)
+    parts: list[bytes] = []
+
+    def fallback(found: Any) -> Any:
+        if not isinstance(found, Written):
+            return iter(found)
+        parts.append(found.write(found.items))
+        return PLACE
+
+    written = to_json(value, fallback=fallback)
+    if parts:
+        around = written.split(f'"{PLACE}"'.encode())
+        written = b"".join([piece for pair in zip(around, [*parts, b""], strict=True) for piece in pair])
     if not written.isascii():
         for char, escaped in LINE_BREAKS.items():
             written = written.replace(char, escaped)

@@ -145,3 +145,15 @@ class Batch:
     def is_decode(self) -> bool:
         """Whether it holds one generated token of each of its sequences and nothing else."""
         return self.n_tokens == self.n_rows == len(self.chunks) and not self.prompt_tokens
+
+
+def shares(pending: ListLike[int], most: int) -> list[int]:
+    """How many of their `pending` tokens sequences decode so that all fit into a batch of `most`; at least
+    one each."""
+    counts, room = [*pending], most - len(pending)
+    if sum(counts) <= most:
+        return counts
+    for i, count in enumerate(counts):
+        counts[i] = 1 + min(count - 1, room)
+        room -= counts[i] - 1
+    return counts

@@ -89,7 +89,7 @@ class Engine:
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._taking = Steps(components, self._profile, self._flush, self._relieve)
+        self._taking = Steps(components, self._profile, self._flush, self._relieve, self._wake)
         self._unsent: list[Output] = []
         """The last step's tokens of unfinished sequences, delivered while the device computes the next
         step."""
@@ -218,7 +218,7 @@ class Engine:
         """Stop the thread and free the model; open requests fail. Blocks for one step. Idempotent."""
         self._closing = True
         if self._thread.is_alive():
-            self._inbox.put(lambda: None)  # wakes it
+            self._wake()
             self._thread.join()
         intact = self._warm.is_set() and self._error is None
         self._fail("the engine was closed")
@@ -227,7 +227,11 @@ class Engine:
         if intact:
             self.components.write_prefixes()
             self.components.remember()
+        self._taking.close()
         self.components.close()
+
+    def _wake(self) -> None:
+        self._inbox.put(Arrival(lambda: None))
 
     def _request_cancel(self, generation: Generation) -> None:
         self._post(generation, partial(self._end, generation, "cancelled"))
@@ -270,7 +274,8 @@ class Engine:
         """Handle what event loops sent; block while there is nothing to do. Return False to stop."""
         while not self._closing:
             if self._inbox.empty():
-                if self._scheduler.running or self._scheduler.waiting or self._taking.ahead:
+                busy = self._scheduler.running or self._scheduler.waiting or self._taking.ahead
+                if busy and not self._taking.waits:
                     return True
                 self._flush()
                 self._speculator.catch_up()
@@ -289,7 +294,7 @@ class Engine:
 
     def _deliver(self, batch: Batch, outputs: list[Output]) -> None:
         """Count a step's tokens and end complete sequences. The next `_flush` delivers the other tokens."""
-        self._steps += 1
+        self._steps += bool(batch.chunks)
         self._prompt_tokens += batch.prompt_tokens
         for output in outputs:
             self._generated_tokens += len(output.tokens)
@@ -379,7 +384,7 @@ class Engine:
         generation = self._listeners.pop(sequence)
         del self._sequences[generation]
         self._speculator.forget(sequence)
-        sequence.sampler.close()
+        sequence.close()
         generation.cached_tokens, generation.missed = sequence.reused or 0, sequence.missed
         if not generation.stream:
             tokens = sequence.tokens[sequence.prompt_length :]
@@ -411,7 +416,7 @@ class Engine:
             left, self._open = self._open, {}
         for generation, queue in left.items():
             if (sequence := self._sequences.pop(generation, None)) is not None:
-                sequence.sampler.close()
+                sequence.close()
             generation.timings.finished = perf_counter()
             self._finished["error"] += 1
             queue.put(generation, [], GenerationError(message))

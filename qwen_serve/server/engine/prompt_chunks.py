@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .sequence import CHOOSING, PREFILL
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
@@ -51,12 +53,12 @@ class PromptChunks:
 
         A chunk ends where a checkpoint is wanted. `without`: sequences whose next token is being computed.
         """
-        prompts = [one for one in self._running if one.begun and not one.ready and one.adapters == adapters]
-        prompts = [one for one in prompts if one not in without] if without else prompts
+        prompts = [one for one in self._running if one.status is PREFILL and one.adapters == adapters]
+        prompts = [one for one in prompts if not (one.ready or one in without)]
         if not prompts:
             return
         prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]
-        decoding = bool(without) or any(sequence.ready for sequence in self._running)
+        decoding = bool(without) or any(one.ready or one.status is CHOOSING for one in self._running)
         budget = min(self._ubatch_size, prefill_budget.tokens) if decoding else self._ubatch_size
         if reproducible is not None and reproducible.chunk > 1:
             self._add_pieces(batch, prompts, reproducible, budget)

@@ -29,8 +29,6 @@ On a hybrid model llama.cpp reads the weights once for each distinct token count
 the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes,
 sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a
 prompt, attention would read a mask of all sequences' cells for each of its tokens.
-
-This module does not use llama.cpp: the scheduler counts cells, the runner fills them.
 """
 
 from __future__ import annotations
@@ -40,10 +38,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .adapters import Turns
-from .batch import Batch, Chunk
+from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import DECODE, PREFILL, Output, SequenceStatus
+from .sequence import CHOOSING, DECODE, PREFILL, Output, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,6 +183,11 @@ class Scheduler:
             batch.draft_room = 0
         return batch
 
+    @property
+    def chooses(self) -> bool:
+        """Whether all running sequences wait for tokens that the host chooses."""
+        return all(one.choice is not None for one in self.running)
+
     def decoded(self, batch: Batch, seconds: float) -> None:
         """Tell the policy how many `seconds` a decode step took, from which it computes the cost of output
         tokens."""
@@ -211,7 +214,7 @@ class Scheduler:
                 if not sequence.sampler.on_device:
                     continue  # its token comes from the host
             elif not sequence.ready:
-                if self._prefills_left:
+                if self._prefills_left and not sequence.choice:
                     return None
                 continue
             elif not sequence.decoding or sequence.pending > 1:
@@ -250,12 +253,17 @@ class Scheduler:
         return following
 
     def commit(
-        self, batch: Batch, results: ListLike[SampleResult], held: ListLike[int], ahead: Batch | None = None
+        self,
+        batch: Batch,
+        results: ListLike[SampleResult],
+        held: ListLike[int],
+        ahead: Batch | None = None,
+        late: ListLike[tuple[Chunk, SampleResult]] = (),
     ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
-        batch `ahead`, which is already being computed, drops them.
+        batch `ahead`, which is already being computed, drops them. `late`: choices of the host's threads.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -263,7 +271,8 @@ class Scheduler:
         finished: list[Output] = []
         recomputed: list[Sequence] = []
         alone, usable = not batch.dropped, True
-        for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
+        found = zip(batch.chunks, results, held, strict=True)
+        for chunk, result, computed in [*found, *((*one, one[0].sequence.computed) for one in late)]:
             sequence = chunk.sequence
             if sequence in batch.dropped:
                 continue
@@ -285,7 +294,8 @@ class Scheduler:
                     outputs.append(Output(sequence, [], None))
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
-            sequence.status = DECODE if computed else PREFILL
+            if sequence.slot is not None:
+                sequence.status = CHOOSING if sequence.choice else DECODE if computed else PREFILL
             if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
             elif sequence.suspect:
@@ -303,7 +313,8 @@ class Scheduler:
             if done:
                 sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
-        steady = alone and not (finished or recomputed) and batch.is_decode
+        steady = alone and not (finished or recomputed or late) and batch.is_decode
+        steady = steady and all(one.choice is None for one in self.running)
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
         for sequence in recomputed:
             if sequence in self.running:
@@ -330,7 +341,7 @@ class Scheduler:
         self._admit()
         self._begin()
         self._choose(batch, prefill_first=self._prefills_left > 0)
-        while not batch.chunks and self.running:  # no free cell for any prompt
+        while not batch.chunks and not self.chooses:  # no free cell for any prompt
             self.preempt_youngest()
             self._choose(batch)
         reads = self._prefills_left and batch.chunks and not batch.chunks[0].sequence.ready
@@ -365,6 +376,8 @@ class Scheduler:
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.suspect or self.running[0].suspect):
+                return
+            if head is not None and head.choice:  # preempted while its token is chosen
                 return
             if head is None or not self._fits(head):
                 found = self.waiting.preemption(self._cache.can_suspend, head) if preempt else None
@@ -412,13 +425,13 @@ class Scheduler:
         """Add the pending tokens of every decoding sequence; preempt the youngest until they fit."""
         while True:
             ready = [one for one in self.running if one.ready and one.adapters == adapters]
-            counts = self._shares(ready)
+            counts = shares([one.pending for one in ready], self._decode_size)
             if not ready or self._make_room(sum(counts)):
                 break
             self.preempt_youngest()
-        shares = dict(zip(ready, counts, strict=True))
+        counted = dict(zip(ready, counts, strict=True))
         for sequence in self._in_order(ready):
-            batch.add(sequence, shares[sequence])
+            batch.add(sequence, counted[sequence])
 
     def _in_order(self, sequences: list[Sequence]) -> list[Sequence]:
         """Sequences that decode together, in the batch's order."""
@@ -426,17 +439,6 @@ class Scheduler:
             return sequences
         # llama.cpp computes neighbouring ids in one pass; ids in descending order get a pass each
         return sorted(sequences, key=lambda one: one.slot or 0, reverse=self.reproducible.alone)
-
-    def _shares(self, ready: list[Sequence]) -> list[int]:
-        """How many pending tokens each sequence decodes so that all fit into a batch; at least one."""
-        counts = [sequence.pending for sequence in ready]
-        room = self._decode_size - len(ready)
-        if sum(counts) <= self._decode_size:
-            return counts
-        for i, count in enumerate(counts):
-            counts[i] = 1 + min(count - 1, room)
-            room -= counts[i] - 1
-        return counts
 
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
 
+from .batch import Batch
+from .choices import Choices
 from .profile import kind_of
 from .verification import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .batch import Batch
     from .loading import Components
     from .profile import StepProfile
     from .runner import Launched
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Adds a request. This may run while the next step is already being computed."""
+    """Adds a request, or only wakes. This may run while the next step is already being computed."""
 
     add: Callable[[], None]
 
@@ -39,9 +40,10 @@ class Steps:
     meanwhile: prompts, or decodes, which read on the device the tokens that the host does not know yet. So
     the device does not wait for the host between the two. If a sequence turns out to have ended in the first
     step, the second one still computes it, and drops the result. The sequence's slot is free for a third
-    step, which the device computes after the second. Its last state includes the token that ended it. If the
-    device guessed another token than the host draws (`Runner.compare`), the second step drops the result,
-    too, and the sequence reads its tokens again.
+    step, which the device computes after the second. Its last state includes the token that ended it.
+
+    Tokens of samplers that only the host has are chosen by its threads (`Choices`). Their sequences join a
+    step when these are known; the others' steps do not wait.
     """
 
     def __init__(
@@ -50,12 +52,15 @@ class Steps:
         profile: StepProfile,
         flush: Callable[[], None],
         relieve: Callable[[NoMemorySlot], None],
+        wake: Callable[[], None],
     ) -> None:
-        """`flush` delivers the tokens of the last step. `relieve` is called if a step finds no free cells."""
+        """`flush` delivers the tokens of the last step. `relieve` is called if a step finds no free cells,
+        `wake` by another thread when `waits` may have changed."""
         self._components, self._profile = components, profile
         self._scheduler, self._runner = components.scheduler, components.runner
         self._speculator, self._ends = components.speculator, components.vocab.eog_ids
         self._flush, self._relieve = flush, relieve
+        self._choices = Choices(wake)
         self._ahead: Launched | None = None
         self._done = 0.0
         """Time at which the last step was done, by the clock of steps."""
@@ -66,9 +71,20 @@ class Steps:
         added."""
         return self._ahead is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether nothing can be computed before the host has chosen tokens. It waits for all of them, so
+        that they share a step."""
+        scheduler = self._scheduler
+        idle = not (self._ahead or scheduler.waiting) and bool(scheduler.running) and scheduler.chooses
+        return idle and self._choices.pending
+
     def step(self, *, last: bool = False) -> tuple[Batch, list[Output]] | None:
-        """Run a step; return its batch and its results, or None if there were no cells for it. With `last`
-        the next step is not launched."""
+        """Run a step; return its batch and its results, or None if there was none, for want of cells or
+        tokens. The batch is empty if the results are only of tokens that the host has chosen. With `last` the
+        next step is not launched."""
+        if self._ahead is None and (late := self._choices.take()):
+            return (empty := Batch()), self._scheduler.commit(empty, [], [], late=late)
         step, self._ahead = self._ahead or self._launch(), None
         if step is None:
             return None
@@ -81,7 +97,9 @@ class Steps:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
         self._profile.overlaps &= rows is None or self._ahead is not None
-        sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None)
+        late = self._choices.take()
+        begin = self._choices.begin if self._speculator.can_be_overtaken else None
+        sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None, begin=begin)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
@@ -91,23 +109,33 @@ class Steps:
             self._done = done
         if batch.is_decode:
             self._scheduler.decoded(batch, seconds)
-        if self._ahead is not None and any(new.recompute for new in sampled):
+        recomputes = any(new.recompute for new in (*sampled, *(new for _, new in late)))
+        if self._ahead is not None and recomputes:
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead, self._profile.overlaps = None, False
         ahead = None if self._ahead is None else self._ahead.batch
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
-        outputs = self._scheduler.commit(batch, sampled, held, ahead)
+        outputs = self._scheduler.commit(batch, sampled, held, ahead, late)
         lap("commit")
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
         return batch, outputs
 
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self._choices.close()
+
     def _launch(self) -> Launched | None:
-        """Launch the next step; None if there are no cells for it."""
+        """Launch the next step; None if there are no cells for it, or if all wait for the host's choices, of
+        which one is there then."""
         lap, scheduler, speculator = self._profile.lap, self._scheduler, self._speculator
         lap("receive")
         batch = scheduler.schedule()
         lap("schedule")
+        if not batch.chunks:
+            self._flush()
+            self._choices.wait()
+            return None
         # otherwise the tokens would wait for the step or for drafters
         if not self._components.device_runs_alone or speculator.catches_up(batch):
             self._flush()

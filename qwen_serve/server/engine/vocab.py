@@ -6,7 +6,7 @@ import re
 from array import array
 from contextlib import suppress
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
 
 from cachetools import LRUCache
@@ -100,6 +100,8 @@ class Vocab:
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         self._pieces: dict[int, bytes] = {}
         self.names = Names(self.spelling)
+        self.kept: dict[object, Any] = {}
+        """JSON of tokens that answers share, by its kind."""
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
         self._cache: LRUCache[str, array[int]] = LRUCache(cached, getsizeof=len)
         self._cache_lock = Lock()

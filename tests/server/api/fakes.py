@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -93,6 +93,10 @@ class FakeVocab:
     @property
     def names(self) -> Names:
         return Names(self)
+
+    @cached_property
+    def kept(self) -> dict[object, Any]:
+        return {}
 
     def spelling(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else ADDED[token - 256].encode()

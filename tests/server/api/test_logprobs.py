@@ -9,7 +9,8 @@ from typing import Any
 import pydantic_core
 import pytest
 
-from qwen_serve.server.api.sse import Lazily, encode
+from qwen_serve.server.api.logprobs import TokenNames
+from qwen_serve.server.api.sse import Lazily, Written, encode
 from tests.server.api.conftest import Start
 from tests.server.api.formats.test_completions import events
 
@@ -193,12 +194,27 @@ def test_what_is_long_is_encoded_off_the_event_loop(
         return written
 
     monkeypatch.setattr("qwen_serve.server.api.sse.to_json", to_json)
+    scored = TokenNames.scored
+
+    def watched(*args: Any, **how: Any) -> bytes:
+        encoded.append((len(written := scored(*args, **how)), threading.get_ident()))
+        return written
+
+    monkeypatch.setattr(TokenNames, "scored", watched)
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     answer = server.post(path, **{limit: 250, **fields})
     assert answer.status_code == 200
     on_the_loop = [length for length, thread in encoded if thread in server.engine.loop_threads]
     assert max(length for length, _ in encoded) > 10_000
     assert max(on_the_loop, default=0) < 2_000
+
+
+def test_written_json_is_put_where_it_belongs() -> None:
+    def write(found: list[str]) -> bytes:
+        return f"[{','.join(found)}]".encode()
+
+    parts = [Written(write, ['{"a":1}']), Written(write, ['"\u2028"', "2"]), "text"]
+    assert encode({"x": parts, "y": Written(write, [])}) == b'{"x":[[{"a":1}],["\\u2028",2],"text"],"y":[]}'
 
 
 def test_an_entry_is_made_as_it_is_written() -> None:

@@ -14,7 +14,7 @@ from qwen_serve.server.api.formats.completions import CompletionRequest, begin, 
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.logprobs import TokenNames
 from qwen_serve.server.api.serving import progress_of, timings_of
-from qwen_serve.server.api.sse import EventWriter, Lazily, encode, event
+from qwen_serve.server.api.sse import EventWriter, Written, encode, event
 from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class LlamaAnswer:
         if n_top is None:
             return {}
         write = partial(self._names.scored, n_top=n_top, with_id=True)
-        return {"completion_probabilities": Lazily(write, self.generation.new_logprobs())}
+        return {"completion_probabilities": Written(write, self.generation.new_logprobs())}
 
 
 class LlamaCompletionWriter(EventWriter):

@@ -70,7 +70,7 @@ class Sampler:
         """The chain considers only this many best tokens; 0: perhaps all."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if applies_to(params):
-            self._native = NativeSampler(params, seed, vocab, prompt, self._banned, thinking)
+            self._native = NativeSampler(params, seed, vocab, prompt, self._banned, thinking, dry)
         else:
             self._use_llama_cpp(seed % NO_SEED, vocab, prompt, dry)
         self.on_device = self._native is not None

@@ -9,6 +9,7 @@ import numpy as np
 from cachetools import LRUCache
 
 from qwen_serve.llamacpp import DrySampler
+from qwen_serve.llamacpp.row_sampler import Lowered
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,6 +60,8 @@ class Dry:
         self, sampler: DrySampler, params: SamplingParams, n_vocab: int, prompt: Sequence[int]
     ) -> None:
         self._sampler = sampler
+        self._first = params.on_rows[:1] == ("dry",)
+        """Whether it comes before the other penalties."""
         tokens = np.asarray(prompt, np.intp)
         tokens = tokens[(tokens >= 0) & (tokens < n_vocab)]
         if params.dry_penalty_last_n >= 0:
@@ -78,6 +81,18 @@ class Dry:
     ) -> npt.NDArray[np.float32]:
         """The penalised logits of some tokens."""
         return self._sampler.applied(tokens, logits)
+
+    def lowered(self, draft: Sequence[int]) -> Lowered | None:
+        """What it subtracts in the row behind the answer and a draft; None for nothing."""
+        sampler = self._sampler.copy() if draft else self._sampler
+        seen = self._seen.copy() if draft else self._seen
+        for token in draft:
+            sampler.accept(token)
+            seen[token] = True
+        ids = np.flatnonzero(seen).astype(np.int32)
+        less = -sampler.applied(ids, np.zeros(len(ids), np.float32))
+        penalised = less > 0
+        return Lowered(ids[penalised], less[penalised], self._first) if penalised.any() else None
 
     def accept(self, token: int) -> None:
         """Add the next token of the answer."""

@@ -15,11 +15,13 @@ from qwen_serve.llamacpp.row_sampler import (
 )
 from qwen_serve.server.engine.errors import NoTokenLeft
 
+from .dry import Dry
 from .processors import NONE_LEFT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from qwen_serve.llamacpp import DrySampler
     from qwen_serve.server.engine.vocab import Vocab
 
     from .constraint import Constraint
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 def applies_to(params: SamplingParams) -> bool:
     """Whether `RowSampler` has all that a request asks for. Other requests have llama.cpp's samplers."""
-    if not HAS_ROW_SAMPLER or params.mirostat or "dry" in params.on_rows:
+    if not HAS_ROW_SAMPLER or params.mirostat:
         return False
     return params.is_greedy or (params.min_keep <= 1 and not params.dynatemp_range)
 
@@ -45,8 +47,10 @@ class NativeSampler:
         prompt: Sequence[int],
         banned: Collection[int],
         thinking: ThinkingWatch | None,
+        dry: DrySampler | None,
     ) -> None:
         self._thinking, self._within = thinking, -1
+        self._dry = None if dry is None else Dry(dry, params, vocab.n_real, prompt)
         self._rules = bool(
             banned
             or params.logit_bias
@@ -76,7 +80,8 @@ class NativeSampler:
     ) -> list[RowRequest]:
         """Requests for the rows before each token of a draft, and for the one after it; the draft's first
         tokens are `forced`, which were accepted already. Raises what the constraint raises."""
-        if not forced and not draft and constraint is None and self._within < 0:  # nearly all
+        plain = constraint is None and self._within < 0 and self._dry is None
+        if plain and not forced and not draft:  # nearly all
             if self._usual[0].n_top != n_top:
                 self._usual = [RowRequest(self.sampler, n_top=n_top)]
             return self._usual
@@ -89,7 +94,8 @@ class NativeSampler:
         masks = [] if constraint is None else constraint.masks(rest)
         for i in range(len(rest) + 1):
             mask, token = masks[i] if i < len(masks) else None, rest[i] if i < len(rest) else -1
-            made.append(RowRequest(self.sampler, mask=mask, n_top=n_top, draft=token))
+            lowered = None if self._dry is None else self._dry.lowered(rest[:i])
+            made.append(RowRequest(self.sampler, mask=mask, n_top=n_top, draft=token, lowered=lowered))
         return made
 
     def request_score(self, token: int, n_top: int) -> RowRequest:
@@ -112,10 +118,14 @@ class NativeSampler:
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
         self.sampler.accept(token)
+        if self._dry is not None:
+            self._dry.accept(token)
 
     def close(self) -> None:
         """Free its memory. Idempotent."""
         self.sampler.close()
+        if self._dry is not None:
+            self._dry.close()
 
 
 def _filters(params: SamplingParams, seed: int) -> Filters:

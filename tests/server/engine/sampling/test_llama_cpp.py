@@ -10,6 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine.sampling import (
     LLAMA_CPP_SAMPLERS,
     DrySamplers,
@@ -173,6 +174,30 @@ def test_the_same_as_llama_cpp(name: str, model: Model) -> None:
         elif params.xtc_probability in (0, 1):  # our sampler draws by other numbers
             assert token in left, number
         reference.accept(token)
+    for each in (reference, ours):
+        each.close()
+
+
+@pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
+@pytest.mark.parametrize("order", [("penalties", "dry"), ("dry", "penalties")])
+def test_dry_is_applied_where_rows_are_sampled(order: tuple[str, ...], model: Model) -> None:
+    """Before the penalties or after them, as the request says."""
+    params = SamplingParams(
+        temperature=0.0,
+        dry_multiplier=3.0,
+        dry_allowed_length=1,
+        repetition_penalty=1.5,
+        repeat_last_n=-1,
+        samplers=(*order, "temperature"),
+    )
+    dries = DrySamplers(model, CONTEXT)
+    reference = Reference(params, model, PROMPT)
+    ours = Sampler(params, cast("Vocab", SmallVocab()), PROMPT, dry=dries.of(params))
+    assert ours.on_device
+    for number, logits in enumerate(rows(CONTEXT - len(PROMPT))):
+        chosen, _ = reference.sample(logits[: SmallVocab.n_real])
+        assert choose(ours, logits) == chosen, number
+        reference.accept(chosen)
     for each in (reference, ours):
         each.close()
 
