@@ -37,7 +37,8 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export LD_LIBRARY_PATH=$bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# What takes each change away; amx-broadcast, kq-mask-own-cells, ssm-out-2d, batch-invariant, batch-lean, sampled-rows, next-tokens and row-sampler have no switch.
+# What takes each change away; amx-broadcast, kq-mask-own-cells, ssm-out-2d, batch-invariant, batch-lean, sampled-rows, next-tokens, row-sampler and
+# operand-verification have no switch.
 # Where two set the same variable, the older change's value takes the newer one away, too.
 declare -A off=(
     [seq-own-cells]=LLAMA_SEQ_ALL_CELLS=1

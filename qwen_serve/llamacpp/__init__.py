@@ -28,6 +28,7 @@ from .devices import (
 from .layers import HAS_RING, Ring
 from .log import set_up, tapped_log
 from .model import Model
+from .operands import HAS_OPERANDS
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .samplers import DrySampler, SamplerChain
@@ -39,6 +40,7 @@ __all__ = [
     "CACHE_TYPES",
     "HAS_BATCH_INVARIANCE",
     "HAS_F16_COPIES",
+    "HAS_OPERANDS",
     "HAS_RING",
     "READS_OWN_CELLS",
     "SHARES_SNAPSHOTS",

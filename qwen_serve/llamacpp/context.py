@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from . import inside, layers
+from . import inside, layers, operands
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
@@ -73,6 +73,8 @@ class Context:
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
         params.n_rs_seq = n_rs_seq(options.n_snapshots)
+        if options.n_operands and operands.HAS_OPERANDS and options.unified:
+            params.n_rs_seq = operands.n_rs_seq(options.n_operands, options.operand_sequences)
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
@@ -107,6 +109,10 @@ class Context:
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
         self.ragged_passes = ragged_passes(self._handle)
+        self.n_operands = operands.n_operands(self._handle)
+        """The longest verification, of any sequence, whose tokens `remove` can take back."""
+        self.operand_sequences = options.operand_sequences
+        """Most sequences for which it can at the same time."""
         self.n_snapshots = int(C.llama_n_rs_seq(self._handle))
         """0 if the model keeps none."""
         self._snapshots = Snapshots(self.n_snapshots, self.n_ubatch)
@@ -364,8 +370,8 @@ class Context:
 
         Returns False, and changes nothing, if a recurrent state would have to be rolled back. Snapshots allow
         that for a sequence that was alone in the last call, which took one pass: by at most `n_snapshots`
-        tokens, and not past the start of that call. Raises LlamaError if llama.cpp would use a state that
-        does not exist.
+        tokens, and not past the start of that call; operands for any whose last pass was a verification, if
+        it shares its state with none. Raises LlamaError if llama.cpp would use a state that does not exist.
         """
         if start > 0 and self.n_snapshots:
             surplus = int(C.llama_memory_seq_pos_max(self._memory, sequence)) + 1 - start

@@ -29,6 +29,11 @@ class ContextOptions:
     n_snapshots: int = 0
     """Tokens that `remove` can take back from a sequence of a recurrent model. Each costs one more recurrent
     state, or without the patch shared-snapshots one for every sequence id."""
+    n_operands: int = 0
+    """The longest verification of a recurrent model whose tokens `remove` can take back, of any sequence, if
+    the build and the model can (`Context.n_operands`); 0: `n_snapshots` counts."""
+    operand_sequences: int = 1
+    """Most sequences whose verified tokens can be taken back at the same time."""
     eval_callback: Any = None
     """A `ggml_backend_sched_eval_callback`, called for every graph as it is computed."""
     op_offload: bool = True

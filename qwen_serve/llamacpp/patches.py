@@ -15,7 +15,7 @@ from .errors import LlamaError
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
 F16_COPIES, BATCH_INVARIANT = "f16-copies", "batch-invariant"
 REPACKED_WEIGHTS, ROW_SAMPLER = "repacked-weights", "row-sampler"
-RAGGED_PASSES = "ragged-passes"
+RAGGED_PASSES, OPERANDS = "ragged-passes", "operand-verification"
 """Changes to llama.cpp that change what the server does."""
 
 NUMBER = re.compile(r"^\d+-")
@@ -50,7 +50,8 @@ def brings(patch: str, function: str) -> bool:
 def _hidden() -> set[str]:
     """The hidden patches. Raises LlamaError for a name that has no effect here."""
     names = {name for name in os.environ.get(HIDE, "").split(",") if name}
-    known = {AMX, RING, SHARED_SNAPSHOTS, F16_COPIES, BATCH_INVARIANT, REPACKED_WEIGHTS, ROW_SAMPLER}
+    known = {AMX, RING, SHARED_SNAPSHOTS, OPERANDS, F16_COPIES}
+    known |= {BATCH_INVARIANT, REPACKED_WEIGHTS, ROW_SAMPLER}
     if unknown := names - known:
         raise LlamaError(f"{HIDE}: {min(unknown)}: want some of {', '.join(sorted(known))}")
     return names

@@ -47,8 +47,8 @@ def test_what_is_hidden_is_not_used(hidden: tuple[str, ...]) -> None:
 def test_what_the_server_cannot_do_without_is_refused() -> None:
     done = told("layer-inputs-ring,mmq-thin")
     assert done.returncode != 0
-    known = "amx-broadcast, batch-invariant, f16-copies, layer-inputs-ring, repacked-weights, row-sampler, "
-    known += "shared-snapshots"
+    known = "amx-broadcast, batch-invariant, f16-copies, layer-inputs-ring, operand-verification, "
+    known += "repacked-weights, row-sampler, shared-snapshots"
     assert f"LLAMA_PATCHES_HIDE: mmq-thin: want some of {known}" in done.stderr
 
 

@@ -63,7 +63,7 @@ class Runner:
         """The batch in the context's arrays, if it only decodes."""
         self._most_ahead = min(MOST_ROWS, context.n_ubatch) if context.runs_ahead else 0
         """Most sequences of a step that can be launched again before its tokens are read."""
-        self._tail = context.n_snapshots + 1 if context.n_snapshots else 0
+        self._tail = context.n_snapshots + 1 if context.n_snapshots else context.n_operands
         """How many of a sequence's last tokens stay in one pass."""
         self._offsets = np.arange(context.n_batch, dtype=np.int32)
 

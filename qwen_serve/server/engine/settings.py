@@ -257,6 +257,10 @@ class SpeculationSettings(Section, title="speculation"):
     tokens are rolled back without a copy. -1: 8 with the MTP head, the length of a block with a draft model,
     or what fits; else 0. The maximum with deterministic is 15. With stock llama.cpp they take memory for
     every sequence and every state of the prefix cache, and -1 means 2 with at most 8 sequences"""
+    operands: int = Field(0, ge=0, le=62)
+    """longest draft of each sequence whose rejected tokens are rolled back without a second state: what the
+    recurrent layers read of its tokens is kept instead. Longer ones from the text take a copy. Replaces
+    snapshots. 0: none. New; not yet measured on a GPU"""
 
 
 class CpuSettings(Section, title="CPU"):

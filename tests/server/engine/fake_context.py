@@ -66,7 +66,8 @@ class FakeContext:
         self.n_ctx = self.n_batch = self.n_ctx_seq = n_ctx
         self.unified = True
         self.n_ubatch = n_ubatch or n_ctx
-        self.n_snapshots, self.ragged_passes = 0, False
+        self.n_snapshots, self.n_operands, self.operand_sequences = 0, 0, 0
+        self.ragged_passes = False
         self.held: dict[int, tuple[int, ...]] = {}
         self.removed: list[int] = []
         """Sequence ids that were emptied."""

@@ -179,6 +179,8 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         type_v=settings.cache_type_v,
         row_sampling=Place.DEVICE if settings.sampling == "device" else Place.HOST,
         n_snapshots=settings.snapshots,
+        n_operands=settings.operands + 1 if settings.operands else 0,
+        operand_sequences=len(SequenceIds.of(settings).drafting),
         unified=not settings.deterministic,
         batch_invariant=settings.deterministic,
         ahead=settings.async_scheduling,
@@ -198,6 +200,7 @@ def head_options(settings: EngineSettings) -> ContextOptions:
         n_ubatch=min(settings.ubatch_size, 256),
         n_outputs=max(options.n_seq, WIDEST),
         n_snapshots=0,
+        n_operands=0,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts
         ahead=False,
@@ -221,6 +224,7 @@ def draft_options(settings: EngineSettings, spec: DraftSpec) -> ContextOptions:
         n_ubatch=batch,
         n_outputs=rows,
         n_snapshots=0,
+        n_operands=0,
         unified=True,
         batch_invariant=False,  # answers do not depend on drafts
         ahead=False,

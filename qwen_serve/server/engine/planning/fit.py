@@ -27,6 +27,7 @@ from .adapters import AdapterSpec
 from .contexts import CELL_PADDING, padded, uses_mtp
 from .devices import devices_for
 from .hardware import bounded_by
+from .operands import with_operands
 from .plan import MAX_CELLS, MemoryPlan, Usage, arrange, compute_buffers, make_plan, on_the_line, size_text
 from .sequence_ids import SequenceIds
 from .spec import DraftSpec, ModelSpec
@@ -233,6 +234,8 @@ def _with_snapshots(settings: EngineSettings, spec: ModelSpec) -> EngineSettings
     """Choose how many tokens a sequence can roll back, if left open; whether they fit is checked later.
     Raises ModelLoadError if the set number is useless or impossible."""
     wanted = settings.snapshots
+    if settings.operands:
+        return with_operands(settings, spec)
     if wanted < 0:
         wanted = min(settings.mtp_depth, SNAPSHOTS) if uses_mtp(settings, spec) else 0
         if spec.draft is not None:

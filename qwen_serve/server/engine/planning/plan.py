@@ -72,14 +72,20 @@ class Usage:
     """States that the prefix cache may keep in host memory."""
 
     def add(
-        self, part: Part, settings: EngineSettings, cells: int = 0, states: int = 0, materializing: int = 0
+        self,
+        part: Part,
+        settings: EngineSettings,
+        cells: int = 0,
+        states: int = 0,
+        materializing: int = 0,
+        operands: int = 0,
     ) -> None:
-        """Add a part of a model with its cells and states."""
+        """Add a part of a model with its cells, states and tokens' operands."""
         self.weights += part.weights
         if settings.f16_copies == "on" and self.device.is_gpu and keeps_f16_copies(self.device.name):
             self.copies += part.copies
         self.kv += part.cell(settings) * cells
-        self.states += part.state * states
+        self.states += part.state * states + part.operand * operands
         self.materializing += part.state * materializing
 
     @property
@@ -156,6 +162,8 @@ class MemoryPlan:
         if settings.snapshots:
             whose = "of one sequence" if SHARES_SNAPSHOTS else "more of every state"
             lines.append(f"snapshots: {settings.snapshots} {whose}")
+        if settings.operands:
+            lines.append(f"operands: drafts of up to {settings.operands}, of each sequence that drafts")
         if spec.mtp.weights and not uses_mtp(settings, spec):
             lines.append(f"not loaded: multi-token-prediction head, {size_text(spec.mtp.weights)}")
         return "\n".join(lines)
@@ -240,11 +248,14 @@ def arrange(
 
     last = holder_of(spec.n_blocks)
     n_states = len(ids) + settings.snapshots * (1 if SHARES_SNAPSHOTS else len(ids))
+    n_operands = 0
+    if settings.operands:
+        n_states, n_operands = n_states + 1, (settings.operands + 1) * len(ids.drafting) + 1
     drafts = by_head or spec.draft is not None
     stashed = ids.drafting if settings.deterministic else ids.lone
     n_materializing = len(stashed) if settings.deterministic or settings.snapshots or drafts else 0
     for number, layer in enumerate(spec.layers):
-        holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_materializing)
+        holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_materializing, n_operands)
     last.add(spec.head, settings)
     embedding = host if embedding_place(settings, spec, places) is None else holder_of(0)
     if not (spec.output_is_tied and embedding is last):  # else they are one tensor

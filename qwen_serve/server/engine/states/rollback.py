@@ -1,6 +1,9 @@
-"""Rollback of rejected drafts. A recurrent state cannot drop its last tokens, so a step uses one of three
+"""Rollback of rejected drafts. A recurrent state cannot drop its last tokens, so a step uses one of these
 ways:
 
+- Operands, if the context keeps them and the draft is no longer than they reach: llama.cpp leaves the state
+  as it is until it knows which tokens were accepted. Nothing is copied, no tokens are decoded again, and any
+  sequence may draft.
 - Rollback copy: before drafts are verified, a spare sequence id, the slot's rollback copy, shares the slot's
   cells. After a rejection the slot returns to the copy's state, and the accepted tokens are decoded again in
   the next step. Nothing is copied on the device, and updating the copy touches only the tokens added since
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.engine.planning.sequence_ids import LONE_SLOTS
 
 if TYPE_CHECKING:
@@ -40,40 +44,43 @@ class Rollback:
         """Slot -> tokens that its rollback copy holds."""
         self._by_snapshot = self._by_device = False
         """How this step rolls back; by rollback copies if neither is set."""
+        self._by_operands: frozenset[int] = frozenset()
+        """Slots that roll back by operands in this step, whatever the others do."""
         self._always_by_device = not context.unified
 
     def rewinds(self, slot: int) -> int:
         """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
-        return self._context.n_snapshots if slot < LONE_SLOTS else 0
+        return max(self._context.n_operands - 1, self._snapshots(slot), 0)
 
     def keeps_graph(self, slot: int) -> int:
         """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph."""
-        return max(self._device_copies, self._context.n_snapshots) if slot < LONE_SLOTS else 0
+        return max(self._device_copies if slot < LONE_SLOTS else 0, self.rewinds(slot))
 
     def checkpoint(self, batch: Batch) -> None:
         """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.
         Raises LlamaError."""
+        self._by_operands = self._kept_by_operands(batch)
         first = batch.chunks[0]
         slot, drafted = first.slot, len(first.draft)
         one_pass = len(batch.chunks) == 1 and first.n_tokens <= self._context.n_ubatch
-        self._by_snapshot = one_pass and drafted <= self.rewinds(slot)
+        self._by_snapshot = one_pass and drafted <= self._snapshots(slot)
         self._by_device = one_pass and not self._by_snapshot and drafted <= self.keeps_graph(slot)
         if self._always_by_device and not self._by_snapshot:
             self._by_device = True
             for chunk in batch.chunks:
-                if chunk.draft:
+                if chunk.draft and chunk.slot not in self._by_operands:
                     self._context.stash(chunk.slot)
-        elif self._by_device:
+        elif self._by_device and slot not in self._by_operands:
             self._context.stash(slot)
         elif not self._by_snapshot:
             for chunk in batch.chunks:
-                if chunk.draft:
+                if chunk.draft and chunk.slot not in self._by_operands:
                     self._hold(chunk)
 
     def reject(self, chunk: Chunk, accepted: int) -> int:
         """Roll back to `accepted` draft tokens; return how many tokens the slot holds. Raises LlamaError."""
         slot, position = chunk.slot, chunk.sequence.pictures.position
-        if self._by_snapshot:
+        if self._by_snapshot or slot in self._by_operands:
             kept = chunk.start + chunk.count + accepted
         elif self._by_device:
             kept = chunk.start
@@ -82,13 +89,25 @@ class Rollback:
             kept = self._held[slot]
             # an empty range of KV cells: only the recurrent state is shared, so that the cells can be removed
             self._context.copy(self._ids[slot], slot, position(kept), position(kept))
-        self._context.remove(slot, position(kept))
+        if not self._context.remove(slot, position(kept)):
+            raise LlamaError(f"the draft of slot {slot} cannot be taken back")
         return kept
 
     def free(self, slot: int) -> None:
         """Free the slot's rollback copy. Idempotent."""
         if self._held.pop(slot, None) is not None:
             self._context.remove(self._ids[slot])
+
+    def _snapshots(self, slot: int) -> int:
+        return self._context.n_snapshots if slot < LONE_SLOTS else 0
+
+    def _kept_by_operands(self, batch: Batch) -> frozenset[int]:
+        """llama.cpp takes every chunk with a few tokens and rows for a verification. If these are more than
+        it has room for, it folds some before they are checked."""
+        kept = [
+            one.slot for one in batch.chunks if one.n_rows > 1 and one.n_tokens <= self._context.n_operands
+        ]
+        return frozenset(kept if len(kept) <= self._context.operand_sequences else ())
 
     def _hold(self, chunk: Chunk) -> None:
         slot, length = chunk.slot, chunk.start

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from qwen_serve.llamacpp import HAS_OPERANDS
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, Answer, Request, ask, ask_all, random_prompt, running
 from tests.server.engine.inside import draft_by
@@ -104,6 +105,34 @@ async def test_guests_get_what_they_get_alone(drafter: str, nano_f32: Path, refe
         assert materialized, "nobody was copied, or met, right after going back"
     assert all(counts.accepted for counts in stats.drafts.values())
     assert stats.kv_cells_used == stats.prefix.resident_cells
+
+
+@pytest.mark.skipif(not HAS_OPERANDS, reason="the build has no patch operand-verification")
+@pytest.mark.parametrize("drafter", slow_but(["scripted"], DRAFTERS))
+async def test_guests_get_what_they_get_alone_by_operands(
+    drafter: str, nano_f32: Path, reference: Alone
+) -> None:
+    options = {name: value for name, value in DRAFTERS[drafter].items() if name != "snapshots"}
+    taken = 0
+    with running(nano_f32, **ALL, **options, operands=DRAFTERS[drafter]["snapshots"]) as engine:
+        guests, context = Guests(engine, reference, drafter), engine.components.context
+        assert context.n_operands and not context.n_snapshots
+        if drafter == "scripted":
+            draft_by(engine.components.speculator, Scripted(guests.scripts, drafter))
+        remove = context.remove
+
+        def counted(sequence: int, start: int = -1, end: int = -1) -> bool:
+            nonlocal taken
+            taken += start > 0
+            return remove(sequence, start, end)
+
+        context.remove = counted  # type: ignore[method-assign] # whether it comes to that
+        for _ in range(12):
+            await guests.come(guests.rng.choice([1, 2, 3, 3]))
+        stats = engine.stats()
+    assert taken > 10
+    assert stats.prefix.hits > 0
+    assert all(counts.accepted for counts in stats.drafts.values())
 
 
 async def test_drafts_of_one_length_take_one_graph(nano_f32: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import Context, ContextOptions, Model
+from qwen_serve.llamacpp import HAS_OPERANDS, Context, ContextOptions, Model
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.sequence import Sequence
@@ -36,7 +36,8 @@ REPORT = re.compile(r"find_slot: stream\[0\], n = +\d+, used = +(\d+)")
 """What llama.cpp logs before it places tokens, with LLAMA_KV_CACHE_DEBUG: its occupied cells."""
 
 
-@pytest.fixture(scope="module", params=slow_but([0, 4], [0, 1, 4, 8]))
+# parameter: snapshots, or below 0 operands
+@pytest.fixture(scope="module", params=slow_but([0, 4, -5], [0, 1, 4, 8, -2, -5, -9]))
 def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
     options = ContextOptions(
         n_ctx=4096,
@@ -49,31 +50,40 @@ def context(model: Model, request: pytest.FixtureRequest) -> Iterator[Context]:
         flash_attn=EXACT["flash_attn"],
         type_k=EXACT["cache_type_k"],
         type_v=EXACT["cache_type_v"],
-        n_snapshots=request.param,
+        n_snapshots=max(0, request.param),
+        n_operands=max(0, -request.param),
+        operand_sequences=SLOTS,
     )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("LLAMA_KV_CACHE_DEBUG", "1")
         context = Context(model, options)
-    assert context.n_snapshots == request.param
+    if request.param < 0 and not HAS_OPERANDS:
+        context.close()
+        pytest.skip("llama.cpp has no patch operand-verification")
+    assert context.n_snapshots - context.n_operands == request.param
     yield context
     context.close()
 
 
-def decode(context: Context, parts: dict[int, tuple[int, list[int]]]) -> dict[int, npt.NDArray[np.float32]]:
+def decode(
+    context: Context, parts: dict[int, tuple[int, list[int]]], drafted: dict[int, int] | None = None
+) -> dict[int, npt.NDArray[np.float32]]:
     """Decode tokens of several sequence ids, each from a position on, in one call. Returns the last logits of
-    each."""
-    n, last = 0, dict[int, int]()
+    each. `drafted`: how many of their last tokens are drafts."""
+    n, n_rows, last = 0, 0, dict[int, int]()
     for slot, (start, tokens) in parts.items():
         end = n + len(tokens)
         context.tokens[n:end] = tokens
         context.positions[n:end] = range(start, start + len(tokens))
         context.sequences[n:end] = slot
         context.outputs[n:end] = 0
-        context.outputs[end - 1] = 1
-        last[slot] = len(last)
+        n_verified = (drafted or {}).get(slot, 0) + 1
+        context.outputs[end - n_verified : end] = 1
+        n_rows += n_verified
+        last[slot] = n_rows - 1
         n = end
     context.decode(n)
-    rows = context.logits(len(last)).copy()
+    rows = context.logits(n_rows).copy()
     return {slot: rows[row] for slot, row in last.items()}
 
 
@@ -103,7 +113,7 @@ class Program:
         self.store = StateStore(context, SLOTS, rollback, device_copies=self.rng.choice([0, 3, 20]))
         self.texts: dict[int, list[int]] = {}
         self.spares: dict[int, list[int]] = {}
-        self.compared = 0
+        self.compared = self.taken_back = 0
         context.clear()
 
     def some(self, n: int) -> list[int]:
@@ -141,7 +151,8 @@ class Program:
             parts[slot] = len(text), new
         self.store.checkpoint(batch)
         self.log.clear()
-        rows, cells = decode(self.context, parts), self.store.cells
+        drafts = {chunk.slot: len(chunk.draft) for chunk in batch.chunks}
+        rows, cells = decode(self.context, parts, drafts), self.store.cells
         reports = [found for record in self.log.records if (found := REPORT.search(record.getMessage()))]
         assert int(reports[0][1]) == cells.used
         self.store.appended(batch)
@@ -152,6 +163,7 @@ class Program:
             if accepted < len(chunk.draft):
                 kept = self.store.rollback(chunk, accepted)
                 assert kept in (start, start + chunk.count + accepted)
+                self.taken_back += kept > start and len(batch.chunks) > 1
                 self.texts[slot] = [*text, *new][:kept]
             else:
                 text += new
@@ -190,7 +202,7 @@ class Program:
 
 def test_every_state_is_that_of_its_text(context: Context, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(1, logger="llama.cpp")
-    compared = went_back = 0
+    compared = went_back = taken_back = 0
     for seed in range(PROGRAMS):
         program = Program(context, seed, caplog)
         for _ in range(STEPS):
@@ -198,8 +210,10 @@ def test_every_state_is_that_of_its_text(context: Context, caplog: pytest.LogCap
             went_back += bool(context._snapshots.pending)  # noqa: SLF001 - whether it comes to that
         program.finish()
         compared += program.compared
+        taken_back += program.taken_back
     assert compared > 5 * PROGRAMS
     assert went_back > PROGRAMS // 4 or not context.n_snapshots
+    assert taken_back > PROGRAMS // 4 or not context.n_operands
 
 
 def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
