@@ -47,6 +47,7 @@ declare -A off=(
     [kq-mask-in-place]=LLAMA_KQ_MASK_WHOLE=1
     [kv-window]=LLAMA_KV_NO_WINDOW=1
     [kv-gather]=LLAMA_KV_NO_GATHER=1
+    [kq-mask-bits]=LLAMA_KQ_MASK_BITS=0
     [gdn-state-ids]=GGML_CUDA_REFUSE=gdn_ids,conv_ids
     [zero-state-apart]=LLAMA_ZERO_STATE_NEAR=1
     [reserve-in-place]=LLAMA_RESERVE_GATHERED=1

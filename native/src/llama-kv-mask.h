@@ -3,6 +3,7 @@
 #include "llama-batch.h"
 #include "llama-hparams.h"
 #include "llama-impl.h"
+#include "llama-kq-mask-bits.h"
 #include "llama-kv-cells.h"
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <bitset>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -87,6 +89,17 @@ struct llama_kq_mask_args {
 
     const llama_kq_mask_columns * columns = nullptr; // the cells of the columns, instead of those from start on
 };
+
+// of a mask that is made of bits
+using llama_kq_mask_bits = uint32_t;
+
+// n is a multiple of 64
+[[maybe_unused]] static void llama_kq_mask_expand(
+        const uint64_t * bits, size_t n_words, int64_t n, llama_kq_mask_bits * dst, uint64_t * /*last*/, bool /*known*/) {
+    const size_t n_own = std::min<size_t>(n_words, n / 64);
+    if (n_own) { std::memcpy(dst, bits, 8 * n_own); }
+    std::memset(dst + 2 * n_own, 0, n / 8 - 8 * n_own);
+}
 
 // writes 0 for set bits and -INF for clear ones, n values. last: the bits of what is there, or will be if it is not known
 template <typename T>
@@ -176,7 +189,7 @@ static void llama_kq_mask_full(const llama_kq_mask_args & args, T * data) {
         const auto & seq_pos = cells.seq_pos_get(seq_id);
         const auto & all     = cells.seq_bits_get(seq_id);
 
-        T * row = data + args.n_kv * i;
+        T * row = data + args.n_kv * i / (std::is_same_v<T, llama_kq_mask_bits> ? 32 : 1);
 
         if (!causal) {
             expand(all, row, last_row);
@@ -347,7 +360,10 @@ template <typename T, bool causal, bool is_2d>
 static void llama_kq_mask_fill(const llama_kq_mask_args & args, T * data) {
     const bool swa = args.swa_type != LLAMA_SWA_TYPE_NONE;
 
-    if (swa && args.alibi) {
+    if constexpr (std::is_same_v<T, llama_kq_mask_bits>) {
+        GGML_ASSERT(!swa && !args.alibi && args.n_kv % LLAMA_KQ_MASK_BITS_PAD == 0);
+        llama_kq_mask_full<T, causal, is_2d>(args, data);
+    } else if (swa && args.alibi) {
         llama_kq_mask_part<T, causal, true, is_2d, true>(args, data);
     } else if (swa) {
         llama_kq_mask_part<T, causal, true, is_2d, false>(args, data);

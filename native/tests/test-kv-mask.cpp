@@ -2,6 +2,7 @@
 
 #include "../src/llama-kv-mask.h"
 
+#include "ggml-cpp.h"
 #include "ggml.h"
 
 #include <cstdio>
@@ -179,6 +180,20 @@ static void mutate(llama_kv_cells & cells, int n_seq, int n_ops) {
     }
 }
 
+// the mask that is made of bits
+template <typename T>
+static bool check_bits_mask(const llama_kq_mask_args & args, const std::vector<T> & want) {
+    ggml_context_ptr ctx(ggml_init({ ggml_tensor_overhead() * 2 + want.size() * (sizeof(T) + 1) + 256, nullptr, false }));
+
+    ggml_tensor * bits = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, args.n_kv / 32, args.n_stream * args.n_tps);
+    ggml_tensor * mask = llama_kq_mask_of_bits(ctx.get(), bits, sizeof(T) == 2 ? GGML_TYPE_F16 : GGML_TYPE_F32);
+    std::memset(bits->data, 0x55, ggml_nbytes(bits));
+    llama_kq_mask_fill(args, (llama_kq_mask_bits *) bits->data);
+    for (int i = 0; i < 3; ++i) { llama_kq_mask_of_bits_compute(mask, i, 3, nullptr); }
+
+    return std::memcmp(mask->data, want.data(), want.size() * sizeof(T)) == 0;
+}
+
 template <typename T>
 static bool check_mask(const llama_kq_mask_args & args, const std::string & what) {
     const size_t n = args.n_kv * args.n_stream * args.n_tps;
@@ -207,6 +222,11 @@ static bool check_mask(const llama_kq_mask_args & args, const std::string & what
                 return false;
             }
         }
+    }
+
+    if (args.swa_type == LLAMA_SWA_TYPE_NONE && !args.alibi && args.n_kv % LLAMA_KQ_MASK_BITS_PAD == 0 && !check_bits_mask(args, want)) {
+        fprintf(stderr, "%s: made of bits\n", what.c_str());
+        return false;
     }
 
     // a window has the same columns
