@@ -18,7 +18,7 @@ def test_the_ways_in_and_out_are_named(nano_q4_k_m: Path) -> None:
     assert done.returncode == 0, done.stderr
     figures = dict(re.findall(r"^(\w+(?: \w+)*)  +(\d+)", done.stdout, re.MULTILINE))
     ways = dict(re.findall(r"^(in|out):\n((?:  .+\n)+)", done.stdout, re.MULTILINE))
-    for way, last in (("in", "Scheduler.add"), ("out", "Watch._watched.<locals>.watched")):
+    for way, last in (("in", "Scheduler.add"), ("out", "RequestLogMiddleware._watched.<locals>.watched")):
         assert int(figures[f"hops {way}"]) == ways[way].count("\n")
         assert ways[way].splitlines()[-1].endswith(f" {last}")
     assert 0 < int(figures["functions a step"]) < int(figures["functions"])
