@@ -48,7 +48,7 @@ $(error brackets mark what may be left out: make TARGET NAME=value, without [ an
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak test-reference test-image verify record docs lint bump clean
+.PHONY: help llama setup convert serve serve-cluster image submission chat test test-lowest test-slow check fuzz soak hops test-reference test-image verify record docs lint bump clean
 
 # Variables in `make help`: a heading, then name with default, and meaning.
 #= convert, image:
@@ -209,6 +209,9 @@ soak: setup $(VENV)/.dev $(if $(filter $(NANO),$(MODEL)),$(NANO)) ## load a dete
 		--log-level warning & pid=$$!; trap 'kill $$pid; wait $$pid' EXIT; \
 	curl -sf --retry 300 --retry-delay 1 --retry-all-errors http://127.0.0.1:$(SOAK_PORT)/ping > /dev/null && \
 	$(PY) -m qwen_serve.bench soak --url http://127.0.0.1:$(SOAK_PORT) --deterministic --minutes $(MINUTES) --concurrency 32 $(ARGS)
+
+hops: setup $(VENV)/.dev $(NANO) ## count the functions that a request and a step enter (ARGS=--list: name them)
+	$(PY) -m tests.server.hops '$(NANO)' $(ARGS)
 
 #: Measure
 TASKS ?= nano

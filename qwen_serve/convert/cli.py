@@ -27,7 +27,7 @@ from qwen_serve.convert.search.target import spell_size
 from qwen_serve.convert.source import resolve
 from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType
 from qwen_serve.convert.vision import VISION_TYPES
-from qwen_serve.convert.whole_model import WholeModel
+from qwen_serve.convert.whole_model import UnquantizedFile
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
 
@@ -133,7 +133,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         return
     if arguments.base is not None:
         raise ConvertError(f"--base is for LoRA adapters (PEFT), and {arguments.src} is none")
-    whole = WholeModel.open(source.path) if source.is_gguf else None
+    whole = UnquantizedFile.open(source.path) if source.is_gguf else None
     options = Options(
         out=arguments.out,
         name=arguments.name or source.name,

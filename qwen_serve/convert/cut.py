@@ -9,7 +9,7 @@ from qwen_serve.convert.prune_vocab import label as vocab_label
 
 
 @dataclass(frozen=True)
-class Cut:
+class Pruning:
     """Parts that a base leaves out: some trunk layers, and the regular tokens after the first ones (None:
     keep all)."""
 
@@ -21,4 +21,4 @@ class Cut:
         return "-".join(filter(None, (vocab_label(self.tokens), label(self.layers))))
 
 
-WHOLE = Cut()
+WHOLE = Pruning()

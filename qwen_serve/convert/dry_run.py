@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from qwen_serve.convert.recipes import Recipe
     from qwen_serve.convert.source import Source
     from qwen_serve.convert.tensors import FloatType
-    from qwen_serve.convert.whole_model import WholeModel
+    from qwen_serve.convert.whole_model import UnquantizedFile
 
 
-def print_plan(source: Source, model: Checkpoint | WholeModel, options: Options) -> None:
+def print_plan(source: Source, model: Checkpoint | UnquantizedFile, options: Options) -> None:
     """Prints the size of each requested file; llama.cpp chooses the types, as in a real run.
 
     Raises:
@@ -43,7 +43,7 @@ def print_plan(source: Source, model: Checkpoint | WholeModel, options: Options)
 
 
 def _planned(
-    source: Source, model: Checkpoint | WholeModel, options: Options, name: str, recipe: Recipe | None
+    source: Source, model: Checkpoint | UnquantizedFile, options: Options, name: str, recipe: Recipe | None
 ) -> tuple[int, float]:
     """Bytes of the file, and bits a weight. The size of the metadata is that of the unquantized model's."""
     with ExitStack() as stack:

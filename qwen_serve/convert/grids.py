@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from qwen_serve.convert.recipes import Recipe
     from qwen_serve.convert.safetensors import TensorSource
     from qwen_serve.convert.tensors import PlannedTensor, TensorPlan
-    from qwen_serve.convert.whole_model import WholeModel
+    from qwen_serve.convert.whole_model import UnquantizedFile
 
 GRID_VERSION: Final = 2
 """Raise it when the same grid would be written differently."""
@@ -135,7 +135,7 @@ class Kept:
             os.fsync(file.fileno())
 
 
-def has_grids(model: Checkpoint | WholeModel) -> bool:
+def has_grids(model: Checkpoint | UnquantizedFile) -> bool:
     """Whether a model has matrices of integers; a GGUF in floats has none."""
     return any(map(has_grid, getattr(model, "tensors", {}).values()))
 

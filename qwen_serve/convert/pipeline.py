@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from qwen_serve.convert.calibration import TEXT_VERSION, Purpose
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.compensation import COMPENSATION_VERSION
-from qwen_serve.convert.cut import WHOLE, Cut
+from qwen_serve.convert.cut import WHOLE, Pruning
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.evaluation import TEXTS, Kind, write_any
 from qwen_serve.convert.gguf_file import write_gguf
@@ -52,7 +52,7 @@ from qwen_serve.convert.split import split
 from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerprint
 from qwen_serve.convert.tensors import FloatType, TensorPlan, plan_tensors
 from qwen_serve.convert.vocab import Vocab
-from qwen_serve.convert.whole_model import WholeModel
+from qwen_serve.convert.whole_model import UnquantizedFile
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ HEADER_ROOM = 32_000_000  # a quarter of a million tokens and merges take 12 MB;
 class Pipeline:
     """Plans everything before it runs, so that impossible requests fail before anything is written."""
 
-    def __init__(self, source: Source, model: Checkpoint | WholeModel, options: Options) -> None:
+    def __init__(self, source: Source, model: Checkpoint | UnquantizedFile, options: Options) -> None:
         """
         Raises:
             ConvertError: the checkpoint, a recipe's layers or the calibration file cannot be used, or an
@@ -91,7 +91,7 @@ class Pipeline:
             raise ConvertError(f"--calibration {options.calibration}: no such file")
         self._mmproj: Mmproj | None = None
         self._kept_tokens: dict[int | None, NDArray[np.int64] | None] = {None: None}
-        if isinstance(model, WholeModel):
+        if isinstance(model, UnquantizedFile):
             self._check_given(model)
             return
         if options.vision is not None:
@@ -104,7 +104,7 @@ class Pipeline:
             self._n_tokens = len(vocab.tokens)
             self._kept_tokens |= {count: kept_tokens(vocab, count) for count in counts if count}
 
-    def _check_given(self, model: WholeModel) -> None:
+    def _check_given(self, model: UnquantizedFile) -> None:
         """Raises ConvertError for outputs that a GGUF cannot give, or that would overwrite it."""
         options = self._options
         names = [self._name(name, recipe) for name, recipe in options.recipes.items()]
@@ -141,13 +141,13 @@ class Pipeline:
 
     # each output's name and inputs
 
-    def _cut(self, recipe: Recipe | None) -> Cut:
+    def _cut(self, recipe: Recipe | None) -> Pruning:
         if recipe is None:
-            return Cut(tokens=self._options.keep_vocab)
-        return Cut(recipe.layers, recipe.keep_vocab or self._options.keep_vocab)
+            return Pruning(tokens=self._options.keep_vocab)
+        return Pruning(recipe.layers, recipe.keep_vocab or self._options.keep_vocab)
 
-    def _base(self, float_type: FloatType, cut: Cut) -> Output:
-        if isinstance(self._model, WholeModel):
+    def _base(self, float_type: FloatType, cut: Pruning) -> Output:
+        if isinstance(self._model, UnquantizedFile):
             return self._given
         parts: dict[str, Any] = {
             "converter": CONVERTER_VERSION,
@@ -164,7 +164,7 @@ class Pipeline:
         parts = {"text": TEXT_VERSION, "purpose": purpose, "model": self._reference.fingerprint}
         return Output(self._path(f"{self._options.name}.{purpose}.txt"), fingerprint(parts))
 
-    def _measured_from(self, cut: Cut) -> str:
+    def _measured_from(self, cut: Pruning) -> str:
         """Everything that the measurements of a search depend on; the target is not among it."""
         parts = {
             "search": SEARCH_VERSION,
@@ -175,7 +175,7 @@ class Pipeline:
         }
         return fingerprint(parts)
 
-    def _imatrix(self, cut: Cut) -> Output:
+    def _imatrix(self, cut: Pruning) -> Output:
         if (given := self._options.imatrix_file) is not None:
             return Output(given, file_digest(given))
         base = self._base(self._options.outtype, cut)
@@ -218,13 +218,13 @@ class Pipeline:
         """The whole model in the base type. It writes the texts, and files are measured against it."""
         return self._base(self._options.outtype, WHOLE)
 
-    def _stem(self, cut: Cut) -> str:
+    def _stem(self, cut: Pruning) -> str:
         return "-".join(filter(None, (self._options.name, cut.label)))
 
     def _name(self, quant: str, recipe: Recipe | None) -> str:
         # a recipe's own setting is covered by its name
         tokens = None if recipe and recipe.keep_vocab else self._options.keep_vocab
-        return f"{self._stem(Cut(tokens=tokens))}-{quant}"
+        return f"{self._stem(Pruning(tokens=tokens))}-{quant}"
 
     def _path(self, file_name: str) -> Path:
         return self._options.out / file_name
@@ -244,8 +244,8 @@ class Pipeline:
 
     # stages
 
-    def _make_base(self, float_type: FloatType, cut: Cut) -> Output:
-        if isinstance(model := self._model, WholeModel):
+    def _make_base(self, float_type: FloatType, cut: Pruning) -> Output:
+        if isinstance(model := self._model, UnquantizedFile):
             self._record.check(
                 f"weights of {model.path.resolve()}", self._given.fingerprint, model.check_weights
             )
@@ -262,7 +262,7 @@ class Pipeline:
         write = partial(write_any, writer.path, purpose=purpose, runtime=runtime)
         return self._record.make(self._text(purpose), write)
 
-    def _make_imatrix(self, cut: Cut) -> Output:
+    def _make_imatrix(self, cut: Pruning) -> Output:
         base, output = self._make_base(self._options.outtype, cut), self._imatrix(cut)
         if self._options.imatrix_file is not None:
             check_fits(output.path, model=base.path)
@@ -390,7 +390,7 @@ class Pipeline:
         provenance: dict[str, Any] = {
             "source": self._source.title,
             "revision": self._source.revision,
-            "gguf" if isinstance(self._model, WholeModel) else "checkpoint": self._model_fingerprint,
+            "gguf" if isinstance(self._model, UnquantizedFile) else "checkpoint": self._model_fingerprint,
             "fingerprint": quantized.fingerprint,
             "base": self._base(self._options.outtype, cut).path.name if recipe else None,
             "imatrix": self._imatrix(cut).path.name if recipe and uses_imatrix else None,
@@ -409,7 +409,7 @@ class Pipeline:
     def _estimates(self) -> Iterator[tuple[Output, int]]:
         """Estimated bytes of the outputs, from tensor sizes and the recipes' bits per weight."""
         options, recipes = self._options, self._options.recipes.values()
-        bases: set[tuple[FloatType, Cut]] = {(t, self._cut(None)) for t in options.float_types}
+        bases: set[tuple[FloatType, Pruning]] = {(t, self._cut(None)) for t in options.float_types}
         bases |= {(options.outtype, self._cut(recipe)) for recipe in recipes}
         if options.search is not None:
             bases |= {(options.outtype, self._cut(None)), (options.outtype, WHOLE)}
@@ -438,12 +438,12 @@ class Pipeline:
             if not is_record(record := self._search_record()):
                 yield record
 
-    def _n_elements(self, cut: Cut) -> int:
-        if isinstance(self._model, WholeModel):
+    def _n_elements(self, cut: Pruning) -> int:
+        if isinstance(self._model, UnquantizedFile):
             return self._model.n_elements
         return self._plan(self._options.outtype, cut).n_elements
 
-    def _plan(self, float_type: FloatType, cut: Cut) -> TensorPlan:
+    def _plan(self, float_type: FloatType, cut: Pruning) -> TensorPlan:
         assert isinstance(self._model, Checkpoint), "a GGUF is not planned, it is there"
         layers, tokens = self._kept[cut.layers], self._kept_tokens[cut.tokens]
         return plan_tensors(self._model, float_type, layers, tokens)

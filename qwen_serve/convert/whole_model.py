@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class UnquantizedFile:
     """A Qwen3.5 in F16, BF16 or F32.
 
     `type` is that of most weights, `used_experts` the experts of a block that a token uses (None: dense).
@@ -42,7 +42,7 @@ class WholeModel:
     used_experts: int | None
 
     @classmethod
-    def open(cls, path: Path) -> WholeModel:
+    def open(cls, path: Path) -> UnquantizedFile:
         """Reads the file's header.
 
         Raises:

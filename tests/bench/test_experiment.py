@@ -11,7 +11,7 @@ from qwen_serve.bench.arguments import PromptOptions
 from qwen_serve.bench.cli import main, make_app
 from qwen_serve.bench.engine.drafts import make_cells
 from qwen_serve.bench.experiments.run import FOLDER, Experiment
-from qwen_serve.bench.load.cell import Supply
+from qwen_serve.bench.load.cell import PromptSource
 from qwen_serve.bench.load.throughput import LoadOptions
 from qwen_serve.bench.load.vocabulary import Vocabulary
 from qwen_serve.bench.servers.peers import Work
@@ -130,8 +130,8 @@ async def test_the_texts_to_be_made_for_one_are_long_enough(
             work, options = given["work"], given["load"]
             assert isinstance(work, Work)
             assert isinstance(options, LoadOptions)
-            supply = Supply(Words(), PromptOptions(text=text))
-            for cell in work.cells(supply, options):
+            source = PromptSource(Words(), PromptOptions(text=text))
+            for cell in work.cells(source, options):
                 await cell.prepare()
 
 

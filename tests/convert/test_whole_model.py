@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from qwen_serve.convert.cli import main
-from qwen_serve.convert.whole_model import WholeModel
+from qwen_serve.convert.whole_model import UnquantizedFile
 from tests.checkpoints import EXPERTS_USED, write_checkpoint
 from tests.conftest import QUICK as NANO_QUICK
 from tests.convert.test_pipeline import QUICK, times
@@ -108,7 +108,7 @@ def test_what_it_is_made_from_is_the_content(whole: Path, tmp_path: Path) -> Non
 def test_type_and_experts_are_its_own(tmp_path: Path, kind: str) -> None:
     source = write_checkpoint(tmp_path / "Random-MoE", layers=4, experts="fused")
     assert run(source, tmp_path, "--quant", kind) == 0
-    model = WholeModel.open(tmp_path / f"Random-MoE-{kind}.gguf")
+    model = UnquantizedFile.open(tmp_path / f"Random-MoE-{kind}.gguf")
     assert (model.type, model.used_experts) == (kind, EXPERTS_USED)
     assert run(model.path, tmp_path / "out", "--quant", "Q8_0", *QUICK) == 0
     assert (tmp_path / "out" / "Random-MoE-Q8_0.gguf").is_file()

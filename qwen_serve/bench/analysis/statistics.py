@@ -47,7 +47,7 @@ class Ratio:
     paired: bool = True
 
     @property
-    def told_apart(self) -> bool:
+    def significant(self) -> bool:
         """Whether the difference is significant: the interval excludes 1."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
@@ -61,8 +61,8 @@ class Ratio:
         """The ratio with its interval, and whether it is significant, in words."""
         if self.low is None:
             return f"{self.value:.3g}x, fewer than {LEAST_ROUNDS} rounds"
-        known = "" if self.told_apart or self.low == self.high else ", not told apart"
-        if self.told_apart and self.rounds < DEFAULT_ROUNDS and abs(np.log(self.value)) < np.log(1.1):
+        known = "" if self.significant or self.low == self.high else ", not told apart"
+        if self.significant and self.rounds < DEFAULT_ROUNDS and abs(np.log(self.value)) < np.log(1.1):
             known = f", fewer than {DEFAULT_ROUNDS} rounds"
         return f"{self}{known}{'' if self.paired else ', unpaired'}"
 

@@ -47,7 +47,7 @@ LOADED = {*WHOLE, *STREAMED, "lateness"}
 
 
 @dataclass
-class Supply:
+class PromptSource:
     """Prompts by kind, and the tokenizer that counts their tokens (None: the server's usage is the only
     count)."""
 
@@ -104,7 +104,7 @@ class Cell:
     name: str
     rounds: int
     make: Callable[[int], Awaitable[Sequence[Job]]]
-    supply: Supply
+    source: PromptSource
     max_tokens: int
     ignore_eos: bool = False
     stream: bool = False
@@ -174,7 +174,7 @@ class Cell:
                 sent = await open_loop(sender, jobs, self.rate, self.rng(round, "arrivals"), advance)
         rows = []
         for one in sent:
-            values = await values_of(one, self.supply.vocabulary)
+            values = await values_of(one, self.source.vocabulary)
             rows.append({name: value for name, value in values.items() if name in self.kept})
             if self.limits is not None:
                 rows[-1]["good"] = float(self.limits.kept_by(values))
@@ -189,7 +189,7 @@ class Cell:
 
     def rng(self, round: int, *parts: object) -> random.Random:
         """A random generator for this cell and round, the same for every target."""
-        seed = self.supply.options.seed
+        seed = self.source.options.seed
         return random.Random("/".join(map(str, (seed, self.workload, self.name, round, *parts))))
 
     def _sender(self, target: Target) -> Sender:
@@ -239,7 +239,7 @@ async def measuring(
     settings: Mapping[str, Any],
     *,
     chat: bool,
-) -> AsyncIterator[tuple[Run, Target, Supply]]:
+) -> AsyncIterator[tuple[Run, Target, PromptSource]]:
     """Connect to a server and begin a run. ``chat``: requests name a model, by default the first in
     /v1/models."""
     async with Client(server.url, timeout=server.timeout, api_key=server.api_key) as client:
@@ -247,10 +247,10 @@ async def measuring(
         target = Target(server.name or client.url, client, listed if chat else server.model)
         local = provenance.is_local(server.url)
         with store.begin(verb, {**settings, **prompts.settings()}, local=local) as run:
-            supply = await Supply.of(client, listed, prompts)
+            source = await PromptSource.of(client, listed, prompts)
             about = await provenance.about_server(client)
-            run.describe(target.name, **about, counted_by=supply.counted_by)
-            yield run, target, supply
+            run.describe(target.name, **about, counted_by=source.counted_by)
+            yield run, target, source
 
 
 async def measure_counted(run: Run, target: Target, cell: Cell, round: int, bar: Bar) -> Measured:

@@ -14,7 +14,7 @@ from qwen_serve.bench.arguments import (
     positive_number,
 )
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.load.cell import LOADED, STREAMED, WHOLE, Cell, Supply, measure_alone, measuring
+from qwen_serve.bench.load.cell import LOADED, STREAMED, WHOLE, Cell, PromptSource, measure_alone, measuring
 from qwen_serve.bench.load.generator import Job
 from qwen_serve.bench.load.images import DEFAULT_SIZE, Resolution, data_url
 from qwen_serve.bench.load.protocol import (
@@ -41,7 +41,7 @@ Categories = Annotated[tuple[Category, ...], comma_separated(category)]
 def latency_cell(
     one: Category,
     protocol: str,
-    supply: Supply,
+    source: PromptSource,
     *,
     endpoint: str,
     streamed: bool,
@@ -54,7 +54,7 @@ def latency_cell(
     Under the distinct protocol each request has another prompt. ``streamed`` requests give TTFT and ITL, the
     others the latency; the two are separate cells under one name.
     """
-    seed = supply.options.seed
+    seed = source.options.seed
 
     async def make(round: int) -> list[Job]:
         return [Job((await prompt(round, at),), chat=False) for at in range(count if round else warmup)]
@@ -63,32 +63,32 @@ def latency_cell(
         if protocol == OFFICIAL:
             return one.filler
         rng = random.Random(f"{seed}/{protocol}/{one.name}/{round}/{at}/{streamed}")
-        return await (await supply.prompts()).make(one.prompt_tokens, rng)
+        return await (await source.prompts()).make(one.prompt_tokens, rng)
 
     return Cell(
         workload=protocol,
         name=one.name,
         rounds=rounds,
         make=make,
-        supply=supply,
+        source=source,
         max_tokens=one.max_tokens,
         # the official body is exactly as published, without ignore_eos
-        ignore_eos=protocol == DISTINCT and not supply.options.stop_at_eos,
+        ignore_eos=protocol == DISTINCT and not source.options.stop_at_eos,
         stream=streamed,
         endpoint=endpoint,
         kept=STREAMED if streamed else WHOLE,
     )
 
 
-def picture_cells(size: Resolution, supply: Supply, *, warmup: int, rounds: int) -> list[Cell]:
+def picture_cells(size: Resolution, source: PromptSource, *, warmup: int, rounds: int) -> list[Cell]:
     """Cells of two streamed questions about a new picture in each round. For the second question the server
     has the picture cached.
     """
 
     async def ask(round: int, number: int) -> list[Job]:
-        rng = random.Random(f"{supply.options.seed}/{IMAGES}/{size}/{QUESTIONS[number]}/{round}")
-        question = await (await supply.prompts()).make(QUESTION_TOKENS, rng)
-        shown = random.Random(f"{supply.options.seed}/{IMAGES}/{size}/{round}")
+        rng = random.Random(f"{source.options.seed}/{IMAGES}/{size}/{QUESTIONS[number]}/{round}")
+        question = await (await source.prompts()).make(QUESTION_TOKENS, rng)
+        shown = random.Random(f"{source.options.seed}/{IMAGES}/{size}/{round}")
         return [Job((question,), chat=True, pictures=(data_url(size, shown),))]
 
     def make(number: int) -> Callable[[int], Awaitable[list[Job]]]:
@@ -103,9 +103,9 @@ def picture_cells(size: Resolution, supply: Supply, *, warmup: int, rounds: int)
             name=f"{size}, {name}",
             rounds=rounds,
             make=make(number),
-            supply=supply,
+            source=source,
             max_tokens=ANSWER_TOKENS,
-            ignore_eos=not supply.options.stop_at_eos,
+            ignore_eos=not source.options.stop_at_eos,
             stream=True,
             kept=LOADED,
             prime=make(0) if number else None,
@@ -117,7 +117,7 @@ def picture_cells(size: Resolution, supply: Supply, *, warmup: int, rounds: int)
 def latency_cells(
     categories: Sequence[Category],
     protocol: Protocol,
-    supply: Supply,
+    source: PromptSource,
     *,
     endpoints: tuple[str, str],
     warmup: int,
@@ -131,13 +131,13 @@ def latency_cells(
     """
     if protocol == IMAGES:
         return [
-            cell for size in images for cell in picture_cells(size, supply, warmup=warmup, rounds=rounds[1])
+            cell for size in images for cell in picture_cells(size, source, warmup=warmup, rounds=rounds[1])
         ]
     return [
         latency_cell(
             one,
             name,
-            supply,
+            source,
             endpoint=endpoints[streamed],
             streamed=bool(streamed),
             warmup=min(warmup, 1) if streamed else warmup,
@@ -216,11 +216,11 @@ async def latency(
     if protocol == IMAGES:
         settings |= {"input_tokens": QUESTION_TOKENS, "output_tokens": ANSWER_TOKENS}
     chat = protocol == IMAGES
-    async with measuring("latency", server, store, prompts, settings, chat=chat) as (run, target, supply):
+    async with measuring("latency", server, store, prompts, settings, chat=chat) as (run, target, source):
         cells = latency_cells(
             categories,
             protocol,
-            supply,
+            source,
             endpoints=(endpoint, stream_endpoint),
             warmup=warmup,
             rounds=(runs, streams),

@@ -23,7 +23,7 @@ from cyclopts.validators import Number
 from qwen_serve.bench.analysis.statistics import LEAST_ROUNDS, Ratio, unpaired
 from qwen_serve.bench.arguments import Positive, PromptOptions, ServerOptions, StoreOptions
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.load.cell import LOADED, Supply, measuring
+from qwen_serve.bench.load.cell import LOADED, PromptSource, measuring
 from qwen_serve.bench.load.counters import RESIDENT_MEMORY, read_counters
 from qwen_serve.bench.load.generator import Job, Sender, Sent, Target, closed_loop, values_of
 from qwen_serve.bench.load.kinds import KINDS, job_of, prefixes_of
@@ -173,8 +173,8 @@ async def soak(
     }
     errors: list[str] = []
     other = 0
-    async with measuring("soak", server, store, prompts, settings, chat=True) as (run, target, supply):
-        made, rng = await supply.prompts(), random.Random(prompts.seed)
+    async with measuring("soak", server, store, prompts, settings, chat=True) as (run, target, source):
+        made, rng = await source.prompts(), random.Random(prompts.seed)
         prefixes = await prefixes_of(made, input_tokens, rng)
         mixed = MixedLoad(target, made, input_tokens, output_tokens, rng, prefixes, all_kinds=deterministic)
         if deterministic:
@@ -189,7 +189,7 @@ async def soak(
                     found = await _window(mixed, window, concurrency, aborts)
                     other += found.compared - found.same
                     errors += found.errors
-                    await _record(run, target, supply, concurrency, number, found, window)
+                    await _record(run, target, source, concurrency, number, found, window)
                     told = f"{len(found.sent)} requests, {len(errors)} failures in all"
                     bar.advance(note=told + (f", {other} other answers" if deterministic else ""))
                     if found.sent and len(found.errors) == len(found.sent):
@@ -245,12 +245,12 @@ async def leave(sender: Sender, job: Job, events: int) -> int:
 
 
 async def _record(
-    run: Run, target: Target, supply: Supply, clients: int, round: int, found: Window, seconds: float
+    run: Run, target: Target, source: PromptSource, clients: int, round: int, found: Window, seconds: float
 ) -> None:
     cell = at_concurrency(clients)
     tokens = 0.0
     for one in found.sent:
-        values = await values_of(one, supply.vocabulary)
+        values = await values_of(one, source.vocabulary)
         tokens += values.get("verified_tokens", 0.0)
         kept = {name: value for name, value in values.items() if name in LOADED}
         run.add(target.name, WORKLOAD, cell, round, kept)

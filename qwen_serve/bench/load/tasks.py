@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.load.cell import LOADED, Cell, Supply
+from qwen_serve.bench.load.cell import LOADED, Cell, PromptSource
 from qwen_serve.bench.load.generator import Job
 
 
-def task_cells(folder: Path, items: int, supply: Supply, *, max_tokens: int, rounds: int) -> list[Cell]:
+def task_cells(folder: Path, items: int, source: PromptSource, *, max_tokens: int, rounds: int) -> list[Cell]:
     """A cell for each group of tasks. Raises BenchError for a folder without tasks."""
     return [
-        _cell(group, jobs, supply, max_tokens, rounds)
-        for group, jobs in read_tasks(folder, items, supply.options.seed).items()
+        _cell(group, jobs, source, max_tokens, rounds)
+        for group, jobs in read_tasks(folder, items, source.options.seed).items()
     ]
 
 
-def _cell(group: str, jobs: list[Job], supply: Supply, max_tokens: int, rounds: int) -> Cell:
+def _cell(group: str, jobs: list[Job], source: PromptSource, max_tokens: int, rounds: int) -> Cell:
     async def make(round: int) -> list[Job]:
         return jobs if round else jobs[:1]
 
@@ -32,7 +32,7 @@ def _cell(group: str, jobs: list[Job], supply: Supply, max_tokens: int, rounds: 
         name=group,
         rounds=rounds,
         make=make,
-        supply=supply,
+        source=source,
         max_tokens=max_tokens,
         kept=kept,
     )

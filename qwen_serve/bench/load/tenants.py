@@ -36,7 +36,7 @@ from qwen_serve.bench.arguments import (
     StoreOptions,
 )
 from qwen_serve.bench.errors import BenchError, ServerError
-from qwen_serve.bench.load.cell import Supply, measuring
+from qwen_serve.bench.load.cell import PromptSource, measuring
 from qwen_serve.bench.load.client import Client, read_usage
 from qwen_serve.bench.load.counters import read_counters, record_growth
 from qwen_serve.bench.load.generator import COMPLETIONS
@@ -117,10 +117,10 @@ class Tenant:
 
     @classmethod
     async def of(
-        cls, client: Client, supply: Supply, tokens: int, numbers: Iterator[int], rng: random.Random
+        cls, client: Client, source: PromptSource, tokens: int, numbers: Iterator[int], rng: random.Random
     ) -> Self:
         """A tenant whose prompts have ``tokens`` tokens."""
-        prompts = await supply.prompts()
+        prompts = await source.prompts()
         prefixes = [await prompts.make(max(1, tokens // 2), rng) for _ in range(PREFIXES)]
         tails = [await prompts.make(max(1, tokens - tokens // 2), rng) for _ in range(TAILS)]
         return cls(client, prefixes, tails, numbers)
@@ -239,14 +239,14 @@ async def measure_tenants(
     server = replace(server, api_key=server.api_key or keys[0])
     settings = {**vars(options), "keys": str(options.keys)}
     async with (
-        measuring(WORKLOAD, server, store, prompts, settings, chat=False) as (run, target, supply),
+        measuring(WORKLOAD, server, store, prompts, settings, chat=False) as (run, target, source),
         _clients(server, keys) as clients,
     ):
         numbers = count()
 
         async def make(number: int, tokens: Sequence[int]) -> Tenant:
             rng = random.Random(f"{prompts.seed} {number} {tokens[0]}")
-            return await Tenant.of(clients[number], supply, tokens[0], numbers, rng)
+            return await Tenant.of(clients[number], source, tokens[0], numbers, rng)
 
         stage = Stage(run, target.name, options, target.client, make, random.Random(prompts.seed))
         try:

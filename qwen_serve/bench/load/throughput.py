@@ -22,7 +22,7 @@ from qwen_serve.bench.arguments import (
     parsed_by,
 )
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.load.cell import LOADED, Cell, Supply, measure_alone, measuring
+from qwen_serve.bench.load.cell import LOADED, Cell, PromptSource, measure_alone, measuring
 from qwen_serve.bench.load.generator import Job
 from qwen_serve.bench.load.goodput import Limits, read_limits
 from qwen_serve.bench.load.images import DEFAULT_SIZE, Resolution, data_url
@@ -133,19 +133,19 @@ class LoadOptions:
             **{name: getattr(self, name) for name in names},
         }
 
-    def cells(self, kind: Kind, supply: Supply, default: Sequence[int], rounds: int) -> list[Cell]:
+    def cells(self, kind: Kind, source: PromptSource, default: Sequence[int], rounds: int) -> list[Cell]:
         """A cell for each level and for each rate."""
-        levels = [self._cell(kind, supply, rounds, level, None) for level in self.chosen_levels(default)]
-        return levels + [self._cell(kind, supply, rounds, AT_A_RATE, rate) for rate in self.rate or ()]
+        levels = [self._cell(kind, source, rounds, level, None) for level in self.chosen_levels(default)]
+        return levels + [self._cell(kind, source, rounds, AT_A_RATE, rate) for rate in self.rate or ()]
 
-    def _cell(self, kind: Kind, supply: Supply, rounds: int, clients: int, rate: float | None) -> Cell:
+    def _cell(self, kind: Kind, source: PromptSource, rounds: int, clients: int, rate: float | None) -> Cell:
         requests = max(LEAST_REQUESTS, self.waves * clients) if self.waves and not rate else self.requests
         warmup = max(WARM_UPS, clients) if self.warmup is None else self.warmup
         tokens_out = self.lengths(kind)[1]
 
         async def make(round: int) -> list[Job]:
             wanted = requests if round else warmup
-            jobs = await self._jobs(kind, supply, wanted, clients, cell.rng(round)) if wanted else []
+            jobs = await self._jobs(kind, source, wanted, clients, cell.rng(round)) if wanted else []
             lengths = cell.rng(round, "answers")
             return [
                 replace(job, fields={**self.sampling(n), "max_tokens": self.varied(tokens_out, lengths)})
@@ -157,9 +157,9 @@ class LoadOptions:
             name=at_concurrency(clients) if rate is None else at_rate(rate),
             rounds=rounds,
             make=make,
-            supply=supply,
+            source=source,
             max_tokens=tokens_out,
-            ignore_eos=not supply.options.stop_at_eos,
+            ignore_eos=not source.options.stop_at_eos,
             stream=self.stream,
             endpoint=self.endpoint,
             kept=LOADED,
@@ -172,12 +172,12 @@ class LoadOptions:
         return cell
 
     async def _jobs(
-        self, kind: Kind, supply: Supply, requests: int, clients: int, rng: random.Random
+        self, kind: Kind, source: PromptSource, requests: int, clients: int, rng: random.Random
     ) -> list[Job]:
         """Jobs of one kind with ``requests`` requests in all. They depend only on the state of ``rng``,
         except with --text.
         """
-        prompts = await supply.prompts("tokens" if kind == "random" else None)
+        prompts = await source.prompts("tokens" if kind == "random" else None)
         tokens = self.lengths(kind)[0]
 
         async def make() -> str:
@@ -259,9 +259,9 @@ async def throughput(
     refuse_text(workload, prompts)
     levels = tuple(WEIGHTS)
     settings = {"rounds": rounds, **load.settings(workload, levels)}
-    async with measuring("throughput", server, store, prompts, settings, chat=True) as (run, target, supply):
+    async with measuring("throughput", server, store, prompts, settings, chat=True) as (run, target, source):
         try:
-            errors = await measure_alone(run, target, load.cells(workload, supply, levels, rounds))
+            errors = await measure_alone(run, target, load.cells(workload, source, levels, rounds))
         finally:
             show(run)
     if errors:

@@ -22,7 +22,7 @@ from cyclopts.validators import Number
 
 from qwen_serve.bench.arguments import Positive, Positives, PromptOptions, StoreOptions
 from qwen_serve.bench.errors import BenchError, ServerError
-from qwen_serve.bench.load.cell import Supply
+from qwen_serve.bench.load.cell import PromptSource
 from qwen_serve.bench.load.client import clip, error_text
 from qwen_serve.bench.load.counters import DRAFT_COUNTERS, growth, read_counters
 from qwen_serve.bench.load.generator import Job, Sender, Target
@@ -218,9 +218,9 @@ async def answers(
                 async for one in running:
                     await one.started(run)
                     if load is None:
-                        supply = await Supply.of(one.target.client, one.target.model, prompts)
+                        source = await PromptSource.of(one.target.client, one.target.model, prompts)
                         rng = random.Random(prompts.seed)
-                        asked = await conversations(await supply.prompts(), requests, input_tokens, rng)
+                        asked = await conversations(await source.prompts(), requests, input_tokens, rng)
                         load = Load(asked, output_tokens, aborts, prompts.seed)
                         alone = await load.alone(one.target)
                     await _levels(load, one.target, run, levels, alone, told.setdefault(one.peer.name, {}))

@@ -12,7 +12,7 @@ from qwen_serve.bench.analysis.statistics import DEFAULT_ROUNDS
 from qwen_serve.bench.arguments import SERVERS_GROUP, Natural, Positive, PromptOptions, StoreOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.gate import NANO_FOLDER
-from qwen_serve.bench.load.cell import Cell, Supply
+from qwen_serve.bench.load.cell import Cell, PromptSource
 from qwen_serve.bench.load.generator import Target
 from qwen_serve.bench.load.latency import (
     ANSWER_TOKENS,
@@ -132,18 +132,18 @@ class Work:
             return {**made, "items": self.items, "max_tokens": self.max_tokens}
         return {**made, **load.settings(self.workload, LEVELS)}
 
-    def cells(self, supply: Supply, load: LoadOptions) -> Sequence[Cell]:
+    def cells(self, source: PromptSource, load: LoadOptions) -> Sequence[Cell]:
         """A cell for each category and protocol, level or rate, or group of tasks."""
         if self.workload == "tasks":
             given = {"max_tokens": self.max_tokens, "rounds": self.rounds}
-            return task_cells(self.nano, self.items, supply, **given)
+            return task_cells(self.nano, self.items, source, **given)
         if self.workload != "latency":
-            return load.cells(self.workload, supply, LEVELS, self.rounds)
+            return load.cells(self.workload, source, LEVELS, self.rounds)
         endpoint = load.endpoint or "/v1/completions"  # all servers have this endpoint
         return latency_cells(
             self.categories,
             self.protocol,
-            supply,
+            source,
             endpoints=(endpoint, endpoint),
             warmup=WARM_UPS if load.warmup is None else load.warmup,
             rounds=(self.rounds, self.rounds),
@@ -178,9 +178,9 @@ async def peers(
         "resident": resident,
     }
 
-    async def make_cells(target: Target) -> tuple[Supply, Sequence[Cell]]:
-        supply = await Supply.of(target.client, target.model, prompts)
-        return supply, work.cells(supply, load)
+    async def make_cells(target: Target) -> tuple[PromptSource, Sequence[Cell]]:
+        source = await PromptSource.of(target.client, target.model, prompts)
+        return source, work.cells(source, load)
 
     with store.begin("peers", settings) as run:
         setup = replace(setup, logs=run.folder / "logs")

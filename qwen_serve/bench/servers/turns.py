@@ -13,7 +13,7 @@ from typing import Self
 
 from qwen_serve.bench import provenance
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.load.cell import Cell, Supply, measure_counted
+from qwen_serve.bench.load.cell import Cell, PromptSource, measure_counted
 from qwen_serve.bench.load.client import Client
 from qwen_serve.bench.load.generator import Target
 from qwen_serve.bench.servers.launch import ServerProcess
@@ -86,7 +86,7 @@ class Turns:
     reference: str
     rounds: int
     resident: bool
-    make_cells: Callable[[Target], Awaitable[tuple[Supply, Sequence[Cell]]]]
+    make_cells: Callable[[Target], Awaitable[tuple[PromptSource, Sequence[Cell]]]]
     _cells: Sequence[Cell] = ()
 
     async def hold(self) -> None:
@@ -134,11 +134,11 @@ class Turns:
     async def _prepare(self, target: Target) -> None:
         if self._cells:
             return
-        supply, self._cells = await self.make_cells(target)
+        source, self._cells = await self.make_cells(target)
         for cell in self._cells:
             await cell.prepare()
         for one in self.contenders:
-            self.run.describe(one.peer.name, counted_by=supply.counted_by)
+            self.run.describe(one.peer.name, counted_by=source.counted_by)
 
     def _bar(self, turns: int) -> Bar:
         return Bar("peers in turns", total=turns * sum(cell.requests for cell in self._cells))

@@ -11,7 +11,7 @@ from qwen_serve.bench import provenance
 from qwen_serve.bench.arguments import PromptOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.gates.options import GateServer
-from qwen_serve.bench.load.cell import Cell, Supply
+from qwen_serve.bench.load.cell import Cell, PromptSource
 from qwen_serve.bench.load.client import Client
 from qwen_serve.bench.load.generator import Target
 from qwen_serve.bench.load.latency import latency_cells
@@ -88,11 +88,11 @@ class Stages:
 
     async def _prepare(self, variant: Variant, client: Client) -> list[Cell]:
         plan, effort = self._plan, self._plan.effort
-        supply = Supply(vocabulary_of(plan.gguf(variant)), PromptOptions(seed=plan.seed))
+        source = PromptSource(vocabulary_of(plan.gguf(variant)), PromptOptions(seed=plan.seed))
         cells = latency_cells(
             plan.categories,
             plan.protocol,
-            supply,
+            source,
             endpoints=(ENDPOINT, STREAM_ENDPOINT),
             warmup=effort.warmup,
             rounds=(effort.rounds, effort.rounds),

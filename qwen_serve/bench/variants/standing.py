@@ -224,7 +224,7 @@ def _alike(rows: pd.DataFrame, best: Standing, other: Standing) -> str | None:
     """A sentence about a variant whose speed does not differ significantly from the fastest one's; None if it
     does."""
     ratio = times_as_good(rows, other.name, best.name, LATENCY)
-    if ratio is None or ratio.told_apart:
+    if ratio is None or ratio.significant:
         return None
     too = " passes too, and" if best.verdict == "pass" else ":"
     if ratio.low is None:

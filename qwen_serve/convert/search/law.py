@@ -19,7 +19,7 @@ FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
-class Law:
+class Sensitivity:
     """Divergence [nats] of a group: the sum over its tensors of `scale * error ** power`.
 
     To second order a divergence grows with the square of the change in weights, and the error (the product's
@@ -34,7 +34,7 @@ class Law:
         return float(self.scale * max(error, 0.0) ** self.power)
 
 
-def fit(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) -> Law:
+def fit(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) -> Sensitivity:
     """Fits a group's law from its tensors' errors by type, and its divergence with all of them at one
     type."""
     from scipy.optimize import minimize_scalar
@@ -47,10 +47,10 @@ def fit(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) 
         return np.asarray(targets - np.log((table**power).sum(axis=1)))
 
     if len(kinds) == 1:
-        return Law(exp(float(offsets(1.0)[0])), 1.0)
+        return Sensitivity(exp(float(offsets(1.0)[0])), 1.0)
     best = minimize_scalar(lambda power: float(np.var(offsets(power))), bounds=POWERS, method="bounded")
     power = float(best.x)
-    return Law(exp(float(offsets(power).mean())), power)
+    return Sensitivity(exp(float(offsets(power).mean())), power)
 
 
 def left_out_error(errors: Sequence[Mapping[Type, float]], measured: Mapping[Type, float]) -> float:

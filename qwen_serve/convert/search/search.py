@@ -14,7 +14,7 @@ from qwen_serve.convert.compensation.gains import measure_gains
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
 from qwen_serve.convert.search.groups import Layout, Matrix, Type, read_layout
-from qwen_serve.convert.search.law import FLOOR, Law, fit, left_out_error
+from qwen_serve.convert.search.law import FLOOR, Sensitivity, fit, left_out_error
 from qwen_serve.convert.search.measure import Meter, Reading
 from qwen_serve.convert.search.record import Record
 from qwen_serve.convert.search.solve import choose
@@ -264,7 +264,7 @@ class _Search:
 
     # the additive model
 
-    def _fit(self) -> tuple[dict[str, Law], float]:
+    def _fit(self) -> tuple[dict[str, Sensitivity], float]:
         """A law for every group from its probes, and the mean error of left-out probes."""
         self._measure_all("Sensitivity", self._probes())
         laws, left_out = {}, []
@@ -284,14 +284,14 @@ class _Search:
                 yield f"{group} at {kind.name}", {m.name: kind for m in matrices}
 
     def _cost(
-        self, laws: Mapping[str, Law], matrix: Matrix, kind: Type, *, compensated: bool = False
+        self, laws: Mapping[str, Sensitivity], matrix: Matrix, kind: Type, *, compensated: bool = False
     ) -> float:
         gain = self._record.gains.get(matrix.group, {}).get(kind, 1.0) if compensated else 1.0
         return laws[matrix.group].cost(gain * self._record.errors[matrix.name][kind])
 
     # solving
 
-    def _solve(self, laws: Mapping[str, Law], tighter: float = 1.0) -> dict[str, Type]:
+    def _solve(self, laws: Mapping[str, Sensitivity], tighter: float = 1.0) -> dict[str, Type]:
         """The best types by these laws; `tighter` is a factor on the allowed divergence."""
         layout, target = self._layout, self._target
         # a limit on the divergence is measured with llama.cpp's rounding, in the memory of the model

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from qwen_serve.convert.search.groups import Layout, Matrix, Type
-    from qwen_serve.convert.search.law import Law
+    from qwen_serve.convert.search.law import Sensitivity
     from qwen_serve.convert.search.record import Record
     from qwen_serve.convert.search.target import Target
 
@@ -34,7 +34,7 @@ BAND = re.compile(r" \d+(-\d+)?$")
 class Measured:
     """A group of the small model: its law, its tensors' mean error by type, and their number."""
 
-    law: Law
+    law: Sensitivity
     errors: Mapping[Type, float]
     count: int
 

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from qwen_serve.server.about import own_version
 from qwen_serve.server.api import error_response, mcp_proxy, page
-from qwen_serve.server.api.middleware import OPEN_PATHS, PROBES, RequireKey, Watch
+from qwen_serve.server.api.middleware import OPEN_PATHS, PROBES, RequestLogMiddleware, RequireKey
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.api.observe.throughput import report_throughput
 from qwen_serve.server.api.observe.tracing import configured_tracer
@@ -67,5 +67,5 @@ def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:
     if origins or keys:  # before the key check, since a browser's preflight request has no key
         app.add_middleware(AllowedSites, origins=origins)
     # added last, so it is the outermost and sees refusals, too
-    app.add_middleware(Watch, service=service, tracer=tracer)
+    app.add_middleware(RequestLogMiddleware, service=service, tracer=tracer)
     return app

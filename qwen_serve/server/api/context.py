@@ -22,7 +22,8 @@ GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestContext:
-    """Created by `Watch`. The ASGI scope has it until the route; from there on it is an argument."""
+    """Created by `RequestLogMiddleware`. The ASGI scope has it until the route; from there on it is an
+    argument."""
 
     def __init__(self, http: Request, service: Service) -> None:
         given = http.headers.get("x-request-id", "")

@@ -48,7 +48,7 @@ def unknown_method(http: Request) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Routes every exception through `error_response`; `Watch` brings unexpected ones there."""
+    """Routes every exception through `error_response`; `RequestLogMiddleware` brings unexpected ones."""
     kinds: tuple[type[Exception], ...] = (
         ApiError,
         ClientLeft,

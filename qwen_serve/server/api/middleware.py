@@ -41,7 +41,7 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or is_page(path)
 
 
-class Watch:
+class RequestLogMiddleware:
     """Counts, times, logs and traces requests; each has an id, the client's own or a new one."""
 
     def __init__(self, app: ASGIApp, service: Service, tracer: Tracer | None = None) -> None:

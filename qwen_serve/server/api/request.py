@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
     from qwen_serve.server.api.context import RequestContext
+    from qwen_serve.server.api.service import Backend
     from qwen_serve.server.chat.pictures import GivenPicture
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -79,8 +80,8 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
     return await on_thread(work, context.body.size)
 
 
-async def awake(context: RequestContext, check: Callable[[], object] = lambda: None) -> None:
-    """Waits until the model that this request needs is loaded.
+async def awake(context: RequestContext, check: Callable[[], object] = lambda: None) -> Backend:
+    """Waits until the model that this request needs is loaded, and returns it.
 
     If the model sleeps, `check` runs first, on a thread. If it raises, the model is not loaded. Raises
     ApiError 503, ClientLeft, and what `check` raises.
@@ -90,6 +91,7 @@ async def awake(context: RequestContext, check: Callable[[], object] = lambda: N
     context.needs_model = True
     if sleeping:
         await until_gone(context.http, context.service.wake())
+    return context.service.backend
 
 
 def decode(body: bytes | bytearray) -> dict[str, Any]:

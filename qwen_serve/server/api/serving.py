@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Response
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.fields.lora import adapters_of
 from qwen_serve.server.api.fields.sampling import of_choice
-from qwen_serve.server.api.fields.structured import wanted_grammar
 from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.api.sse import EventStream
-from qwen_serve.server.api.tenant import scheduling_of, sharing_of
 from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
 from qwen_serve.server.engine import InvalidGrammar, Progress, TokenBudget
 
@@ -32,7 +29,14 @@ if TYPE_CHECKING:
     from qwen_serve.server.api.fields.structured import WantedGrammar
     from qwen_serve.server.api.service import Service
     from qwen_serve.server.api.sse import EventWriter
-    from qwen_serve.server.engine import Constraint, Prompt, SamplingParams, ThinkingLimits
+    from qwen_serve.server.api.tenant import Placement
+    from qwen_serve.server.engine import (
+        Constraint,
+        EngineSettings,
+        Prompt,
+        SamplingParams,
+        ThinkingLimits,
+    )
 
 
 class ServedRequest:
@@ -47,6 +51,7 @@ class ServedRequest:
         self,
         context: RequestContext,
         request: GenerationRequest,
+        placement: Placement,
         prompts: Sequence[Prompt],
         stops: StopStrings | None,
         prefix: str,
@@ -62,11 +67,8 @@ class ServedRequest:
         self.created = int(time.time())
         self.include_usage = request.include_usage
         self._scored = request.answer_logprobs is not None or request.scored_prompt is not None
-        salt = sharing_of(context, request)
         self.params = params = sampling_of(service, request)
-        adapters = adapters_of(service.settings, request.model, request.lora or [])
-        scheduling = scheduling_of(context, request)
-        self.service_tier = scheduling.service_tier
+        self.service_tier = placement.scheduling.service_tier
         """The tier in effect."""
         self.generations: list[TextGeneration] = []
         self.id = f"{prefix}{request.request_id or uuid.uuid4().hex}"
@@ -80,11 +82,11 @@ class ServedRequest:
                         of_choice(params, choice),
                         request.token_limit,
                         stream=not request.whole,
-                        salt=salt,
+                        salt=placement.salt,
                         constraint=constrain() if constrain else None,
                         thinking=thinking,
-                        scheduling=scheduling,
-                        adapters=adapters,
+                        scheduling=placement.scheduling,
+                        adapters=placement.adapters,
                         progress=Progress() if request.stream and request.reports_progress else None,
                     )
                     spell_control = request.skip_special_tokens is False
@@ -265,17 +267,8 @@ async def compiled(
             return partial(grammar.begin, wanted.param)
 
 
-def check_fields(context: RequestContext, request: GenerationRequest) -> None:
-    """Checks the fields that can be checked without the model. Raises ApiError 400 and 404, and
-    PromptError."""
-    adapters_of(context.service.settings, request.model, request.lora or [])
-    scheduling_of(context, request)
-    wanted_grammar(request.wanted_format(()), thinking=False)
-
-
-def check_count(context: RequestContext, request: GenerationRequest, prompts: int = 1) -> None:
+def check_count(settings: EngineSettings, request: GenerationRequest, prompts: int = 1) -> None:
     """Raises ApiError 400 for more answers than the slots and the queue hold together."""
-    settings = context.service.backend.engine.settings
     wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
     if wanted > most:
         raise bad_request(

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.lora import adapters_of
 from qwen_serve.server.engine import TIERS, SchedulingParams
 from qwen_serve.server.engine.sequence import PRIVATE
 
 if TYPE_CHECKING:
     from qwen_serve.server.api.context import RequestContext
     from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.engine import ServiceTier
+    from qwen_serve.server.engine import Adapters, ServiceTier
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Whom a request shares prefixes with, and when it runs; of all its answers."""
+
+    salt: str
+    """Requests with the same salt share prefixes and pictures."""
+    scheduling: SchedulingParams
+    adapters: Adapters
+
 
 NETWORK = 64
 """Bits of an IPv6 address that identify a client, since a client has all addresses of such a network."""
@@ -28,6 +41,16 @@ def salt_of(key: str, cache_salt: str | None) -> str:
     for part in (key, cache_salt or ""):
         both.update(hashlib.sha256(part.encode("utf-8", "surrogatepass")).digest())
     return both.hexdigest()
+
+
+def placement_of(context: RequestContext, request: GenerationRequest) -> Placement:
+    """Needs no model. Raises ApiError 400 and 404 for fields that contradict the server's settings or the API
+    key."""
+    return Placement(
+        sharing_of(context, request),
+        scheduling_of(context, request),
+        adapters_of(context.service.settings, request.model, request.lora or []),
+    )
 
 
 def sharing_of(context: RequestContext, request: GenerationRequest) -> str:

@@ -32,26 +32,26 @@ def rows(values: dict[str, list[list[float]]], metric: str = "latency", cell: st
     )
 
 
-def told_apart(times: float, rounds: int, *, trials: int = 400, skewed: bool = False) -> float:
+def share_significant(times: float, rounds: int, *, trials: int = 400, skewed: bool = False) -> float:
     """The share of experiments in which a server that takes ``times`` as long as another is told apart from
     it."""
     rng = np.random.default_rng(7)
     count = 0
     for _ in range(trials):
         scatter = rng.gamma(1.0, SCATTER, (2, rounds)) if skewed else rng.normal(0.0, SCATTER, (2, rounds))
-        count += interval(np.log(times) + scatter[0] - scatter[1]).told_apart
+        count += interval(np.log(times) + scatter[0] - scatter[1]).significant
     return count / trials
 
 
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("rounds", slow_but([LEAST_ROUNDS], [LEAST_ROUNDS, DEFAULT_ROUNDS, 30]))
 def test_two_that_do_the_same_come_out_alike_about_95_percent_of_the_time(rounds: int, skewed: bool) -> None:
-    assert 0.015 <= told_apart(1.0, rounds, skewed=skewed) <= 0.085
+    assert 0.015 <= share_significant(1.0, rounds, skewed=skewed) <= 0.085
 
 
 def test_a_true_six_percent_is_found_at_the_default_number_of_rounds() -> None:
-    assert told_apart(1.06, DEFAULT_ROUNDS) > 0.95
-    assert told_apart(1 / 1.06, DEFAULT_ROUNDS) > 0.95
+    assert share_significant(1.06, DEFAULT_ROUNDS) > 0.95
+    assert share_significant(1 / 1.06, DEFAULT_ROUNDS) > 0.95
 
 
 @pytest.mark.parametrize("rounds", range(2, LEAST_ROUNDS))
@@ -72,7 +72,7 @@ def test_drift_that_hits_all_alike_does_not_matter() -> None:
     )
     ratio = times_as_good(rows({"ours": ours, "theirs": theirs}), "ours", "theirs", "latency")
     assert ratio is not None
-    assert ratio.told_apart
+    assert ratio.significant
     assert ratio.value == pytest.approx(1.1, rel=0.02)
 
 
@@ -106,7 +106,7 @@ def test_rounds_that_one_lacks_are_left_out() -> None:
 
 def test_few_rounds_settle_nothing() -> None:
     ratio = interval(np.full(LEAST_ROUNDS - 1, 0.5))
-    assert not ratio.told_apart
+    assert not ratio.significant
     assert "no interval" in str(ratio)
 
 
@@ -125,7 +125,7 @@ def test_runs_of_different_times() -> None:
             before, after = np.exp(rng.normal(0.0, SCATTER, (2, DEFAULT_ROUNDS)))
             ratio = unpaired(after * times, before, lower_is_better=True)
             assert ratio is not None
-            apart[times] += ratio.told_apart
+            apart[times] += ratio.significant
     assert apart[1.0] <= 20
     assert apart[1.06] >= 180
     assert unpaired([], [1.0], lower_is_better=True) is None

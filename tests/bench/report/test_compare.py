@@ -29,7 +29,7 @@ def test_rounds_of_one_run_are_paired(tmp_path: Path) -> None:
     found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
     assert found is not None
     assert found.paired
-    assert found.told_apart
+    assert found.significant
     assert found.value == pytest.approx(1 / 1.05)
 
 
@@ -39,7 +39,7 @@ def test_runs_are_not_paired_and_the_text_says_so(tmp_path: Path) -> None:
     found = compare_subjects(load([tmp_path]).frame, "b", "a", "latency")
     assert found is not None
     assert not found.paired
-    assert not found.told_apart
+    assert not found.significant
     assert "not told apart, unpaired" in found.verdict
 
 

@@ -15,7 +15,7 @@ from qwen_serve.convert.calibration import text as writing
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.convert.search import Found, Paths, Target, measure, search
 from qwen_serve.convert.search.groups import HEAD, NARROW, TOKEN_EMBEDDING, Layout, Matrix, read_layout
-from qwen_serve.convert.search.law import Law
+from qwen_serve.convert.search.law import Sensitivity
 from qwen_serve.convert.search.measure import Meter, Reading
 from qwen_serve.convert.search.record import Record
 from qwen_serve.convert.search.search import _Search
@@ -181,7 +181,7 @@ def test_a_type_that_compensation_helps_is_chosen_for_it(tmp_path: Path) -> None
         record.gains[matrix.group] = {Type.Q2_K: 0.9, Type.Q3_K: 0.5}
         record.save()
         solve = _Search(paths, layout, target, "test", RUNTIME)._solve  # noqa: SLF001 - a search has a model
-        return solve({matrix.group: Law(1.0, 1.0)})[matrix.name]
+        return solve({matrix.group: Sensitivity(1.0, 1.0)})[matrix.name]
 
     assert chosen(None, None) == Type.IQ3_S
     assert chosen(None, tmp_path) == Type.Q3_K

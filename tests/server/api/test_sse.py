@@ -83,7 +83,7 @@ async def test_events_are_sent_as_they_are() -> None:
 
 
 async def test_a_long_wait_is_filled_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EventStream, "PING_S", 0.001)
+    monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", 0.001)
     client = Client()
 
     async def events() -> AsyncGenerator[bytes, None]:

@@ -31,14 +31,13 @@ from qwen_serve.server.api.request import awake, prepared, seen
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
-    check_fields,
     compiled,
     prompt_budget,
     stop_strings,
     truncated,
 )
 from qwen_serve.server.api.sse import encode, event
-from qwen_serve.server.api.tenant import scheduling_of, sharing_of
+from qwen_serve.server.api.tenant import placement_of
 from qwen_serve.server.chat import (
     NOTHING_YET,
     Arguments,
@@ -236,12 +235,13 @@ async def begin(
     service = context.service
 
     def check() -> None:
-        check_fields(context, request)
+        wanted_grammar(request.wanted_format(()), thinking=False)
         request.check_messages()
 
-    await awake(context, check)
-    engine = service.backend.engine
-    check_count(context, request)
+    placement = placement_of(context, request)
+    backend = await awake(context, check)
+    engine, prompter = backend.engine, backend.prompter
+    check_count(engine.settings, request)
 
     given: list[GivenPicture] = []
     bare: list[int] = []
@@ -249,10 +249,11 @@ async def begin(
     known: list[Picture] = []
     """The first of the pictures, as far as they are cached. If all of them are cached, no thread is
     needed."""
-    salt = sharing_of(context, request)
 
     def see(interrupt: Callable[[], None]) -> Prompt:
-        return engine.prompt(*shown(bare, given, engine, interrupt, salt, request.pixel_bounds, known))
+        return engine.prompt(
+            *shown(bare, given, engine, interrupt, placement.salt, request.pixel_bounds, known)
+        )
 
     def prepare(
         interrupt: Callable[[], None],
@@ -264,7 +265,7 @@ async def begin(
         if given:
             check_uncut(request)
             bare[:] = ids
-            known[:] = recalled(given, engine, salt, request.pixel_bounds)
+            known[:] = recalled(given, engine, placement.salt, request.pixel_bounds)
             prompt = see(interrupt) if len(known) == len(given) else None
         else:
             prompt = engine.prompt(truncated(ids, request, engine.context_size))
@@ -273,16 +274,15 @@ async def begin(
 
     prompt, thinking, stops, wanted = await prepared(context, prepare)
     if prompt is None:
-        engine.check_queue(scheduling_of(context, request))
+        engine.check_queue(placement.scheduling)
         prompt = await seen(context, see, given)
-    tools, prompter = request.offered_tools, service.backend.prompter
-    limits = None
+    tools, limits = request.offered_tools, None
     if thinking:
-        limits = request.thinking_limits(
-            service.settings, service.backend, request.token_limit, calls=bool(tools)
-        )
+        limits = request.thinking_limits(service.settings, backend, request.token_limit, calls=bool(tools))
     constrain = await compiled(context, request, wanted)
-    served = ServedRequest(context, request, [prompt], stops, prefix, constrain, limits, prompter.tags)
+    served = ServedRequest(
+        *(context, request, placement, [prompt], stops, prefix, constrain, limits, prompter.tags)
+    )
     one_call, told = request.parallel_tool_calls is False, request.include_reasoning is not False
     replies = []
     for generation in served.generations:

@@ -21,13 +21,13 @@ from qwen_serve.server.api.request import awake, prepared
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
-    check_fields,
     compiled,
     prompt_budget,
     stop_strings,
     truncated,
 )
 from qwen_serve.server.api.sse import Lazily, encode, event
+from qwen_serve.server.api.tenant import placement_of
 from qwen_serve.server.engine import MAX_LOGPROBS
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ async def begin(
 ) -> tuple[ServedRequest, list[Prompt], list[str]]:
     """Submits prompts in any format. Returns them as tokens, with the text that each answer begins with.
     `prefix` starts the response's id."""
-    await awake(context, partial(check_fields, context, request))
-    backend = context.service.backend
-    check_count(context, request, len(request.prompt))
+    placement = placement_of(context, request)
+    backend = await awake(context, lambda: wanted_grammar(request.wanted_format(()), thinking=False))
+    check_count(backend.engine.settings, request, len(request.prompt))
 
     def prepare(
         interrupt: Callable[[], None],
@@ -170,7 +170,7 @@ async def begin(
 
     prompts, echoes, stops, wanted = await prepared(context, prepare)
     constrain = await compiled(context, request, wanted)
-    return ServedRequest(context, request, prompts, stops, prefix, constrain), prompts, echoes
+    return ServedRequest(context, request, placement, prompts, stops, prefix, constrain), prompts, echoes
 
 
 class CompletionLogprobs:

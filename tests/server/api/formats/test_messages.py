@@ -404,7 +404,7 @@ def test_a_failure_in_a_stream_is_an_event(start: Start) -> None:
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from qwen_serve.server.api.sse import EventStream
 
-    monkeypatch.setattr(EventStream, "PING_S", 0.005)
+    monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", 0.005)
     yield
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
+from sse_starlette import ServerSentEvent
 
 from qwen_serve.server.api.formats.left_out import noted
 from qwen_serve.server.api.formats.messages.request import NAMES
@@ -90,8 +91,8 @@ class MessageWriter(EventWriter):
     def failure(self, error: ApiError) -> bytes:
         return typed_event(error.anthropic_body())
 
-    def ping(self) -> bytes:
-        return typed_event({"type": "ping"})
+    def ping(self) -> ServerSentEvent:
+        return ServerSentEvent(encode({"type": "ping"}).decode(), event="ping", sep="\n")
 
 
 class Message:
