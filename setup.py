@@ -8,7 +8,7 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 DATA = {
-    "qwen_serve/convert/quant_recipes": ("quant_recipes", ["*"]),
+    "qwen_serve/convert/quant_recipes": ("quant_recipes", ["**/*"]),
     "qwen_serve/server/chat_templates": ("chat_templates", ["*"]),
     "qwen_serve/server/variants": ("variants", ["*.toml"]),
     "qwen_serve/server/patches": ("patches", ["*.cmake", "llama.cpp/*.patch"]),

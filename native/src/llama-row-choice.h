@@ -56,9 +56,10 @@ public:
         low  = LOWEST;
     }
 
-    // -1 if no token is left
+    // -1 if no token is left. One with an infinite logit has all the mass.
     int32_t token() {
         if (best == NONE) { return -1; }
+        if (lrs_unusable(best)) { return greedy(); }
         for (int i = 0; i < LLAMA_ROW_MAX_OPS && params.ops[i]; i++) {
             switch (params.ops[i]) {
                 case LLAMA_ROW_OP_TOP_N_SIGMA:

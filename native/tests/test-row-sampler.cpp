@@ -21,7 +21,8 @@ struct kind {
     double               top_p = 1, typical = 1, min_p = 0, xtc = 0, sigma = 0, temperature = 1;
     float                repetition = 1, presence = 0, frequency = 0;
     int                  last_n = -2, bias = 0, ban = 0, n_top = -1;
-    int                  mask   = 0; // one of so many tokens may be chosen
+    int                  endless = 0; // tokens whose bias is infinite, every other one's below 0
+    int                  mask    = 0; // one of so many tokens may be chosen
     bool                 scored = false, within = false;
 };
 
@@ -67,6 +68,7 @@ struct batch {
             if (k.within) { s.penalties.push_back({ 1.5f, 0, 0, true, -2, {} }); }
             for (int i = 0; i < 300; i++) { s.accept(i % 3 ? rng() % REAL : best[rng() % 300]); }
             for (int i = 0; i < k.bias; i++) { s.of(k.bias == REAL ? i : rng() % REAL).add += (rng() % 2001 - 1000.0f) / 100; }
+            for (int i = 0; i < k.endless; i++) { s.of(best[rng() % 300]).add += i % 2 ? -INFINITY : INFINITY; }
             for (int i = 0; i < k.ban; i++) { s.of(best[rng() % 300]).banned_until = LLAMA_ROW_ALWAYS; }
             if (k.mask) {
                 masks[r].assign((N + 31) / 32, 0);
@@ -108,6 +110,12 @@ static std::vector<kind> kinds() {
     add("one bias", { BEST }, [](kind & k) { k.bias = 1; });
     add("biases and bans", { BEST }, [](kind & k) { k.bias = 300, k.ban = 50; });
     add("a bias on every token", { BEST }, [](kind & k) { k.bias = REAL; });
+    for (uint8_t op : { SIGMA, K, TYPICAL, P, MIN, XTC }) {
+        add("an infinite bias", { T, op },
+                [](kind & k) { k.endless = 5, k.sigma = 1, k.top_k = 9, k.typical = k.top_p = 0.9, k.min_p = 0.1, k.xtc = 1; });
+        add("unchecked, filtered", { T, op },
+                [](kind & k) { k.n_top = LLAMA_ROW_UNCHECKED, k.sigma = 1, k.top_k = 9, k.typical = k.top_p = 0.9, k.min_p = 0.1, k.xtc = 1; });
+    }
     add("mask", { BEST }, [](kind & k) { k.mask = 3; });
     add("narrow mask", { BEST }, [](kind & k) { k.mask = 20000; });
     add("mask of nothing", { BEST }, [](kind & k) { k.mask = 1 << 30; });

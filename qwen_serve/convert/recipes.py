@@ -95,10 +95,10 @@ class Vocabulary(_Table):
 
 
 class Evidence(_Table):
-    """The measurements of a searched recipe. They have no effect. Divergences are KL(whole || quantized) in
-    nats.
+    """What a searched recipe rests on. It has no effect. Divergences are KL(whole || quantized) in nats.
 
-    `predicted` and `measured` are means over the search's text. `prediction_error` is their difference, and
+    A recipe that was computed for a model from another's search has `predicted` alone. `predicted` and
+    `measured` are means over the search's text. `prediction_error` is their difference, and
     `left_out_error` the additive model's error on a probe that it was not fitted to; both are shares.
     `evaluation_*` is measured with the finished file, on text that the search did not use.
     """
@@ -110,12 +110,12 @@ class Evidence(_Table):
     bytes: int
     bits_per_weight: float
     predicted: float
-    measured: float
-    prediction_error: float
-    left_out_error: float
-    probes: int
-    probe_tokens: int
-    search_seconds: float
+    measured: float | None = None
+    prediction_error: float | None = None
+    left_out_error: float | None = None
+    probes: int | None = None
+    probe_tokens: int | None = None
+    search_seconds: float | None = None
     decode_ms: float | None = None
     evaluation_tokens: int | None = None
     evaluation_mean: float | None = None

@@ -306,6 +306,22 @@ def test_a_bias_on_every_token() -> None:
     assert choose(sampler, logits).token == int((logits + bias).argmax())
 
 
+@pytest.mark.parametrize("op", ["top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"])
+def test_an_infinite_logit_has_all_the_mass(op: str) -> None:
+    """Of a bias, or of a logit near the largest float with a penalty that makes it larger."""
+    how: dict[str, Any] = {"top_n_sigma": 1.0, "top_k": 5, "typical_p": 0.9, "top_p": 0.9, "min_p": 0.1}
+    how |= {"xtc_probability": 1.0, "xtc_threshold": 0.1}
+    logits = like_a_model(3000)
+    logits[[70, 90]] = 3e38, -3e38
+    for bias, penalty, token in ((np.inf, 1.0, 50), (-np.inf, 1.0, 70), (0.0, 0.5, 70)):
+        sampler = RowSampler(Filters((op, "temperature"), **how, seed=1), 3000)
+        sampler.bias([(50, bias), (60, bias)])
+        sampler.penalise(penalty, 0.0, 0.0, None, [70, 90])
+        assert choose(sampler, logits).token == token
+    sampler.bias([(token, -np.inf) for token in range(3000)])
+    assert choose(sampler, logits).status is Status.NONE_LEFT
+
+
 def test_bans_that_leave_nothing() -> None:
     sampler = RowSampler(Filters(("best",)), 4)
     sampler.allow([1])

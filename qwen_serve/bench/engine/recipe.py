@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from qwen_serve.bench.models.shapes import SHAPES
 from qwen_serve.bench.terminal import Table
 from qwen_serve.common.files import replacing
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.convert.recipes import Evidence, load_recipe
 from qwen_serve.convert.search.groups import Type, read_layout
 from qwen_serve.convert.search.record import Record, is_record
 from qwen_serve.convert.search.search import HEADER_EXTRA
@@ -23,6 +24,7 @@ from qwen_serve.convert.search.target import Target, parse_size, spell_size
 from qwen_serve.convert.search.transfer import Costs
 from qwen_serve.convert.search.write import as_recipe, write_recipe
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,7 +89,19 @@ def recipe(
         raise BenchError(str(error)) from error
     roles_table(shape, like, costs, usual, types).print()
     if out is not None:
-        made = as_recipe(Chosen(types, costs.shares(types)), f"computed for {shape} from {record.name}", None)
+        size = "" if target_size is None else f" --target-size {target_size}"
+        options = f"--base {base.name} --record {record.name} --shape {shape} --like {like}{size}"
+        evidence = Evidence(
+            command=f"qwen-bench engine recipe {options}",
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            source=base.stem,
+            llama_cpp_python=LLAMA_VERSION,
+            bytes=layout.file_bytes(types),
+            bits_per_weight=round(layout.bits_per_weight(types), 4),
+            predicted=costs.total(types),
+        )
+        about = f"computed for {shape} from {record.name}, not measured"
+        made = as_recipe(Chosen(types, costs.shares(types)), about, evidence)
         with replacing(out) as part:
             write_recipe(made, part)
         print(f"wrote {out}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from qwen_serve.bench.cli import main
 from qwen_serve.bench.models.header import float_tensors, write_header
 from qwen_serve.bench.models.shapes import SHAPES
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.convert.recipes import RECIPES, load_recipe
 from qwen_serve.convert.search.groups import TYPES, Layout, Type, read_layout
 from qwen_serve.convert.search.measure import Reading
 from qwen_serve.convert.search.record import Record
-from qwen_serve.convert.search.search import probed
+from qwen_serve.convert.search.search import HEADER_EXTRA, probed
 from qwen_serve.convert.search.target import Target
 from qwen_serve.convert.search.transfer import Costs
 
@@ -119,4 +120,33 @@ def test_the_command_writes_a_recipe(
     assert "Computed, not measured" in said
     recipe = load_recipe(tmp_path / "27b.toml")
     assert any("ssm_out" in override.pattern for override in recipe.override)
+    assert recipe.evidence is not None
+    assert recipe.evidence.measured is None
+    again = recipe.evidence.command.replace("small.gguf", str(small[0])).replace("x.json", str(words[5]))
+    assert main([*again.split()[1:], "--out", str(tmp_path / "again.toml")]) == 0
+    assert load_recipe(tmp_path / "again.toml") == recipe
     assert main(["engine", "recipe", "--base", str(small[0]), "--record", str(small[0])]) == 1
+
+
+def test_the_27b_has_a_recipe_and_its_evidence_is_true(tmp_path: Path) -> None:
+    """Each matrix has one override, the file the size, and its parts the sum that it says."""
+    recipe = load_recipe(RECIPES / "27b/auto-17.2GB.toml")
+    path, _ = layout_of("27b", tmp_path)
+    layout = read_layout(path, extra=HEADER_EXTRA, used_experts=None)
+    parts: dict[str, list[str]] = {override.pattern: [] for override in recipe.override}
+    types: dict[str, Type] = {}
+    for m in layout.matrices:
+        (override,) = (each for each in recipe.override if re.search(each.pattern, m.name))
+        parts[override.pattern].append(m.name)
+        types[m.name] = next(kind for kind in TYPES if kind.name == override.type)
+    assert all(parts.values()), "an override names a tensor that the model lacks"
+    mtp = {m.name for m in layout.matrices if m.mtp}
+    share = {override.pattern: float(override.reason.split()[-2]) for override in recipe.override}
+    trunk = sum(share[pattern] for pattern, names in parts.items() if not mtp & {*names})
+    with_drafts = sum(share.values())
+    assert recipe.evidence is not None
+    assert recipe.evidence.measured is None
+    assert recipe.evidence.bytes == layout.file_bytes(types)
+    assert recipe.evidence.bits_per_weight == pytest.approx(layout.bits_per_weight(types), abs=1e-4)
+    assert trunk < recipe.evidence.predicted < with_drafts
+    assert with_drafts < 1.5 * trunk

@@ -467,9 +467,9 @@ struct row_sampler {
         }
     }
 
-    // The key of the token; all blocks get it.
+    // The key of the token; all blocks get it. One with an infinite logit has all the mass.
     __device__ uint64_t choose() {
-        bool greedy = false;
+        bool greedy = lrs_unusable(best);
         for (int i = 0; i < LLAMA_ROW_MAX_OPS && q.params.ops[i] && !greedy; i++) {
             greedy = q.params.ops[i] == LLAMA_ROW_OP_BEST;
             if (!greedy) { filter(q.params.ops[i]); }
@@ -560,6 +560,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         if (!s.n) { return; }
         judge();
         token = q.scored >= 0 ? lrs_key(0, q.scored) : sampler.word(at);
+        if (!status && q.scored < 0 && token >> 32 <= 0x007fffffu) { status = LLAMA_ROW_NONE_LEFT; }
     } else {
         sampler.meet();
         judge();
