@@ -27,11 +27,9 @@ PAGES = {
     "README.md": "overview.md",
     "server/README.md": "architecture.md",
     "qwen_serve/server/engine/prefix_cache/README.md": "prefix-caching.md",
-    "qwen_serve/server/engine/defaults.md": "defaults.md",
     "quant_recipes/README.md": "recipes.md",
     "patches/README.md": "patches.md",
     "patches/moving-the-pin.md": "moving-the-pin.md",
-    "patches/tried.md": "tried.md",
     **{
         f"patches/topics/{path.name}": f"patches-{path.name}"
         for path in sorted((ROOT / "patches/topics").glob("*.md"))

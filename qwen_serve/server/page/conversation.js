@@ -2,6 +2,9 @@
 
 export const newId = () => crypto.getRandomValues(new Uint32Array(4)).join("-");
 
+/** A title from a text. */
+export const shortened = (text) => (text.length > 80 ? `${text.slice(0, 79).trimEnd()}…` : text);
+
 export class Conversation {
   /** From what the store has of it; `leaf` is the id of the last message that is shown. */
   constructor({ id, title, changed, leaf, own = {} }, messages = []) {
@@ -14,7 +17,7 @@ export class Conversation {
 
   /** `own` are the settings that are its own. */
   static begin(text, own) {
-    return new Conversation({ id: newId(), title: text.slice(0, 80), changed: Date.now(), leaf: null, own });
+    return new Conversation({ id: newId(), title: shortened(text), changed: Date.now(), leaf: null, own });
   }
 
   get record() {

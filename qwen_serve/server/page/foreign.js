@@ -1,9 +1,11 @@
 // Conversations of other programs' files, as those of this page: `{ title, changed, leaf, own, messages }`.
 
+import { shortened } from "./conversation.js";
+
 const SAID = { human: "user", user: "user", gpt: "assistant", assistant: "assistant", chatgpt: "assistant", bing: "assistant", bard: "assistant", model: "assistant", system: "system" };
 
 const titleOf = (given, messages) =>
-  String(given || messages.find(({ role }) => role === "user")?.content || "Imported").trim().split("\n")[0].slice(0, 80) || "Imported";
+  shortened(String(given || messages.find(({ role }) => role === "user")?.content || "Imported").trim().split("\n")[0]) || "Imported";
 
 /** A message's text and pictures, from a string or from OpenAI's parts. */
 function contentOf(content) {

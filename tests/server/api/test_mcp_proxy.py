@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
@@ -13,6 +14,7 @@ from qwen_serve.server.api import mcp_proxy
 from qwen_serve.server.api.mcp_proxy import MAX_ANSWER, MAX_BODY, PATH, origin_of
 from tests.http_server import JsonHandler, serving
 from tests.server.api.conftest import Server, Start
+from tests.waiting import wait_until
 
 
 class Other(JsonHandler, BaseHTTPRequestHandler):
@@ -143,7 +145,7 @@ def test_answers_that_are_not_passed_on(
     assert len(Other.asked) == 1
 
 
-def test_size_time_and_number_are_bounded(
+def test_size_and_time_are_bounded(
     start: Start, other: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start("x", mcp_origins=address(other, ""))
@@ -155,6 +157,22 @@ def test_size_time_and_number_are_bounded(
     assert (late.status_code, late.json()["error"]["code"]) == (504, "mcp_timeout")
     nobody = post(start("x", mcp_origins="http://127.0.0.1:9"), "http://127.0.0.1:9/mcp")
     assert (nobody.status_code, nobody.json()["error"]["code"]) == (502, "mcp_unreachable")
+
+
+def test_number_is_bounded(start: Start, other: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_proxy, "AT_ONCE", 2)
+    server = start("x", mcp_origins=address(other, ""))
+    with ThreadPoolExecutor(2) as clients:
+        running = [clients.submit(post, server, address(other, "/silent")) for _ in range(2)]
+        try:
+            wait_until(lambda: len(Other.asked) == 2)
+            refused = post(server, address(other))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+            assert len(Other.asked) == 2
+        finally:
+            Other.quiet.set()
+        assert [one.result().status_code for one in running] == [200, 200]
+    assert post(server, address(other)).status_code == 200
 
 
 def test_origins_are_compared_as_they_are_called() -> None:

@@ -204,6 +204,7 @@ def test_axe_finds_nothing_and_nothing_overflows(start: Start, page: Any, size: 
     page.locator(".conversation").hover()
     check("searched")
     page.locator(".conversation").get_by_label("Save as a file").click()
+    assert page.locator("#saving-what").inner_text().endswith("the list of convers…")
     check("saving")
     page.keyboard.press("Escape")
     page.locator(".conversation").get_by_label("Rename").click()
@@ -211,4 +212,8 @@ def test_axe_finds_nothing_and_nothing_overflows(start: Start, page: Any, size: 
     page.keyboard.press("Escape")
     page.keyboard.press("Alt+S")
     page.locator("#more summary").click()
+    tops = [
+        page.locator(f"[name={name}]").bounding_box()["y"] for name in ("reasoning_effort", "thinking_budget")
+    ]
+    assert abs(tops[0] - tops[1]) < 1
     check("settings")
