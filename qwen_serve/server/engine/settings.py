@@ -256,8 +256,9 @@ class SpeculationSettings(Section, title="speculation"):
     mtp_depth: int = Field(16, ge=1)
     """maximum tokens of a draft from the MTP head"""
     draft_parallel: int = Field(0, ge=0)
-    """maximum sequences that draft at once; each has one more recurrent state, to go back to. 0: up to 32,
-    fewer if memory is short"""
+    """maximum sequences at once for which the MTP head or a draft model drafts. Up to 16 sequences, or this
+    number if it is larger, draft from the text. Each has one more recurrent state, to go back to. 0: one;
+    with draft_always all"""
     snapshots: int = Field(-1, ge=-1)
     """number of earlier recurrent states that are kept of a sequence that runs alone. That many rejected
     tokens are rolled back without a copy. -1: 8 with the MTP head, the length of a block with a draft model,

@@ -87,6 +87,7 @@ def test_a_searched_recipe_makes_the_file_that_was_asked_for(
     assert evidence is not None
     assert evidence.bytes == gguf.stat().st_size
     assert evidence.command == "qwen-convert --src Random-1B --quant auto --target-size 300.0kB"
+    assert evidence.measured is not None
     assert evidence.measured > 0
     found = report.Report.from_json(gguf.with_suffix(".json").read_text())
     assert found.divergence is not None

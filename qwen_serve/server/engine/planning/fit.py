@@ -77,9 +77,6 @@ each."""
 STREAM_CHECKPOINTS = 8
 """Default states in the prefix cache if each has cells of its own."""
 
-FEW_DRAFTING = 8
-"""If memory is short, fewer sequences draft, down to this number."""
-
 FEW_CHECKPOINTS = 16
 """If memory is short, snapshots displace checkpoints down to this number."""
 
@@ -181,12 +178,10 @@ def _with_copies(plan: MemoryPlan, wanted: EngineSettings) -> MemoryPlan:
 
 def _smaller(plan: MemoryPlan, wanted: EngineSettings) -> EngineSettings:
     """Reduce sizes that `wanted` leaves open; return the same settings if none can be reduced."""
-    settings, drafting = plan.settings, len(SequenceIds.of(plan.settings).drafting)
+    settings = plan.settings
     without_embedding = settings.replace(offload_embedding=False)
     if plan.rearranged(without_embedding).on_gpus < plan.on_gpus:
         return without_embedding
-    if not wanted.draft_parallel and drafting > FEW_DRAFTING:
-        return settings.replace(draft_parallel=max(FEW_DRAFTING, drafting // 2))
     if wanted.snapshots < 0 and settings.snapshots:
         return _with_fewer_snapshots(plan, checkpoints=not wanted.prefix_checkpoints)
     smaller = settings

@@ -10,8 +10,9 @@ from qwen_serve.server.engine.settings import MAX_SEQUENCES
 if TYPE_CHECKING:
     from qwen_serve.server.engine.settings import EngineSettings
 
-MAX_DRAFTING = 32
-"""Default maximum of sequences that draft at once: larger batches keep the device busy without drafts."""
+TEXT_DRAFTING = 16
+"""Maximum sequences that draft from the text at once, if `draft_parallel` is not larger: larger batches keep
+the device busy without drafts."""
 
 LONE_SLOTS = 2
 """Number of first slots in which a sequence that decodes alone may roll back to snapshots. They are few,
@@ -36,7 +37,9 @@ class SequenceIds:
     def of(cls, settings: EngineSettings) -> Self:
         """The ranges for resolved settings (`speculation` is not "auto")."""
         slots = range(settings.parallel)
-        drafting = 0 if settings.speculation == "off" else settings.draft_parallel or MAX_DRAFTING
+        many = settings.draft_always or settings.speculation not in ("mtp", "draft")
+        fewest = TEXT_DRAFTING if many else LONE_SLOTS
+        drafting = 0 if settings.speculation == "off" else max(fewest, settings.draft_parallel)
         drafting = min(drafting, len(slots), MAX_SEQUENCES - len(slots))
         rollback = range(slots.stop, slots.stop + (0 if settings.deterministic else drafting))
         checkpoints = range(rollback.stop, rollback.stop + settings.prefix_checkpoints)

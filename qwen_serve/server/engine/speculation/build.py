@@ -43,10 +43,11 @@ def build_speculator(
     measures `verify`'s seconds. The caller must register the `hidden_drafters` with `states`.
     """
     drafters: list[Drafter] = []
+    most = min(slots, settings.draft_parallel or (slots if settings.draft_always else 1))
     if settings.speculation in ("both", "ngram"):
         drafters.append(NgramDrafter(settings.draft_max, slots, settings.draft_history))
     if draft is not None:
-        drafters.append(DflashDrafter(*draft, settings.draft_window, slots=settings.parallel, most=slots))
+        drafters.append(DflashDrafter(*draft, settings.draft_window, slots=settings.parallel, most=most))
     if head is not None:
         drafters.append(
             MtpDrafter(
@@ -54,7 +55,7 @@ def build_speculator(
                 settings.draft_window,
                 depth=settings.mtp_depth,
                 slots=settings.parallel,
-                most=slots,
+                most=most,
                 span=max(settings.draft_window + 1, head.n_ctx // settings.parallel - settings.mtp_depth),
                 # if the host reads the rows, it also computes them, and each unused row costs time
                 widest=WIDEST if head.samples_on_device else 0,

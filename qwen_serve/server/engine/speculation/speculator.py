@@ -214,7 +214,7 @@ class Speculator:
             [chunk.count for chunk in batch.chunks],
             batch.draft_room,
             self._most_rows,
-            rewinds=self._states.rewinds(slot) if alone else 0,
+            rewinds=self._states.rewinds(slot, alone=alone),
             keeps_graph=self._states.keeps_graph(slot) if alone else 0,
             shape=self._timer.shape,
             owners=[] if alone else [request.sequence for request in requests],

@@ -48,9 +48,10 @@ class Rollback:
         """Slots that roll back by operands in this step, whatever the others do."""
         self._always_by_device = not context.unified
 
-    def rewinds(self, slot: int) -> int:
-        """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
-        return max(self._context.n_operands - 1, self._snapshots(slot), 0)
+    def rewinds(self, slot: int, *, alone: bool = True) -> int:
+        """Longest draft, in a step of this slot alone or of several, whose accepted tokens need not be
+        decoded again."""
+        return max(self._context.n_operands - 1, self._snapshots(slot) if alone else 0, 0)
 
     def keeps_graph(self, slot: int) -> int:
         """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph."""

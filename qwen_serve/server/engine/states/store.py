@@ -111,9 +111,9 @@ class StateStore:
 
     # --- drafts --------------------------------------------------------------------------------------------
 
-    def rewinds(self, slot: int) -> int:
+    def rewinds(self, slot: int, *, alone: bool = True) -> int:
         """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
-        return self._rollback.rewinds(slot)
+        return self._rollback.rewinds(slot, alone=alone)
 
     def keeps_graph(self, slot: int) -> int:
         """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph, whether the

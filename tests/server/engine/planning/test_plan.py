@@ -141,9 +141,16 @@ def test_hidden_states_of_the_head_are_planned(card: Any) -> None:
     ("changes", "slots", "rollback", "checkpoints", "lone"),
     [
         ({}, range(8), range(8, 16), range(16, 48), range(2)),
-        ({"speculation": "mtp", "draft_parallel": 2}, range(8), range(8, 10), range(10, 42), range(2)),
+        ({"speculation": "mtp"}, range(8), range(8, 10), range(10, 42), range(2)),
         ({"speculation": "mtp", "parallel": 1}, range(1), range(1, 2), range(2, 34), range(1)),
-        ({"speculation": "mtp", "parallel": 64}, range(64), range(64, 96), range(96, 128), range(2)),
+        (
+            {"speculation": "mtp", "parallel": 64, "draft_parallel": 32},
+            range(64),
+            range(64, 96),
+            range(96, 128),
+            range(2),
+        ),
+        ({"speculation": "ngram", "parallel": 64}, range(64), range(64, 80), range(80, 112), range(2)),
         ({"speculation": "off"}, range(8), range(8, 8), range(8, 40), range(0)),
         ({"prefix_cache": False}, range(8), range(8, 16), range(16, 16), range(2)),
         ({"parallel": 250}, range(250), range(250, 256), range(256, 256), range(2)),

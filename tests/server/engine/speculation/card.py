@@ -136,8 +136,8 @@ class States:
         self.freed: list[int] = []
         self._way = ""
 
-    def rewinds(self, slot: int) -> int:
-        return self.snapshots
+    def rewinds(self, slot: int, *, alone: bool = True) -> int:
+        return self.snapshots if alone else 0
 
     def keeps_graph(self, slot: int) -> int:
         return max(self.snapshots, self.copied if self.card.build >= COPY else 0)

@@ -50,8 +50,14 @@ async def test_many_draft_at_once_and_no_answer_changes(crowd: str, nano_f32: Pa
         nano_f32, **EXACT, parallel=1, ctx_size=1024, speculation="off", sampling="device"
     ) as engine:
         expected = [await ask(engine, request) for request in requests]
-    sizes = {"parallel": n, "ctx_size": 512 * n, "sampling": "device", "speculation": "mtp"}
-    with running(nano_f32, **EXACT, **sizes, **settings) as engine:
+    sizes = {
+        "parallel": n,
+        "ctx_size": 512 * n,
+        "sampling": "device",
+        "speculation": "mtp",
+        "draft_parallel": 32,
+    }
+    with running(nano_f32, **EXACT, **(sizes | settings)) as engine:
         found = await ask_all(engine, [*requests, *cancelled])
         stats = engine.stats()
     assert found[:n] == expected

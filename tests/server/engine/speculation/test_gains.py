@@ -147,7 +147,7 @@ def test_a_card_that_is_slow_at_first_is_not_thought_slow_for_ever() -> None:
     """Clocks rise, another program starts beside it: every shape is measured again later."""
     calls = 0
 
-    def rising(n: int, length: int) -> float:
+    def rising(n: int, length: float) -> float:
         nonlocal calls
         calls += 1
         return h200(n, length) * (4 if calls < 50 else 1)
