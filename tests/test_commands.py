@@ -68,7 +68,6 @@ ELSEWHERE = {
     r"^qwen-bench conformance clients": "installs clients from the network; tests/bench/test_clients.py",
     r"(start|stop)_server\.sh|experiment hackathon": "a card and the 35B",
     r"stock\.toml": "recipes that the page tells how to write, and an hour",
-    r"--publish": "a record that was made on a card; tests/bench/report",
     r"--distill": "torch and transformers; tests/reference/test_distillation.py",
     r"^qwen-bench quality levels": "an hour; tests/bench/gates/test_levels.py",
     r"^python -m models\.nano\.train": "trains or writes the bundled model",

@@ -245,6 +245,9 @@ def test_a_thousand_clients_that_leave_leave_nothing(options: dict[str, Any], na
     with serving(nano_f32, max_queue=4 * AT_ONCE, **options) as served:
         engine = served.engine
         [before] = [content(answer) for answer in asked(served, MATES[:1])]
+        asyncio.run(
+            leave_all(served.url, AT_ONCE, random.Random(2))
+        )  # the first stream starts a task that stays
         wait_until(lambda: at_rest(engine))
         [loop] = engine._queues  # noqa: SLF001 - the server's
         time.sleep(0.2)  # what ends a little later is not to be counted

@@ -56,7 +56,13 @@ MIXES: dict[str, dict[str, Any]] = {
     "all at once": {"parallel": 8, "ctx_size": 8192},
     "tiny chunks": {"parallel": 8, "ctx_size": 8192, "prefill_budget": 7, "ubatch_size": 16},
     "fewer places than requests": {"parallel": 3, "ctx_size": 8192, "batch_size": 100, "prefill_budget": 50},
-    "too few cells": {"parallel": 8, "ctx_size": 768, "speculation": "both"},
+    "too few cells": {
+        "parallel": 8,
+        "ctx_size": 768,
+        "speculation": "mtp",
+        "draft_always": True,
+        "mtp_depth": 2,
+    },
     "sampled on the device": {"parallel": 8, "ctx_size": 8192, "sampling": "device", "prefill_budget": 50},
     "sampled on the device, too few cells": {"parallel": 8, "ctx_size": 768, "sampling": "device"},
 }
