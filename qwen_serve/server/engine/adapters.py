@@ -29,9 +29,7 @@ TURN = 8
 def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> str:
     """The salt of prefixes that are computed with these adapters; it depends on the contents of their files.
     Raises IndexError for an unknown adapter."""
-    if not adapters:
-        return salt
-    if is_private(salt):  # nobody else has it
+    if not adapters or is_private(salt):  # nobody else has a private one
         return salt
     made_by = [(known[index].fingerprint, scale) for index, scale in adapters]
     return hashlib.sha256(json.dumps([salt, made_by]).encode()).hexdigest()

@@ -267,7 +267,7 @@ class SpeculationSettings(Section, title="speculation"):
     operands: int = Field(0, ge=0, le=62)
     """longest draft of each sequence whose rejected tokens are rolled back without a second state: what the
     recurrent layers read of its tokens is kept instead. Longer ones from the text take a copy. Replaces
-    snapshots. 0: none. New; not yet measured on a GPU"""
+    snapshots. 0: none"""
 
 
 class CpuSettings(Section, title="CPU"):

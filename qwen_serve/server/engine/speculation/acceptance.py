@@ -58,18 +58,15 @@ class Acceptance:
     def add(self, drafted: int, accepted: int) -> None:
         """Record a verified draft of `drafted` tokens, of which the first `accepted` were right."""
         tested = min(accepted + 1, drafted, DEPTHS)
-        self._fade(FADE * MEMORY / self._memory, tested)
+        self.fade(FADE * MEMORY / self._memory, tested)
         keep = 1 - 1 / self._memory
         for depth in range(tested):
             self._hits[depth] = keep * self._hits[depth] + (depth < accepted)
             self._tries[depth] = keep * self._tries[depth] + 1
         self._right.clear()
 
-    def fade(self, share: float = FADE) -> None:
-        """Forget a share, because another drafter was used or none."""
-        self._fade(share)
-
-    def _fade(self, share: float, start: int = 0) -> None:
+    def fade(self, share: float = FADE, start: int = 0) -> None:
+        """Forget a share of the depths from `start` on, because they were not drafted."""
         keep = 1 - share
         self._hits[start:] = [keep * hits for hits in self._hits[start:]]
         self._tries[start:] = [keep * tries for tries in self._tries[start:]]

@@ -142,12 +142,9 @@ class MtpDrafter(HiddenDrafter):
     def measure(self) -> None:
         """Time decodes for one sequence and for more. The input is arbitrary, since it does not affect the
         time."""
-        n = 1
+        n, hidden = 1, np.zeros_like(self._context.input_hidden[:1])
         while n <= min(self.most, self._context.n_ubatch):
-            width, hidden = (
-                (2 if self._widest and n == 1 else 0),
-                np.zeros_like(self._context.input_hidden[:1]),
-            )
+            width = 2 if self._widest and n == 1 else 0
             for turn in range(4):
                 started = perf_counter()
                 parts = [Part(slot, turn, [0], hidden) for slot in range(n)]

@@ -211,7 +211,6 @@ class Policy:
         seconds = self.times.without_drafts(n) if max(pending) == 1 else self.times.passes(pending)
         seconds += self._change(pending, step)
         best, best_rate = None, MARGIN * n / seconds
-        plans = self._uneven if self._apart(step) else self._even
         for option in options:
             records = [self.record(option.drafter, kind, n) if kind else None for kind in option.kinds]
             limits, known = option.limits, [None if one is None else one.acceptance for one in records]
@@ -226,7 +225,12 @@ class Policy:
                 ]
             if retrying:  # whose drafts were wrong is not tried again for the sake of others
                 known = [one if mine is None else None for one, mine in zip(known, own, strict=True)]
-            for lengths, rate in plans(option, known, own, limits, step):
+            plans = (
+                self._uneven(option, known, own, limits, step)
+                if self._apart(step)
+                else self._even(option, known, limits, step)
+            )
+            for lengths, rate in plans:
                 if rate > best_rate:
                     best, best_rate = Plan(option.drafter, lengths), rate
         return best
@@ -235,7 +239,6 @@ class Policy:
         self,
         option: Option,
         known: list[Acceptance | None],
-        _own: list[Acceptance | None],
         limits: list[int],
         step: Step,
     ) -> Iterator[tuple[list[int], float]]:
@@ -266,7 +269,7 @@ class Policy:
         n, before, times, drafter = len(step.pending), sum(step.pending), self.times, option.drafter
         room = min(step.room, step.most_rows - before, CACHED - before)
         limits = [min(limit, drafter.depth) if one else 0 for one, limit in zip(known, limits, strict=True)]
-        deepest = min(max(limits), room)
+        deepest, drafting = min(max(limits), room), sum(map(bool, limits))
         if deepest <= 0:
             return
         seconds = times.totals(n)
@@ -280,7 +283,7 @@ class Policy:
         order = np.argsort(-chances, axis=None, kind="stable")[: np.count_nonzero(chances >= DOUBTFUL)]
         if not len(order):
             return
-        ends = np.array(self._ends(drafter, sum(map(bool, limits)), deepest, step))
+        ends = np.array(self._ends(drafter, drafting, deepest, step))
         chosen = (order % deepest)[None, :] < ends[:, None]  # [maximum depths, tokens]
         drafted = np.cumsum(chosen, axis=1)
         chosen &= drafted <= room
@@ -289,7 +292,6 @@ class Policy:
         spent = seconds[totals] + np.where(keeps_graph, 0.0, times.building.value * CHANGES)
         again = each * np.cumsum(chosen * redone.flat[order], axis=1) + self.rollback.value
         spent += np.where(ends[:, None] > step.rewinds, again, 0.0)
-        drafting = sum(map(bool, limits))
         spent += np.array([drafter.cost(drafting, int(depth)) for depth in ends])[:, None]
         rates = np.where(chosen, (n + np.cumsum(chosen * chances.flat[order], axis=1)) / spent, 0.0)
         depth, last = np.unravel_index(np.argmax(rates), rates.shape)

@@ -112,7 +112,8 @@ class StateStore:
     # --- drafts --------------------------------------------------------------------------------------------
 
     def rewinds(self, slot: int, *, alone: bool = True) -> int:
-        """Longest draft, in a step of this slot alone, whose accepted tokens need not be decoded again."""
+        """Longest draft, in a step of this slot alone or of several, whose accepted tokens need not be
+        decoded again."""
         return self._rollback.rewinds(slot, alone=alone)
 
     def keeps_graph(self, slot: int) -> int:
