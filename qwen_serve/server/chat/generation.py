@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs
 
@@ -39,6 +39,14 @@ class TextGeneration:
                 yield delta
         finally:
             self.cancel()
+
+    async def text(self, arrived: Callable[[], None] = lambda: None) -> str:
+        """All of it. `arrived` is called after each part."""
+        parts = []
+        async for part in self:
+            parts.append(part)
+            arrived()
+        return "".join(parts)
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that is now final, which may be empty."""
@@ -118,6 +126,11 @@ class TextGeneration:
         """Tokens inside a think block, without its closing tag; None if there is no block."""
         watch = self.generation.thinking  # it may have counted tokens that are not part of the text
         return None if watch is None else min(watch.tokens, self.completion_tokens)
+
+    @property
+    def unscored(self) -> int:
+        """How many of the text's tokens have log-probabilities that were not returned before."""
+        return 0 if self.generation.logprobs is None else self._detokenizer.certain_tokens - self._scored
 
     def new_logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the text's tokens that were not returned before; empty if not requested."""

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LUMP = 16
+"""Tokens with log-probabilities that are delivered together if their answer is not streamed."""
+
 
 class Engine:
     """Loads a model and serves generations from it. Construct, `start`, `submit`, `close`.
@@ -148,7 +151,8 @@ class Engine:
         """Queue a request, in constant time. Call this on the event loop that will read the answer.
 
         `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
-        With 0 only the prompt is read. Without `stream` all tokens are delivered together at the end.
+        With 0 only the prompt is read. Without `stream` all tokens are delivered together at the end or,
+        with log-probabilities, at times.
         A `constraint` must be new and belong to this request only; with `thinking` limits the answer
         begins in a think block. Only requests with the same `salt` and the same LoRA `adapters` share
         prefixes. The scheduling policy uses `scheduling`.
@@ -312,11 +316,18 @@ class Engine:
         """Deliver new tokens to listeners; cancel the requests of closed event loops."""
         outputs, self._unsent = self._unsent, []
         for output in outputs:
-            generation = self._listeners.get(output.sequence)
+            sequence = output.sequence
+            generation = self._listeners.get(sequence)
             if generation is not None and generation.stream:
-                generation.cached_tokens = output.sequence.reused or 0
-                generation.missed = output.sequence.missed
+                generation.cached_tokens = sequence.reused or 0
+                generation.missed = sequence.missed
                 self._open[generation].put(generation, output.tokens, None)
+            elif generation is not None and generation.logprobs is not None:
+                early = sequence.tokens[sequence.prompt_length + generation.early :]
+                # those of different slots in different steps
+                if len(early) >= (LUMP if generation.early else 1 + (sequence.slot or 0) % LUMP):
+                    generation.early += len(early)
+                    self._open[generation].put(generation, early, None)
         for queue in self._queues.values():
             if not queue.flush():
                 with self._lock:
@@ -387,7 +398,7 @@ class Engine:
         sequence.close()
         generation.cached_tokens, generation.missed = sequence.reused or 0, sequence.missed
         if not generation.stream:
-            tokens = sequence.tokens[sequence.prompt_length :]
+            tokens = sequence.tokens[sequence.prompt_length + generation.early :]
         self._close(generation, done, tokens)
 
     def _close(self, generation: Generation, done: FinishReason | Exception, tokens: list[int]) -> None:

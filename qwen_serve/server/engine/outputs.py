@@ -58,7 +58,10 @@ class Generation:
         self.thinking = thinking
         """Follows the answer's think block, if it has one; it has seen at least the tokens that arrived."""
         self.stream = stream
-        """Whether tokens are delivered as they come, rather than all at the end."""
+        """Whether tokens are delivered as they come, rather than all at the end. With log-probabilities some
+        come earlier, so that these can be written while the device computes."""
+        self.early = 0
+        """Tokens delivered before the end without `stream`."""
         self.finish_reason: FinishReason | None = None
         """Known once the iterator is exhausted."""
         self._cancel = cancel
