@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from qwen_serve.llamacpp.row_sampler import RowResult, Status
+from qwen_serve.llamacpp.row_results import RowResult, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp.row_sampler import RowResults
+    from qwen_serve.llamacpp.row_results import RowResults
 
 
 class Rows(Protocol):
