@@ -92,7 +92,7 @@ class Engine:
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._taking = Steps(components, self._profile, self._flush, self._relieve, self._wake)
+        self._taking = Steps(components, self._profile, self._flush, self._relieve)
         self._unsent: list[Output] = []
         """The last step's tokens of unfinished sequences, delivered while the device computes the next
         step."""
@@ -231,7 +231,6 @@ class Engine:
         if intact:
             self.components.write_prefixes()
             self.components.remember()
-        self._taking.close()
         self.components.close()
 
     def _wake(self) -> None:
@@ -279,7 +278,7 @@ class Engine:
         while not self._closing:
             if self._inbox.empty():
                 busy = self._scheduler.running or self._scheduler.waiting or self._taking.ahead
-                if busy and not self._taking.waits:
+                if busy:
                     return True
                 self._flush()
                 self._speculator.catch_up()

@@ -41,7 +41,7 @@ from .adapters import Turns
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import CHOOSING, DECODE, PREFILL, Output, SequenceStatus
+from .sequence import DECODE, PREFILL, Output, SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,11 +183,6 @@ class Scheduler:
             batch.draft_room = 0
         return batch
 
-    @property
-    def chooses(self) -> bool:
-        """Whether all running sequences wait for tokens that the host chooses."""
-        return all(one.choice is not None for one in self.running)
-
     def decoded(self, batch: Batch, seconds: float) -> None:
         """Tell the policy how many `seconds` a decode step took, from which it computes the cost of output
         tokens."""
@@ -211,10 +206,8 @@ class Scheduler:
                     continue
                 if sequence.sampler.may_force and len(self.running) == 1:
                     return None  # forced tokens are computed together
-                if not sequence.sampler.on_device:
-                    continue  # its token comes from the host
             elif not sequence.ready:
-                if self._prefills_left and not sequence.choice:
+                if self._prefills_left:
                     return None
                 continue
             elif not sequence.decoding or sequence.pending > 1:
@@ -258,12 +251,11 @@ class Scheduler:
         results: ListLike[SampleResult],
         held: ListLike[int],
         ahead: Batch | None = None,
-        late: ListLike[tuple[Chunk, SampleResult]] = (),
     ) -> list[Output]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
-        batch `ahead`, which is already being computed, drops them. `late`: choices of the host's threads.
+        batch `ahead`, which is already being computed, drops them.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -271,8 +263,7 @@ class Scheduler:
         finished: list[Output] = []
         recomputed: list[Sequence] = []
         alone, usable = not batch.dropped, True
-        found = zip(batch.chunks, results, held, strict=True)
-        for chunk, result, computed in [*found, *((*one, one[0].sequence.computed) for one in late)]:
+        for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
             if sequence in batch.dropped:
                 continue
@@ -295,7 +286,7 @@ class Scheduler:
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             if sequence.slot is not None:
-                sequence.status = CHOOSING if sequence.choice else DECODE if computed else PREFILL
+                sequence.status = DECODE if computed else PREFILL
             if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
             elif sequence.suspect:
@@ -313,8 +304,7 @@ class Scheduler:
             if done:
                 sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
-        steady = alone and not (finished or recomputed or late) and batch.is_decode
-        steady = steady and all(one.choice is None for one in self.running)
+        steady = alone and not (finished or recomputed) and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
         for sequence in recomputed:
             if sequence in self.running:
@@ -341,7 +331,7 @@ class Scheduler:
         self._admit()
         self._begin()
         self._choose(batch, prefill_first=self._prefills_left > 0)
-        while not batch.chunks and not self.chooses:  # no free cell for any prompt
+        while not batch.chunks:  # no free cell for any prompt
             self.preempt_youngest()
             self._choose(batch)
         reads = self._prefills_left and batch.chunks and not batch.chunks[0].sequence.ready
@@ -376,8 +366,6 @@ class Scheduler:
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.suspect or self.running[0].suspect):
-                return
-            if head is not None and head.choice:  # preempted while its token is chosen
                 return
             if head is None or not self._fits(head):
                 found = self.waiting.preemption(self._cache.can_suspend, head) if preempt else None

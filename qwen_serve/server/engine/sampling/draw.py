@@ -74,8 +74,6 @@ class Sampler:
             self._native = NativeSampler(params, seed, vocab, prompt, self._banned, thinking, dry)
         else:
             self._use_llama_cpp(seed % NO_SEED, vocab, prompt, dry)
-        self.on_device = self._native is not None
-        """Whether `RowSampler` chooses its tokens; otherwise the next step waits for the host's choice."""
         self._forced: deque[int] = deque()
         """Tokens that come next regardless of the model."""
         if constraint is not None:
