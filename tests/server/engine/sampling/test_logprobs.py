@@ -182,6 +182,23 @@ async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Refere
         check(reference, prompt, answer, generation.logprobs)
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_a_whole_answer_comes_early_with_them(nano_f32: Path, logprobs: int | None) -> None:
+    """Some tokens at a time, with their log-probabilities, so that these are written meanwhile."""
+    prompt = random_prompt(random.Random(3), 20)
+    params = SamplingParams(ignore_eos=True, logprobs=logprobs)
+    with running(nano_f32, **EXACT) as engine:
+        whole = engine.submit(engine.prompt(prompt), params, 60, stream=False)
+        arrived = []
+        async for tokens in whole:
+            arrived.append(tokens)
+            assert whole.logprobs is None or len(whole.logprobs.tokens) >= sum(map(len, arrived))
+        streamed = engine.submit(engine.prompt(prompt), params, 60)
+        expected = [token async for tokens in streamed for token in tokens]
+    assert list(itertools.chain(*arrived)) == expected
+    assert len(arrived) == 1 if logprobs is None else 3 <= len(arrived) < 10
+
+
 async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in (5, 80, 200)]
