@@ -21,7 +21,7 @@ class TextGeneration:
     """
 
     def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
-        self.generation = generation
+        self.generation, self.request = generation, generation.request
         self._detokenizer = detokenizer
         self._scored = 0
         """Tokens whose log-probabilities were returned."""
@@ -91,18 +91,6 @@ class TextGeneration:
         return self._detokenizer.stop_string
 
     @property
-    def prompt_tokens(self) -> int:
-        return self.generation.prompt_tokens
-
-    @property
-    def image_tokens(self) -> int:
-        return self.generation.image_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.generation.cached_tokens
-
-    @property
     def completion_tokens(self) -> int:
         """Number of tokens in the text so far, without the end-of-generation token and those of a stop
         string."""
@@ -116,21 +104,21 @@ class TextGeneration:
     @property
     def reasoning_tokens(self) -> int | None:
         """Tokens inside a think block, without its closing tag; None if there is no block."""
-        watch = self.generation.thinking  # it may have counted tokens that are not part of the text
+        watch = self.request.thinking  # it may have counted tokens that are not part of the text
         return None if watch is None else min(watch.tokens, self.completion_tokens)
 
     def new_logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the text's tokens that were not returned before; empty if not requested."""
-        if self.generation.logprobs is None:
+        if self.request.logprobs is None:
             return []
         start, self._scored = self._scored, self._detokenizer.certain_tokens
-        return self.generation.logprobs.tokens[start : self._scored]
+        return self.request.logprobs.tokens[start : self._scored]
 
     @property
     def ending(self) -> TokenLogprobs | None:
         """Log-probabilities of the token that ended the text, if they were requested and the token is not
         part of the text."""
-        logprobs = self.generation.logprobs
+        logprobs = self.request.logprobs
         if logprobs is None or self.stopped or self.finish_reason != "stop":
             return None
         return next(iter(logprobs.tokens[self.completion_tokens :]), None)
