@@ -17,7 +17,7 @@ from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.api.sse import EventStream
-from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
+from qwen_serve.server.chat import StopStrings, TextGeneration
 from qwen_serve.server.engine import GenerateRequest, InvalidGrammar, TokenBudget
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ class ServedRequest:
                         )
                     )
                     spell_control = request.skip_special_tokens is False
-                    detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control, tags=tags)
-                    self.generations.append(TextGeneration(generation, detokenizer))
+                    self.generations.append(
+                        TextGeneration(generation, self.vocab, stops, spell_control=spell_control, tags=tags)
+                    )
         except BaseException:
             self.close()
             raise

@@ -330,6 +330,7 @@ class FakeEngine:
                 break
             generation.request.timings.first_token = generation.request.timings.first_token or perf_counter()
             entry.sent += 1
+            generation.request.tokens.append(token)
             if generation.request.thinking is not None:
                 generation.request.thinking.follow([token])
             if logprobs is not None and logprobs.of_answer:

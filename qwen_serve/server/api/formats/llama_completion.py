@@ -103,7 +103,6 @@ class LlamaAnswer:
         self._new_line = False
         self._given = 0
         """Tokens already sent."""
-        generation.tokens = [] if request.return_tokens or request.stream else None
         self._read = not generation.request.reports_progress
         """Whether the prompt's progress is reported to its end."""
 
@@ -168,7 +167,8 @@ class LlamaAnswer:
 
     def _new_tokens(self) -> list[int]:
         start, self._given = self._given, self.generation.certain_tokens
-        return (self.generation.tokens or [])[start : self._given]
+        prompt = self.generation.request.prompt_length
+        return self.generation.request.tokens[prompt + start : prompt + self._given]
 
     def _probabilities(self) -> dict[str, Any]:
         n_top = self._request.answer_logprobs
