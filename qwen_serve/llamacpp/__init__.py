@@ -33,6 +33,7 @@ from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .samplers import DrySampler, SamplerChain
 from .snapshots import SHARED as SHARES_SNAPSHOTS
+from .state_types import HAS_STATE_F16
 
 __all__ = [
     "BATCH_INVARIANT_SNAPSHOTS",
@@ -42,6 +43,7 @@ __all__ = [
     "HAS_F16_COPIES",
     "HAS_OPERANDS",
     "HAS_RING",
+    "HAS_STATE_F16",
     "READS_OWN_CELLS",
     "SHARES_SNAPSHOTS",
     "Context",
