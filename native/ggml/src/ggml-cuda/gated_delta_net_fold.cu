@@ -164,7 +164,7 @@ static const ggml_tensor * other_source(const ggml_tensor * node, const ggml_ten
 }
 
 bool ggml_cuda_can_gated_delta_net_fold(ggml_backend_cuda_context & ctx, const ggml_cuda_gdn_fold_nodes & nodes) {
-    static const char * env     = getenv("GGML_CUDA_GDN_HEAD");
+    static const char * env     = getenv("GGML_CUDA_GDN_FOLD");
     static const bool   enabled = env == nullptr || atoi(env) != 0;
 
     const ggml_tensor * conv     = nodes.conv;
