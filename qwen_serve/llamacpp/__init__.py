@@ -31,9 +31,9 @@ from .model import Model
 from .operands import HAS_OPERANDS
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
+from .recurrent_states import HAS_STATE_F16
 from .samplers import DrySampler, SamplerChain
 from .snapshots import SHARED as SHARES_SNAPSHOTS
-from .state_types import HAS_STATE_F16
 
 __all__ = [
     "BATCH_INVARIANT_SNAPSHOTS",

@@ -9,6 +9,7 @@ struct ggml_cuda_gdn_types {
     bool from_f16 = false; // states that are read
     bool to_f16   = false; // states that are written
     bool rounded  = false; // to what F16 can hold, after each token or after chunks of them
+    int  spare    = -1;    // the state of the cache that nobody reads, so that it need not be written; -1: none
 };
 
 // strides in floats; beta has the strides of g

@@ -132,7 +132,7 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
 
         const int slot = n_tokens - 1 - t;
         if (slot == 0) {
-            store_states(args.state, 0, state_to);
+            if (args.ids_to == nullptr || state_to != args.types.spare) { store_states(args.state, 0, state_to); }
         } else if (slot < K) {
             store_states(state_rest, (slot - 1) * state_slot_stride, sequence);
         }

@@ -12,7 +12,7 @@ static inline int64_t ggml_cuda_gdn_n_most(const ggml_tensor * gdn) { return gdn
 
 static inline ggml_cuda_gdn_types ggml_cuda_gdn_state_types(const ggml_tensor * gdn, const bool to_f16) {
     const bool from_f16 = gdn->src[5]->type == GGML_TYPE_F16;
-    return { from_f16, to_f16, from_f16 || ggml_get_op_params_i32(gdn, 2) != 0 };
+    return { from_f16, to_f16, from_f16 || ggml_get_op_params_i32(gdn, 2) != 0, ggml_get_op_params_i32(gdn, 3) - 1 };
 }
 
 // Whether the kernels for a delta net take states in F16.
