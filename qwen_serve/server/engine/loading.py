@@ -44,6 +44,7 @@ from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
 from .speculation import build_speculator
 from .states import StateStore
+from .ubatches import usual_pass
 from .verification import sample
 from .vocab import Vocab
 
@@ -150,7 +151,9 @@ class Components:
         # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
         few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
         many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
-        prefill = min(context.n_ubatch if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx_seq)
+        prefill = min(
+            usual_pass(context.n_ubatch) if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx_seq
+        )
         counts = sorted({*few, *many, settings.parallel})
         for _ in self.runner.each_adapter():
             warmup.decode(context, 1)
@@ -358,7 +361,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         ubatch_size=context.n_ubatch,
         prefill_budget=PrefillBudget(
             settings.prefill_seconds,
-            context.n_ubatch,
+            usual_pass(context.n_ubatch),
             context.n_batch if plan.on_gpu else min(PREFILL_CPU, context.n_batch),
             fixed=settings.prefill_budget,
         ),

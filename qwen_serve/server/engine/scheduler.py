@@ -42,6 +42,7 @@ from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
 from .sequence import CHOOSING, DECODE, PREFILL, Output, SequenceStatus
+from .ubatches import usual_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +98,7 @@ class Scheduler:
         self._cache = cache
         self._ends = ends
         self._free_slots = list(range(slots))
-        self._ubatch_size, self._draft_rows = ubatch_size, draft_rows
+        self._usual_pass, self._draft_rows = usual_pass(ubatch_size), draft_rows
         self._prompts = PromptChunks(
             self.running,
             self.waiting.policy,
@@ -352,7 +353,7 @@ class Scheduler:
     def _passes(self) -> int:
         """Prefill steps in a row: passes of the budget."""
         how = self.reproducible
-        each = self._ubatch_size if how is None or how.chunk == 1 else how.chunk * how.abreast
+        each = self._usual_pass if how is None or how.chunk == 1 else how.chunk * how.abreast
         return max(1, self.prefill_budget.tokens // each)
 
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:

@@ -174,8 +174,9 @@ class SchedulerSettings(Section, title="scheduler"):
     """maximum tokens in one step, and maximum prompt tokens between two decode steps. 0: four passes
     (ubatch_size) on a GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)
-    """maximum tokens in one pass over the weights, which determines the size of the compute buffers. 0: 2,048
-    on a GPU if that fits, else 512"""
+    """maximum tokens in one pass over the weights, which determines the size of the compute buffers. Prompts
+    that need several passes are read in multiples of 512 tokens; the last pass may have up to this many. 0:
+    2,304 on a GPU if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
     """maximum time, in seconds, for which a prefill step may delay running answers, rounded to whole passes
     (ubatch_size); without a GPU at most 128 tokens. A larger value raises throughput if many requests arrive
