@@ -21,6 +21,7 @@ from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.evaluation import TEXTS, write_any
 from qwen_serve.convert.kld import OWN, Candidate, Scores, compare_all, spaced
 from qwen_serve.convert.stages import replacing
+from qwen_serve.llamacpp import HAS_STATE_F16
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
 
@@ -76,7 +77,7 @@ def levels(
     beside
         Levels that are rounded by nearest alone, for the depth table.
     caches
-        Types of keys and values, with F16 weights, for the depth table.
+        Types of keys and values, with F16 weights, for the depth table, which also has F16 states.
     calibration
         Text for both methods (default: the one that qwen-convert writes).
     texts
@@ -148,21 +149,23 @@ def measure(
     with ExitStack() as stack:
         whole = stack.enter_context(runtime.load(base))
         models = [Candidate(stack.enter_context(runtime.load(path))) for path in files.values()]
-        of_caches = [Candidate(whole, cache) for cache in caches]
+        at_depth = {f"F16, {cache} keys and values": Candidate(whole, cache) for cache in caches}
+        if HAS_STATE_F16:
+            at_depth["F16, recurrent states in f16"] = Candidate(whole, state_type="f16")
 
         def divergences(candidates: list[Candidate], chunks: NDArray[np.int32]) -> list[Scores]:
             return compare_all(whole, candidates, chunks, threads=runtime.n_threads)
 
-        labels = [*files, *(f"F16, {cache} keys and values" for cache in caches)]
-        sizes = [*(path.stat().st_size for path in files.values()), *[base.stat().st_size] * len(caches)]
+        labels = [*files, *at_depth]
+        sizes = [*(path.stat().st_size for path in files.values()), *[base.stat().st_size] * len(at_depth)]
         of = [Measured(label, size / 1e6, {}) for label, size in zip(labels, sizes, strict=True)]
         for label, path in read.items():
             found = divergences(models, spaced(read_chunks(whole, path), most))
-            for one, scores in zip(of, found, strict=False):  # cache types only matter at depth
+            for one, scores in zip(of, found, strict=False):  # other types only matter at depth
                 one.divergence[label] = scores.divergence
         ids = read_chunks(whole, read[OWN])
         ids = ids.reshape(1, -1)[:, :depth]
-        for one, scores in zip(of, divergences([*models, *of_caches], ids), strict=True):
+        for one, scores in zip(of, divergences([*models, *at_depth.values()], ids), strict=True):
             one.divergence[DEEP] = scores.divergence
     return of
 
@@ -203,5 +206,7 @@ def print_depth(name: str, of: Sequence[Measured]) -> None:
         deep = one.divergence[DEEP][0]
         quarters = [deep, *np.array_split(deep, 4)]
         short = f"{one.divergence[OWN].mean():.5f}" if OWN in one.divergence else ""
-        print(f"| {one.label} | {short} | {' | '.join(f'{part.mean():.5f}' for part in quarters)} |")
+        means = [float(part.mean()) for part in quarters]
+        shown = [f"{mean:.5f}" if mean >= 1e-5 else f"{mean:.1e}" for mean in means]
+        print(f"| {one.label} | {short} | {' | '.join(shown)} |")
     print(flush=True)

@@ -73,7 +73,7 @@ WARM_UP_TOKENS_CPU = 32
 TOKENIZER_CACHE = 2**20
 """Tokens of long texts whose ids are cached: some 10 MiB."""
 
-STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "snapshots")
+STATE_SETTINGS = ("cache_type_k", "cache_type_v", "state_type", "flash_attn", "n_gpu_layers", "snapshots")
 """Settings that determine the layout of a saved state."""
 
 MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
@@ -352,7 +352,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         on_gpu=plan.on_gpu,
         min_tokens=settings.prefix_min_tokens,
         cell_bytes=spec.cell(settings),
-        state_bytes=spec.state,
+        state_bytes=spec.state_in(settings),
     )
     runner = Runner(context, profile, adapters)
     scheduler = Scheduler(

@@ -18,6 +18,7 @@ SplitMode = Literal["none", "layer"]
 F16Copies = Literal["auto", "on", "off"]
 Repack = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "off", "ngram", "mtp", "draft", "both"]
+StateType = Literal["f32", "f16"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 MAX_SEQUENCES = 256
@@ -134,6 +135,16 @@ class CacheSettings(Section, title="KV cache"):
     """type of the cached keys. A smaller type saves memory and costs accuracy"""
     cache_type_v: CacheType = "f16"
     """type of the cached values. A quantized type needs flash attention"""
+    state_type: StateType = "f32"
+    """type of the states of recurrent layers, of sequences and of the prefix cache. f16 halves what they take
+    in memory and what a step reads of them, and rounds a state after every token"""
+
+    @field_validator("state_type", mode="before")
+    @classmethod
+    def _no_bf16_states(cls, kind: object) -> object:
+        if kind == "bf16":
+            raise ValueError("bf16 has 8 bits for a state that adds up all tokens, too few; set f16, or f32")
+        return kind
 
     @model_validator(mode="after")
     def _packed_values_need_flash_attention(self) -> Self:

@@ -9,6 +9,7 @@ import pytest
 from qwen_serve.bench.gates.levels import DEEP, Measured, changed, print_depth, print_texts
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.kld import OWN, Candidate, compare, compare_all
+from qwen_serve.llamacpp import HAS_STATE_F16
 from qwen_serve.llamacpp.evaluation import Runtime
 
 import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
@@ -32,6 +33,7 @@ def test_tables_have_every_text_and_quarter(capsys: pytest.CaptureFixture[str]) 
     of = [Measured("Q2_K nearest", 3.38, texts)]
     of += [Measured("Q2_K compensated", 3.38, {name: values / 2 for name, values in texts.items()})]
     of += [Measured("F16, q8_0 keys and values", 14.2, {DEEP: deep})]
+    of += [Measured("F16, recurrent states in f16", 14.2, {DEEP: deep * 1e-6})]
     print_texts("nano", of, ["Q2_K"])
     print_depth("nano", of)
     out = capsys.readouterr().out
@@ -39,6 +41,7 @@ def test_tables_have_every_text_and_quarter(capsys: pytest.CaptureFixture[str]) 
     assert "| Q2_K | 3.38 | code | 8 | 2.0000 | 1.0000 | -50% [-50, -50] |" in out
     assert "one pass of 8 tokens" in out
     assert "| F16, q8_0 keys and values |  | 0.30000 | 0.10000 | 0.20000 | 0.30000 | 0.60000 |" in out
+    assert "| F16, recurrent states in f16 |  | 3.0e-07 | 1.0e-07 | 2.0e-07 | 3.0e-07 | 6.0e-07 |" in out
 
 
 def test_many_candidates_are_measured_like_one(nano_f16: Path, nano_q2_k: Path, tmp_path: Path) -> None:
@@ -48,7 +51,10 @@ def test_many_candidates_are_measured_like_one(nano_f16: Path, nano_q2_k: Path, 
         chunks = read_chunks(whole, text, 256)[:2]
         alone = compare(whole, model, chunks)
         candidates = [Candidate(model), Candidate(whole), Candidate(whole, "q4_0")]
-        together, same, cache = compare_all(whole, candidates, chunks)
+        candidates.append(Candidate(whole, state_type="f16"))
+        together, same, cache, states = compare_all(whole, candidates, chunks)
     assert np.array_equal(together.divergence, alone.divergence)
     assert same.divergence.max() == 0
     assert 0 < cache.divergence.mean() < alone.divergence.mean()
+    assert (states.divergence.mean() > 0) == HAS_STATE_F16
+    assert states.divergence.mean() < 1e-4
