@@ -76,7 +76,7 @@ def test_switches_are_read_by_someone_and_documented() -> None:
     hooks = [PATCHES / "switches.patch", *PATCHES.glob("llama.cpp/*.patch")]
     kernels = (path for path in (PATCHES.parent / "native").rglob("*") if path.suffix in SOURCES)
     sources = "".join(path.read_text() for path in [*hooks, *kernels])
-    table = (PATCHES / "README.md").read_text()
+    table = (PATCHES / "switches.md").read_text()
     for name in VARIABLES:
         assert f'"{name}"' in sources
         assert f"`{name}=" in table

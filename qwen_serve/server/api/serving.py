@@ -18,7 +18,7 @@ from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.api.sse import EventStream
 from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
-from qwen_serve.server.engine import InvalidGrammar, Progress, TokenBudget
+from qwen_serve.server.engine import GenerateRequest, InvalidGrammar, Progress, TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
@@ -78,16 +78,18 @@ class ServedRequest:
             for prompt in prompts:
                 for choice in range(request.choices):
                     generation = backend.engine.submit(
-                        prompt,
-                        of_choice(params, choice),
-                        request.token_limit,
-                        stream=not request.whole,
-                        salt=placement.salt,
-                        constraint=constrain() if constrain else None,
-                        thinking=thinking,
-                        scheduling=placement.scheduling,
-                        adapters=placement.adapters,
-                        progress=Progress() if request.stream and request.reports_progress else None,
+                        GenerateRequest(
+                            prompt,
+                            of_choice(params, choice),
+                            request.token_limit,
+                            stream=not request.whole,
+                            salt=placement.salt,
+                            constraint=constrain() if constrain else None,
+                            thinking=thinking,
+                            scheduling=placement.scheduling,
+                            adapters=placement.adapters,
+                            progress=Progress() if request.stream and request.reports_progress else None,
+                        )
                     )
                     spell_control = request.skip_special_tokens is False
                     detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control, tags=tags)

@@ -23,7 +23,7 @@ from .planning.spec import read_checked
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler
-from .sequence import ANYBODY, Output, SchedulingParams, Sequence, Timings
+from .sequence import Output, Sequence, Timings
 from .stats import EngineStats, ImageStats
 from .steps import Arrival, Steps
 
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
     from .batch import Batch
     from .pictures import Picture
-    from .sampling import Constraint, SamplingParams, ThinkingLimits
-    from .sequence import Adapters, FinishReason, Progress, Prompt
+    from .sequence import FinishReason, GenerateRequest, Prompt, SchedulingParams
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -131,58 +130,39 @@ class Engine:
         with self._lock:
             self._places.check(scheduling.tenant)
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        max_tokens: int | None = None,
-        *,
-        stream: bool = True,
-        constraint: Constraint | None = None,
-        salt: str = "",
-        thinking: ThinkingLimits | None = None,
-        scheduling: SchedulingParams = ANYBODY,
-        progress: Progress | None = None,
-        adapters: Adapters = (),
-    ) -> Generation:
+    def submit(self, request: GenerateRequest) -> Generation:
         """Queue a request, in constant time. Call this on the event loop that will read the answer.
 
-        `max_tokens` is clamped to the room that the prompt leaves in the context; None means all of it.
-        With 0 only the prompt is read. Without `stream` all tokens are delivered together at the end.
-        A `constraint` must be new and belong to this request only; with `thinking` limits the answer
-        begins in a think block. Only requests with the same `salt` and the same LoRA `adapters` share
-        prefixes. The scheduling policy uses `scheduling`.
-
-        Raises ValueError for `max_tokens` below 0, QueueFull and EngineDead.
+        Raises ValueError for `max_tokens` below 0, InvalidPrompt, QueueFull and EngineDead.
         """
+        prompt, max_tokens, scheduling = request.prompt, request.max_tokens, request.scheduling
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
-        if prompt.pictures and params.prompt_logprobs is not None:
+        if prompt.pictures and request.params.prompt_logprobs is not None:
             raise InvalidPrompt("rows of pictures have no log-probabilities: prompt_logprobs is for text")
         loop, room = asyncio.get_running_loop(), self.context_size - len(prompt)
         limit = room if max_tokens is None else min(max_tokens, room)
-        salt = salt_with(salt, adapters, self.adapters)
+        salt = salt_with(request.salt, request.adapters, self.adapters)
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
             timings = Timings(submitted=perf_counter())
-            logprobs = Logprobs.wanted(params, self.vocab.n_real)
-            watch = None if thinking is None else thinking.begin(self.vocab)
+            logprobs = Logprobs.wanted(request.params, self.vocab.n_real)
+            watch = None if request.thinking is None else request.thinking.begin(self.vocab)
             generation = Generation(
                 *(len(prompt), timings, self._request_cancel),
                 image_tokens=prompt.pictures.n_rows,
-                stream=stream,
+                stream=request.stream,
                 logprobs=logprobs,
                 thinking=watch,
                 scheduling=scheduling,
-                progress=progress,
+                progress=request.progress,
             )
             if loop not in self._queues:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
             self._places.take(scheduling.tenant)
             self._open[generation] = self._queues[loop]
-            add = partial(self._add, generation, prompt, params, limit, constraint, salt, adapters)
-            self._post(generation, add, Arrival)
+            self._post(generation, partial(self._add, generation, request, limit, salt), Arrival)
         return generation
 
     def between_steps(self, work: Callable[[], Result]) -> Future[Result]:
@@ -329,20 +309,11 @@ class Engine:
                 for generation in orphans:  # posted, since they may be in the step that is being computed
                     self._request_cancel(generation)
 
-    def _add(
-        self,
-        generation: Generation,
-        prompt: Prompt,
-        params: SamplingParams,
-        max_tokens: int,
-        constraint: Constraint | None,
-        salt: str,
-        adapters: Adapters,
-    ) -> None:
+    def _add(self, generation: Generation, request: GenerateRequest, max_tokens: int, salt: str) -> None:
         if generation not in self._open:
             return
-        thinking, dry = generation.thinking, self.dries.of(params)
-        sampler = Sampler(params, self.vocab, prompt.ids, constraint, thinking, dry)
+        prompt, params, dry = request.prompt, request.params, self.dries.of(request.params)
+        sampler = Sampler(params, self.vocab, prompt.ids, request.constraint, generation.thinking, dry)
         sequence = Sequence(
             prompt.ids.copy(),
             max_tokens,
@@ -354,7 +325,7 @@ class Engine:
             salt=salt,
             scheduling=generation.scheduling,
             progress=generation.progress,
-            adapters=adapters,
+            adapters=request.adapters,
         )
         self._sequences[generation], self._listeners[sequence] = sequence, generation
         # the prompt is read even if no output token is wanted

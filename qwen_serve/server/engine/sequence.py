@@ -12,7 +12,7 @@ from .pictures import NO_PICTURES, Layout
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from .sampling import Logprobs, Sampler
+    from .sampling import Constraint, Logprobs, Sampler, SamplingParams, ThinkingLimits
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -160,6 +160,28 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """What `Engine.submit` is asked for."""
+
+    prompt: Prompt
+    params: SamplingParams
+    max_tokens: int | None = None
+    """Clamped to the room that the prompt leaves in the context; None means all of it. With 0 only the prompt
+    is read."""
+    stream: bool = True
+    """Whether tokens are delivered as they come, rather than all at the end."""
+    constraint: Constraint | None = None
+    """New, and of this request only."""
+    salt: str = ""
+    """Only requests with the same salt and the same LoRA `adapters` share prefixes."""
+    thinking: ThinkingLimits | None = None
+    """With limits the answer begins in a think block."""
+    scheduling: SchedulingParams = ANYBODY
+    progress: Progress | None = None
+    adapters: Adapters = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -12,18 +12,18 @@ from functools import cache, cached_property
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from qwen_serve.server.engine import (
-    Adapters,
     CacheMiss,
     DraftCounts,
     EngineSettings,
     EngineStats,
     FinishReason,
+    GenerateRequest,
     GenerationError,
     Grammar,
     InvalidGrammar,
@@ -33,12 +33,11 @@ from qwen_serve.server.engine import (
     PromptTooLong,
     QueueFull,
     SamplingParams,
-    SchedulingParams,
     TokenLogprobs,
 )
 from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
 from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
-from qwen_serve.server.engine.sequence import ANYBODY, Timings
+from qwen_serve.server.engine.sequence import Timings
 from tests.waiting import until
 
 ADDED = (
@@ -120,11 +119,8 @@ class Submission:
 
     checked: FakePrompt
     text: str
-    params: SamplingParams
     limit: int
-    stream: bool
-    salt: str = ""
-    scheduling: SchedulingParams = ANYBODY
+    request: GenerateRequest
     cancelled: bool = False
     finished: bool = False
     sent: int = 0
@@ -134,6 +130,10 @@ class Submission:
     @property
     def prompt(self) -> list[int]:
         return list(self.checked.ids)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
 
 
 def told(token: int, n_top: int | None) -> TokenLogprobs:
@@ -148,7 +148,7 @@ class FakeGeneration:
 
     def __init__(self, entry: Submission, thinking: ThinkingWatch | None) -> None:
         self.thinking = thinking
-        self.scheduling = entry.scheduling
+        self.scheduling = entry.request.scheduling
         self.prompt_tokens = len(entry.checked.ids)
         self.cached_tokens = self.image_tokens = 0
         self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
@@ -294,33 +294,23 @@ class FakeEngine:
             raise PromptTooLong(len(ids), self.context_size, exactly=True)
         return checked
 
-    def submit(
-        self,
-        prompt: FakePrompt,
-        params: SamplingParams,
-        max_tokens: int | None = None,
-        *,
-        stream: bool = True,
-        salt: str = "",
-        constraint: Any = None,
-        thinking: Any = None,
-        scheduling: SchedulingParams = ANYBODY,
-        progress: Progress | None = None,
-        adapters: Adapters = (),
-    ) -> FakeGeneration:
+    def submit(self, request: GenerateRequest) -> FakeGeneration:
+        prompt, thinking = cast("FakePrompt", request.prompt), request.thinking
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
             raise QueueFull("try again later")
         room = self.context_size - len(prompt.ids)
-        limit = room if max_tokens is None else min(max_tokens, room)
-        entry = Submission(prompt, self.text(prompt.ids), params, limit, stream, salt, scheduling)
+        limit = room if request.max_tokens is None else min(request.max_tokens, room)
+        entry = Submission(prompt, self.text(prompt.ids), limit, request)
         reply = self.script(entry.text)
         if isinstance(reply, Exception):
             raise reply
         tokens: list[Any] = self.vocab.tokenize(reply, special=True) if isinstance(reply, str) else reply
         self.submissions.append(entry)
-        generation = FakeGeneration(entry, None if thinking is None else thinking.begin(self.vocab))
-        generation.progress = progress
+        generation = FakeGeneration(
+            entry, None if thinking is None else thinking.begin(cast("Any", self.vocab))
+        )
+        generation.progress = request.progress
         task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -347,7 +337,7 @@ class FakeEngine:
                 generation.thinking.follow([token])
             if generation.logprobs is not None and generation.logprobs.of_answer:
                 generation.logprobs.tokens.append(told(token, entry.params.logprobs))
-            if entry.stream:
+            if entry.request.stream:
                 generation.receive([token], None)
             else:
                 undelivered.append(token)

@@ -13,6 +13,7 @@ from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
 from qwen_serve.server.engine import (
     Engine,
     EngineSettings,
+    GenerateRequest,
     GenerationError,
     Prompt,
     SamplingParams,
@@ -140,7 +141,7 @@ def generate(
     *stops: str,
     stream: bool = True,
 ) -> TextGeneration:
-    generation = engine.submit(prompt, params, limit, stream=stream)
+    generation = engine.submit(GenerateRequest(prompt, params, limit, stream=stream))
     return TextGeneration(generation, Detokenizer(engine.vocab, StopStrings(stops) if stops else None))
 
 

@@ -17,6 +17,7 @@ from qwen_serve.server.engine import (
     Engine,
     EngineSettings,
     FinishReason,
+    GenerateRequest,
     SamplingParams,
     SchedulingParams,
     Vocab,
@@ -90,13 +91,15 @@ def submit(engine: Engine, request: Request) -> Generation:
     """Submit a request without its delay."""
     grammar = None if request.grammar is None else engine.grammars.compile(request.grammar).result()
     return engine.submit(
-        engine.prompt(request.prompt),
-        request.params,
-        request.max_tokens,
-        stream=request.stream,
-        scheduling=request.scheduling,
-        constraint=None if grammar is None else grammar.begin(),
-        adapters=request.adapters,
+        GenerateRequest(
+            engine.prompt(request.prompt),
+            request.params,
+            request.max_tokens,
+            stream=request.stream,
+            scheduling=request.scheduling,
+            constraint=None if grammar is None else grammar.begin(),
+            adapters=request.adapters,
+        )
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 from qwen_serve.convert import cli
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.gguf import read_header
-from qwen_serve.server.engine import ModelLoadError, SamplingParams
+from qwen_serve.server.engine import GenerateRequest, ModelLoadError, SamplingParams
 from qwen_serve.server.engine.adapters import TURN
 from qwen_serve.server.engine.planning.adapters import AdapterSpec
 from tests.adapters import merge, write_adapter
@@ -56,7 +56,7 @@ def named(loras: list[Path]) -> str:
 
 def submit(engine: Engine, adapters: Adapters, tokens: int = 16) -> Generation:
     params = SamplingParams(ignore_eos=True)
-    return engine.submit(engine.prompt(PROMPT), params, tokens, adapters=adapters)
+    return engine.submit(GenerateRequest(engine.prompt(PROMPT), params, tokens, adapters=adapters))
 
 
 async def answer(generation: Generation) -> list[int]:
@@ -100,7 +100,9 @@ def test_every_mix_is_answered_as_by_fresh_prefills(nano_f32: Path, loras: list[
 
     async def one(engine: Engine, prompt: list[int], adapters: Adapters, tokens: int) -> list[int]:
         params = SamplingParams(ignore_eos=True)
-        return await answer(engine.submit(engine.prompt(prompt), params, tokens, adapters=adapters))
+        return await answer(
+            engine.submit(GenerateRequest(engine.prompt(prompt), params, tokens, adapters=adapters))
+        )
 
     async def alone(engine: Engine) -> list[list[int]]:
         return [await one(engine, *request) for request in asked]
@@ -186,7 +188,9 @@ def test_the_prefix_file_knows_an_adapter_by_its_file(
     long = PROMPT * 5
 
     async def cached(engine: Engine, adapters: Adapters) -> int:
-        generation = engine.submit(engine.prompt(long), SamplingParams(ignore_eos=True), 4, adapters=adapters)
+        generation = engine.submit(
+            GenerateRequest(engine.prompt(long), SamplingParams(ignore_eos=True), 4, adapters=adapters)
+        )
         await answer(generation)
         return generation.cached_tokens
 

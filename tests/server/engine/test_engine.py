@@ -13,6 +13,7 @@ import pytest
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.engine import (
     Engine,
+    GenerateRequest,
     Generation,
     GenerationError,
     InvalidPrompt,
@@ -63,7 +64,7 @@ def ask_for(
     stream: bool = True,
 ) -> Generation:
     """Submit a request."""
-    return engine.submit(engine.prompt(prompt), params, max_tokens, stream=stream)
+    return engine.submit(GenerateRequest(engine.prompt(prompt), params, max_tokens, stream=stream))
 
 
 async def first(generation: Generation) -> list[int]:
@@ -287,7 +288,9 @@ async def test_a_prompt_is_checked_once_and_never_on_the_loop(
     monkeypatch.setattr(engine, "prompt", lambda ids: checks.append(1))
     watched = Watched(prompt.ids)
     shared = Prompt(watched)
-    generations = [engine.submit(shared, replace(ENDLESS, presence_penalty=0.5), 10) for _ in range(4)]
+    generations = [
+        engine.submit(GenerateRequest(shared, replace(ENDLESS, presence_penalty=0.5), 10)) for _ in range(4)
+    ]
     answers = [await rest(generation) for generation in generations]
     assert [len(answer) for answer in answers] == [10] * 4
     assert watched.threads == {"engine"}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from qwen_serve.server.engine import Engine, SamplingParams, restore_prefixes, save_prefixes
+from qwen_serve.server.engine import Engine, GenerateRequest, SamplingParams, restore_prefixes, save_prefixes
 from qwen_serve.server.engine.prefix_cache import PrefixFile, PrefixFileError
 from qwen_serve.server.engine.prefix_cache.file import Entry
 from tests.marks import slow_but
@@ -67,7 +67,7 @@ async def test_salts_are_kept_apart_across_a_restart(nano_f32: Path, tmp_path: P
 
     async def cached(engine: Any, salt: str) -> int:
         params = SamplingParams(ignore_eos=True)
-        generation = engine.submit(engine.prompt(prompt), params, 4, salt=salt)
+        generation = engine.submit(GenerateRequest(engine.prompt(prompt), params, 4, salt=salt))
         assert [token async for tokens in generation for token in tokens]
         return int(generation.cached_tokens)
 

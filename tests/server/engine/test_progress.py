@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from qwen_serve.server.engine import Generation, Progress, SamplingParams
+from qwen_serve.server.engine import GenerateRequest, Generation, Progress, SamplingParams
 from tests.server.engine.helpers import EXACT, random_prompt, running, step_by_step
 from tests.waiting import until
 
@@ -36,7 +36,9 @@ async def test_a_listener_is_told_while_a_prompt_is_read(nano_f32: Path) -> None
         for again in (False, True):
             progress, news = Recorded(), list[list[int]]()
             with step_by_step(engine) as grant:
-                generation = engine.submit(engine.prompt(ids), SamplingParams(), 4, progress=progress)
+                generation = engine.submit(
+                    GenerateRequest(engine.prompt(ids), SamplingParams(), 4, progress=progress)
+                )
                 listening = asyncio.create_task(listen(generation, news))
                 grant(2)
                 await until(lambda: news)  # noqa: B023
@@ -51,5 +53,7 @@ async def test_a_listener_is_told_while_a_prompt_is_read(nano_f32: Path) -> None
                 assert progress.cached == 0
             elif progress.steps:
                 assert progress.cached > 0
-        plain = [new async for new in engine.submit(engine.prompt(ids[::-1]), SamplingParams(), 4)]
+        plain = [
+            new async for new in engine.submit(GenerateRequest(engine.prompt(ids[::-1]), SamplingParams(), 4))
+        ]
         assert all(plain), "nobody else is told"

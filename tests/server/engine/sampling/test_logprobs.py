@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowRequest, RowSampler, sample_rows
-from qwen_serve.server.engine import SamplingParams, ThinkingLimits
+from qwen_serve.server.engine import GenerateRequest, SamplingParams, ThinkingLimits
 from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax, of_result
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
@@ -162,7 +162,9 @@ async def test_of_a_bridge_out_of_the_thoughts(
     with running(
         nano_f32, **EXACT, sampling=sampling, speculation="ngram", draft_always=draft_always
     ) as engine:
-        generation = engine.submit(engine.prompt(prompt), params, 60, thinking=ThinkingLimits(bridge, 17))
+        generation = engine.submit(
+            GenerateRequest(engine.prompt(prompt), params, 60, thinking=ThinkingLimits(bridge, 17))
+        )
         answer = await tokens_of(generation)
         assert tuple(answer[17:21]) == bridge
         assert len(answer) == 60
@@ -203,10 +205,12 @@ async def test_of_constrained_answers(nano_f32: Path, reference: Reference, shar
         constraint = Fickle(engine.vocab.size, share)
         plain = await tokens_of(
             engine.submit(
-                engine.prompt(prompt), SamplingParams(ignore_eos=True), 60, constraint=constraint.copy()
+                GenerateRequest(
+                    engine.prompt(prompt), SamplingParams(ignore_eos=True), 60, constraint=constraint.copy()
+                )
             )
         )
-        generation = engine.submit(engine.prompt(prompt), asked, 60, constraint=constraint)
+        generation = engine.submit(GenerateRequest(engine.prompt(prompt), asked, 60, constraint=constraint))
         answer = await tokens_of(generation)
         assert answer == plain
         assert generation.logprobs is not None
