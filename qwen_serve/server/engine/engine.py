@@ -25,7 +25,7 @@ from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler
 from .sequence import Sequence
 from .stats import EngineStats, ImageStats
-from .steps import Steps
+from .steps import StepLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -96,7 +96,7 @@ class Engine:
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = 0
-        self._taking = Steps(components, self._profile, self._flush, self._relieve, self._wake)
+        self._step_loop = StepLoop(components, self._profile, self._flush, self._relieve, self._wake)
         self._unsent: list[Sequence] = []
         """Sequences with tokens that are delivered while the device computes the next step."""
 
@@ -214,7 +214,7 @@ class Engine:
         if intact:
             self.components.write_prefixes()
             self.components.remember()
-        self._taking.close()
+        self._step_loop.close()
         self.components.close()
 
     def _wake(self) -> None:
@@ -241,13 +241,13 @@ class Engine:
         """Handle what event loops sent; block while there is nothing to do. Return False to stop."""
         while not self._closing:
             if idle := self._inbox.empty():
-                busy = self._scheduler.running or self._scheduler.waiting or self._taking.ahead
-                if busy and not self._taking.waits:
+                busy = self._scheduler.running or self._scheduler.waiting or self._step_loop.ahead
+                if busy and not self._step_loop.waits:
                     return True
                 self._flush()
                 self._speculator.catch_up()
             act, sequence, overlaps = self._inbox.get()
-            while self._taking.ahead and not overlaps:
+            while self._step_loop.ahead and not overlaps:
                 self._step(last=True)
             try:
                 act()
@@ -264,7 +264,7 @@ class Engine:
 
     def _step(self, *, last: bool = False) -> None:
         """Run a step, count its tokens and end complete sequences. The next `_flush` delivers the others'."""
-        if (taken := self._taking.step(last=last)) is None:
+        if (taken := self._step_loop.step(last=last)) is None:
             return
         batch, news = taken
         self._steps += bool(batch.chunks)
