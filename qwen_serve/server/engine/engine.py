@@ -13,11 +13,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from .adapters import salt_with
+from .admission import AdmissionControl
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .futures import Result, run
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
-from .places import Places
 from .planning.fit import plan_memory
 from .planning.spec import read_checked
 from .profile import StartProfile, StepProfile
@@ -89,7 +89,7 @@ class Engine:
         self._open: dict[Sequence, Generation] = {}
         """Unfinished requests and their handles. Event loops add, the engine's thread removes; both hold the
         lock."""
-        self._places = Places(self.settings.parallel, self.settings.max_queue)
+        self._admission = AdmissionControl(self.settings.parallel, self.settings.max_queue)
         self._queues: Mapping[asyncio.AbstractEventLoop, OutputQueue] = {}
         """Replaced as a whole under the lock: event loops add to it while the engine's thread iterates."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -135,7 +135,7 @@ class Engine:
     def check_queue(self, scheduling: SchedulingParams) -> None:
         """Check for room before preparing a request. Raises QueueFull if `submit` would refuse it now."""
         with self._lock:
-            self._places.check(scheduling.tenant)
+            self._admission.check(scheduling.tenant)
 
     def submit(self, request: GenerateRequest) -> Generation:
         """Queue a request, in constant time. Call this on the event loop that will read the answer.
@@ -165,7 +165,7 @@ class Engine:
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            self._places.take(request.scheduling.tenant)
+            self._admission.take(request.scheduling.tenant)
             if loop not in self._queues:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
             self._open[sequence] = generation = Generation(sequence, self._queues[loop], self._request_cancel)
@@ -332,7 +332,7 @@ class Engine:
         self._finished["error" if isinstance(sequence.done, Exception) else str(sequence.done)] += 1
         with self._lock:
             generation = self._open.pop(sequence)
-            self._places.leave(sequence.scheduling.tenant)
+            self._admission.leave(sequence.scheduling.tenant)
         generation.queue.put(generation, sequence.take_unsent(), ended=True)
 
     def _relieve(self, error: NoMemorySlot) -> None:
