@@ -37,7 +37,7 @@ import logging
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from .adapters import Turns
+from .adapters import AdapterRotation
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
@@ -113,7 +113,7 @@ class Scheduler:
         self.reproducible = reproducible
         self._prefills_left = 0
         """Prefill steps before the next decode step."""
-        self._turns = Turns()
+        self._rotation = AdapterRotation()
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
@@ -361,7 +361,7 @@ class Scheduler:
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
         """Fill the batch for one set of adapters: the first, in the order of turns, that has work that
         fits."""
-        for adapters in self._turns.order(self.running):
+        for adapters in self._rotation.order(self.running):
             if prefill_first:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if not batch.chunks:
@@ -369,7 +369,7 @@ class Scheduler:
             if not batch.chunks:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if batch.chunks:
-                self._turns.took(batch)
+                self._rotation.took(batch)
                 return
 
     def _admit(self, *, preempt: bool = True) -> None:
