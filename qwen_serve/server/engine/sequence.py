@@ -231,7 +231,7 @@ class Sequence:
     slot: int | None = field(init=False, default=None)
     """llama.cpp's sequence id; None while it waits for one."""
     status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
-    suspect: bool = field(init=False, default=False)
+    quarantined: bool = field(init=False, default=False)
     """Its logits, or those of another sequence of its step, were unusable: it runs alone until it has a
     token."""
     choice: Future[Any] | None = field(init=False, default=None)

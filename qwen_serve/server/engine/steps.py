@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 
-class Steps:
+class StepLoop:
     """Runs one step after the other: schedules, drafts, launches, samples, verifies and commits.
 
     While a step is computed, the host sends the tokens of the step before. The next step may be launched
