@@ -41,7 +41,8 @@ from .adapters import Turns
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import CHOOSING, DECODE, PREFILL, Output, SequenceStatus
+from .sequence import CHOOSING, DECODE, PREFILL, SequenceStatus
+from .ubatches import usual_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,12 +93,12 @@ class Scheduler:
         """In order of admission."""
         self.waiting = RequestQueue(policy, self.running)
         self.prefill_budget = prefill_budget
-        self.preemptions = 0
+        self.preemptions = self.generated_tokens = 0
         self._states, self._cells = states, states.cells
         self._cache = cache
         self._ends = ends
         self._free_slots = list(range(slots))
-        self._ubatch_size, self._draft_rows = ubatch_size, draft_rows
+        self._usual_pass, self._draft_rows = usual_pass(ubatch_size), draft_rows
         self._prompts = PromptChunks(
             self.running,
             self.waiting.policy,
@@ -259,16 +260,17 @@ class Scheduler:
         held: ListLike[int],
         ahead: Batch | None = None,
         late: ListLike[tuple[Chunk, SampleResult]] = (),
-    ) -> list[Output]:
+    ) -> list[Sequence]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
+        Return those with news for their listeners.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
         batch `ahead`, which is already being computed, drops them. `late`: choices of the host's threads.
         """
         now = perf_counter()
         self.waiting.steps += 1
-        outputs: list[Output] = []
-        finished: list[Output] = []
+        news: list[Sequence] = []
+        finished: list[Sequence] = []
         recomputed: list[Sequence] = []
         alone, usable = not batch.dropped, True
         found = zip(batch.chunks, results, held, strict=True)
@@ -280,7 +282,8 @@ class Scheduler:
                 sequence.computed = computed
             if result.error is not None:
                 if sequence.suspect or not result.recompute:
-                    finished.append(Output(sequence, [], result.error))
+                    sequence.done = result.error
+                    finished.append(sequence)
                     if ahead is not None:
                         ahead.drop(sequence)
                     self.remove(sequence, failed=True)
@@ -289,9 +292,8 @@ class Scheduler:
             elif not chunk.samples:
                 if not batch.recorded:
                     self._cache.cache_unfinished(sequence)
-                if (progress := sequence.progress) is not None:
-                    progress.cached, progress.processed = sequence.reused or 0, sequence.computed
-                    outputs.append(Output(sequence, [], None))
+                if sequence.reports_progress:
+                    news.append(sequence)
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             if sequence.slot is not None:
@@ -307,10 +309,11 @@ class Scheduler:
             if not sequence.timings.first_token:
                 sequence.timings.first_token = now
             new = [*result.tokens, *result.forced] if result.forced else result.tokens
-            new, done = sequence.extend(new, self._ends)
+            new = sequence.extend(new, self._ends)
+            self.generated_tokens += len(new)
             alone = alone and len(new) == 1  # no forced tokens
-            (finished if done else outputs).append(Output(sequence, new, done))
-            if done:
+            (finished if sequence.done else news).append(sequence)
+            if sequence.done:
                 sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
         steady = alone and not (finished or recomputed or late) and batch.is_decode
@@ -321,7 +324,7 @@ class Scheduler:
                 self._preempt(sequence)
         if not usable:
             self._suspect()
-        return outputs + finished
+        return news + finished
 
     # --- the parts of schedule -----------------------------------------------------------------------------
 
@@ -352,7 +355,7 @@ class Scheduler:
     def _passes(self) -> int:
         """Prefill steps in a row: passes of the budget."""
         how = self.reproducible
-        each = self._ubatch_size if how is None or how.chunk == 1 else how.chunk * how.abreast
+        each = self._usual_pass if how is None or how.chunk == 1 else how.chunk * how.abreast
         return max(1, self.prefill_budget.tokens // each)
 
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:

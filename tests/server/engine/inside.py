@@ -77,8 +77,6 @@ def at_rest(engine: Engine) -> bool:
     stats, parts = engine.stats(), engine.components
     remembered = (
         engine._open,
-        engine._sequences,
-        engine._listeners,
         parts.cache._paths,
         parts.states._rollback._held,
         parts.speculator._alive,

@@ -11,7 +11,7 @@ import pytest
 
 from qwen_serve.llamacpp import SamplerChain
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
-from qwen_serve.server.engine import GenerationError, SamplingParams
+from qwen_serve.server.engine import GenerateRequest, GenerationError, SamplingParams
 from tests.server.engine.helpers import Request, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.launching import PLAIN, ahead
 from tests.waiting import until
@@ -145,7 +145,7 @@ async def test_leaving_while_the_host_chooses(nano_f32: Path, held: Held) -> Non
     asked[1].params = MIROSTAT
     with ahead(nano_f32, prefix_cache=False, parallel=2) as (engine, _):
         prompt = engine.prompt(asked[1].prompt)
-        slow = [engine.submit(prompt, MIROSTAT, N) for _ in range(2)]
+        slow = [engine.submit(GenerateRequest(prompt, MIROSTAT, N)) for _ in range(2)]
         await until(held.begun.is_set)
         for one in slow:
             one.cancel()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import model
-from qwen_serve.server.engine import GenerationError, SamplingParams
+from qwen_serve.server.engine import GenerateRequest, GenerationError, SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, running
 from tests.waiting import until
@@ -58,7 +58,7 @@ def put(value: float, rows: Any = slice(None)) -> Callable[[npt.NDArray[Any]], o
 
 
 async def ask(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
-    generation = engine.submit(engine.prompt(prompt), params, 8)
+    generation = engine.submit(GenerateRequest(engine.prompt(prompt), params, 8))
     return [token async for tokens in generation for token in tokens]
 
 
@@ -183,7 +183,7 @@ async def test_what_a_cancelled_one_leaves_is_not_the_next_one_s_fault(poisonous
     """It went before it had logits by which anybody could have told."""
     with running(poisonous, speculation="off", remember=False, prefix_cache=False, **EXACT) as engine:
         alone = await ask(engine, SamplingParams())
-        reading = engine.submit(engine.prompt([*BAD, *([300] * 1500)]), SamplingParams(), 8)
+        reading = engine.submit(GenerateRequest(engine.prompt([*BAD, *([300] * 1500)]), SamplingParams(), 8))
         await until(lambda: engine.stats().prompt_tokens > len(PROMPT))
         reading.cancel()
         assert await ask(engine, SamplingParams()) == alone

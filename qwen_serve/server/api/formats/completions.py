@@ -210,7 +210,7 @@ class CompletionLogprobs:
         return self._written(self._of_answer(last=last)) if self.asked else None
 
     def _of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
-        logprobs = self._generation.generation.logprobs
+        logprobs = self._generation.request.logprobs
         scores = logprobs.prompt if logprobs is not None else []
         return list(zip(self._prompt, [None, *scores], strict=False))
 

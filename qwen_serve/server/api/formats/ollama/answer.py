@@ -153,7 +153,7 @@ class OllamaWriter(EventWriter):
         503 if the server cut it short."""
         generation = self._generation
         reason = self._served.check(self._answer.finish_reason)
-        timings = generation.generation.timings
+        timings = generation.request.timings
         times = timings.queue_ms, timings.prefill_ms, timings.decode_ms
         waited, read, wrote = (int(1e6 * milliseconds) for milliseconds in times)
         return {
@@ -161,7 +161,7 @@ class OllamaWriter(EventWriter):
             "done_reason": "length" if reason == "length" else "stop",
             "total_duration": waited + read + wrote,
             "load_duration": 0,
-            "prompt_eval_count": generation.prompt_tokens,
+            "prompt_eval_count": generation.request.prompt_length,
             "prompt_eval_duration": read,
             "eval_count": generation.completion_tokens,
             "eval_duration": wrote,
