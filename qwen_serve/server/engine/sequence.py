@@ -166,7 +166,7 @@ class GenerateRequest:
     """Clamped to the room that the prompt leaves in the context; None means all of it. With 0 only the prompt
     is read."""
     stream: bool = True
-    """Whether tokens are delivered as they come, rather than all at the end (with log-probabilities: at times)."""
+    """Whether tokens are delivered as they come, rather than all at the end (log-probabilities: at times)."""
     constraint: Constraint | None = None
     """New, and of this request only."""
     salt: str = ""
