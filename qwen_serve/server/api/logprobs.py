@@ -246,7 +246,7 @@ class ResponseLogprobs:
 def prompt_logprobs(request: GenerationRequest, vocab: Vocab, generation: TextGeneration) -> dict[str, Any]:
     """vLLM's field of that name: null for the first token, then an object by token id. Empty if the request
     does not ask for it."""
-    logprobs = generation.generation.logprobs
+    logprobs = generation.request.logprobs
     if request.prompt_logprobs is None or logprobs is None:
         return {}
     names, n_top = TokenNames(vocab), request.prompt_logprobs

@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,20 +18,10 @@ if TYPE_CHECKING:
     from .loading import Components
     from .profile import StepProfile
     from .runner import Launched
-    from .sequence import Output
+    from .sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Adds a request, or only wakes. This may run while the next step is already being computed."""
-
-    add: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.add()
-
-
-class Steps:
+class StepLoop:
     """Runs one step after the other: schedules, drafts, launches, samples, verifies and commits.
 
     While a step is computed, the host sends the tokens of the step before. The next step may be launched
@@ -64,13 +53,17 @@ class Steps:
         added."""
         return self._ahead is not None
 
-    def step(self, *, last: bool = False) -> tuple[Batch, list[Output]] | None:
-        """Run a step; return its batch and its results, or None if there was none, for want of cells. With
-        `last` the next step is not launched."""
+    def step(self, *, last: bool = False) -> tuple[Batch, list[Sequence]] | None:
+        """Run a step; return its batch and the sequences with news, or None if there was none, for want of
+        cells. With `last` the next step is not launched."""
         step, self._ahead = self._ahead or self._launch(), None
         if step is None:
             return None
         lap, batch = self._profile.lap, step.batch
+        if batch.guesses is not None:
+            batch.read_drafts()
+            step.at = self._components.clock()
+            lap("propose")
         self._runner.sample(step)
         if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()
@@ -96,10 +89,10 @@ class Steps:
         ahead = None if self._ahead is None else self._ahead.batch
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
-        outputs = self._scheduler.commit(batch, sampled, held, ahead)
+        news = self._scheduler.commit(batch, sampled, held, ahead)
         lap("commit")
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
-        return batch, outputs
+        return batch, news
 
     def _launch(self) -> Launched | None:
         """Launch the next step; None if there are no cells for it."""

@@ -17,7 +17,7 @@ from qwen_serve.server.api.fields.thinking import BUDGETS
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
 from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.logprobs import LOWEST, SOON, ChatLogprobs, TokenNames, in_list, prompt_logprobs
-from qwen_serve.server.api.request import awake, prepared
+from qwen_serve.server.api.request import ensure_loaded, prepared
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
@@ -140,7 +140,7 @@ async def begin(
     """Submits prompts in any format. Returns them as tokens, with the text that each answer begins with.
     `prefix` starts the response's id."""
     placement = placement_of(context, request)
-    backend = await awake(context, lambda: wanted_grammar(request.wanted_format(()), thinking=False))
+    backend = await ensure_loaded(context, lambda: wanted_grammar(request.wanted_format(()), thinking=False))
     check_count(backend.engine.settings, request, len(request.prompt))
 
     def prepare(
@@ -232,7 +232,7 @@ class CompletionLogprobs:
         return self._written(self._of_answer(last=last)) if self.asked else None
 
     def _of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
-        logprobs = self._generation.generation.logprobs
+        logprobs = self._generation.request.logprobs
         scores = logprobs.prompt if logprobs is not None else []
         return list(zip(self._prompt, [None, *scores], strict=False))
 

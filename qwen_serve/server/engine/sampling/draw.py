@@ -181,21 +181,27 @@ class Sampler:
     @property
     def may_force(self) -> bool:
         """Whether tokens may be forced right after the next one."""
-        return self._constraint is not None or bool(self._forced) or self.horizon == 1
+        closes = self._thinking is not None and self._thinking.horizon == 1
+        return self._constraint is not None or bool(self._forced) or closes
 
     @property
     def horizon(self) -> int | None:
         """Number of next tokens before the first place at which the think block's limits may force tokens
-        that a draft does not know; None: any number."""
+        that a draft does not know, or at which a choice depends on the one before; None: any number."""
+        if self._native is not None and self._native.follows_choices:
+            return 1
         return None if self._thinking is None else self._thinking.horizon
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether `validate` takes every draft."""
+        return self._constraint is None and not self._forced
 
     def validate(self, draft: list[int]) -> list[int]:
         """The first tokens of a draft, as far as they may come next."""
         if self._forced:
             pairs = zip(draft, self._forced, strict=False)
             return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-        if self._native is not None and self._native.follows_choices:
-            return []
         return draft if self._constraint is None else draft[: self._constraint.validate(draft)]
 
     def close(self) -> None:
