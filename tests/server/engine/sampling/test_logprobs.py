@@ -184,6 +184,23 @@ async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Refere
         check(reference, prompt, answer, generation.request.logprobs)
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_a_whole_answer_comes_early_with_them(nano_f32: Path, logprobs: int | None) -> None:
+    """Some tokens at a time, with their log-probabilities, so that these are written meanwhile."""
+    prompt = random_prompt(random.Random(3), 20)
+    request = Request(prompt, 60, params=SamplingParams(ignore_eos=True, logprobs=logprobs))
+    with running(nano_f32, **EXACT) as engine:
+        expected = [token async for tokens in submit(engine, request) for token in tokens]
+        request.stream = False
+        whole, arrived = submit(engine, request), []
+        async for tokens in whole:
+            arrived.append(tokens)
+            scores = whole.request.logprobs
+            assert scores is None or len(scores.tokens) >= sum(map(len, arrived))
+    assert list(itertools.chain(*arrived)) == expected
+    assert (len(arrived) == 1) is (logprobs is None), list(map(len, arrived))
+
+
 async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
     rng = random.Random(3)
     prompts = [random_prompt(rng, length) for length in (5, 80, 200)]
