@@ -13,6 +13,10 @@ extern "C" {
 #define LLAMA_RS_SEQ_OPERANDS             0x40000000u
 #define LLAMA_RS_OPERANDS(n_rows, n_seqs) (LLAMA_RS_SEQ_OPERANDS | (uint32_t) (n_seqs) << 8 | (uint32_t) (n_rows))
 
+// A bit of n_rs_seq, for qwen35 and qwen35moe: the delta nets' states are kept in F16, and computed in F32. They are rounded after each token, or, where
+// prompts are read as chunks of tokens, after these. States of the convolution stay in F32. A state that was saved in another type is not read.
+#define LLAMA_RS_SEQ_STATE_F16 0x20000000u
+
 // n_rows of a context, or 0: for qwen35 and qwen35moe with ragged passes.
 LLAMA_API uint32_t llama_n_rs_operands(const struct llama_context * ctx);
 

@@ -199,7 +199,9 @@ async def test_many_of_every_kind_beside_them(poisonous: Path, more: dict[str, A
         await asyncio.sleep(one.delay)  # requests come when they come
         generation = submit(engine, one)
         tokens = [token async for new in generation for token in new]
-        return tokens, repr(generation.logprobs and generation.logprobs.tokens) if more is BITS else ""
+        return tokens, repr(
+            generation.request.logprobs and generation.request.logprobs.tokens
+        ) if more is BITS else ""
 
     places = {"parallel": 16, "ctx_size": 16 * 512, "ubatch_size": 64, "remember": False}
     with ahead(poisonous, **places, prefix_cache=False, **more) as (engine, _):
