@@ -98,7 +98,7 @@ def test_in_f32_and_with_drafts_from_earlier_answers_too(
     kept = {name: value for name, value in HARD[way].items() if name.startswith(("cache_type", "flash"))}
     servers = {"alone": {**how, **kept, "speculation": "off", "prefix_cache": False}}
     servers[way] = {**how, **HARD[way], "draft_always": True}
-    words = ["--requests", "66", "--levels", "8,5", "--aborts", "0.2"]
+    words = ["--requests", "44", "--levels", "8,5", "--aborts", "0.2"]
     status, found = asked(model, tmp_path, servers, *words)
     assert (status, found["errors"], found["differences"]) == (0, [], [])
     drafts = found["servers"][way].values()
