@@ -25,10 +25,8 @@ Attention multiplies other sequences' cells and free cells by 0, and a value tha
 So unusable logits do not tell which sequence caused them. The cells are cleared, and the running sequences
 start again, each alone until it has a token. A sequence that gets none even alone is the cause and fails.
 
-On a hybrid model llama.cpp reads the weights once for each distinct token count of a step's sequences, since
-the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes,
-sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a
-prompt, attention would read a mask of all sequences' cells for each of its tokens.
+A step whose sequences have different token counts is one pass with the patch ragged-passes, else one for each
+count. Decodes have steps of their own: beside a chunk of a prompt, attention would read a mask of all cells.
 """
 
 from __future__ import annotations
