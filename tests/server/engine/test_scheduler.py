@@ -213,8 +213,8 @@ def test_a_sampler_that_failed_ends_its_sequence_alone() -> None:
     batch = s.schedule()
     s.reserve(batch)
     error = FloatingPointError("not a number")
-    outputs = s.commit(batch, [SampleResult(error=error), SampleResult([7])], [4, 4])
-    assert {output.sequence: (output.tokens, output.done) for output in outputs} == {
+    news = s.commit(batch, [SampleResult(error=error), SampleResult([7])], [4, 4])
+    assert {sequence: (sequence.take_unsent(), sequence.done) for sequence in news} == {
         one: ([], error),
         two: ([7], None),
     }
@@ -255,8 +255,8 @@ def test_what_was_right_stays_or_is_pending_again(accepted: int) -> None:
     s.reserve(batch)
     assert used(s) == 7
     held = 7 if accepted == 2 else states.rollback(chunk, accepted)
-    [output] = s.commit(batch, [SampleResult([8, 9, 10][: accepted + 1])], [held])
-    assert output.tokens == [8, 9, 10][: accepted + 1]
+    news = s.commit(batch, [SampleResult([8, 9, 10][: accepted + 1])], [held])
+    assert (news, stream.tokens[5:]) == ([stream], [8, 9, 10][: accepted + 1])
     if accepted == 2:
         assert (stream.computed, stream.pending, used(s)) == (7, 1, 7)
     else:
