@@ -95,6 +95,14 @@ def test_those_that_come_along_can_be_run(name: str, capsys: pytest.CaptureFixtu
         assert bound.arguments or bound.kwargs
 
 
+def test_a_limit_is_shared_by_the_number_of_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment", "sampling", "--set", "url=x", "--limit", "130", "--dry-run"]) == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    each = [(words.count("--peer"), float(words[words.index("--limit") + 1])) for words in commands]
+    assert each == [(n, pytest.approx(10 * n)) for n, _ in each]
+    assert sum(n for n, _ in each) == 13
+
+
 class Words(Vocabulary):
     """A vocabulary in which each word is a token, as in the synthetic model's texts."""
 

@@ -39,7 +39,7 @@ from .adapters import AdapterRotation
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import CHOOSING, DECODE, PREFILL, SequenceStatus
+from .sequence import DECODE, PREFILL, SequenceStatus
 from .ubatches import usual_pass
 
 if TYPE_CHECKING:
@@ -182,11 +182,6 @@ class Scheduler:
             batch.draft_room = 0
         return batch
 
-    @property
-    def chooses(self) -> bool:
-        """Whether all running sequences wait for tokens that the host chooses."""
-        return all(one.choice is not None for one in self.running)
-
     def decoded(self, batch: Batch, seconds: float) -> None:
         """Tell the policy how many `seconds` a decode step took, from which it computes the cost of output
         tokens."""
@@ -210,10 +205,8 @@ class Scheduler:
                     continue
                 if sequence.sampler.may_force and len(self.running) == 1:
                     return None  # forced tokens are computed together
-                if not sequence.sampler.on_device:
-                    continue  # its token comes from the host
             elif not sequence.ready:
-                if self._prefills_left and not sequence.choice:
+                if self._prefills_left:
                     return None
                 continue
             elif not sequence.decoding or sequence.pending > 1:
@@ -257,13 +250,12 @@ class Scheduler:
         results: ListLike[SampleResult],
         held: ListLike[int],
         ahead: Batch | None = None,
-        late: ListLike[tuple[Chunk, SampleResult]] = (),
     ) -> list[Sequence]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
         Return those with news for their listeners.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
-        batch `ahead`, which is already being computed, drops them. `late`: choices of the host's threads.
+        batch `ahead`, which is already being computed, drops them.
         """
         now = perf_counter()
         self.waiting.steps += 1
@@ -271,8 +263,7 @@ class Scheduler:
         finished: list[Sequence] = []
         recomputed: list[Sequence] = []
         alone, usable = not batch.dropped, True
-        found = zip(batch.chunks, results, held, strict=True)
-        for chunk, result, computed in [*found, *((*one, one[0].sequence.computed) for one in late)]:
+        for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
             if sequence in batch.dropped:
                 continue
@@ -295,7 +286,7 @@ class Scheduler:
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             if sequence.slot is not None:
-                sequence.status = CHOOSING if sequence.choice else DECODE if computed else PREFILL
+                sequence.status = DECODE if computed else PREFILL
             if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
             elif sequence.quarantined:
@@ -314,8 +305,7 @@ class Scheduler:
             if sequence.done:
                 sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
-        steady = alone and not (finished or recomputed or late) and batch.is_decode
-        steady = steady and all(one.choice is None for one in self.running)
+        steady = alone and not (finished or recomputed) and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
         for sequence in recomputed:
             if sequence in self.running:
@@ -342,7 +332,7 @@ class Scheduler:
         self._admit()
         self._begin()
         self._choose(batch, prefill_first=self._prefills_left > 0)
-        while not batch.chunks and not self.chooses:  # no free cell for any prompt
+        while not batch.chunks:  # no free cell for any prompt
             self.preempt_youngest()
             self._choose(batch)
         reads = self._prefills_left and batch.chunks and not batch.chunks[0].sequence.ready
@@ -377,8 +367,6 @@ class Scheduler:
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.quarantined or self.running[0].quarantined):
-                return
-            if head is not None and head.choice:  # preempted while its token is chosen
                 return
             if head is None or not self._fits(head):
                 found = self.waiting.preemption(self._cache.can_suspend, head) if preempt else None
