@@ -273,6 +273,7 @@ class Policy:
         if deepest <= 0:
             return
         seconds = times.totals(n)
+        between = times.between.of(n)
         each = (seconds[min(CACHED, before + REDONE)] - seconds[before]) / REDONE
         chances = chances_of(own, known, deepest)
         chances[np.arange(deepest) >= np.array(limits)[:, None]] = 0
@@ -289,7 +290,7 @@ class Policy:
         chosen &= drafted <= room
         totals = np.minimum(before + drafted, CACHED)
         keeps_graph = (totals == step.shape[1]) & (step.shape[0] == n)
-        spent = seconds[totals] + np.where(keeps_graph, 0.0, times.building.value * CHANGES)
+        spent = seconds[totals] + between + np.where(keeps_graph, 0.0, times.building.value * CHANGES)
         again = each * np.cumsum(chosen * redone.flat[order], axis=1) + self.rollback.value
         spent += np.where(ends[:, None] > step.rewinds, again, 0.0)
         spent += np.array([drafter.cost(drafting, int(depth)) for depth in ends])[:, None]
@@ -327,6 +328,7 @@ class Policy:
         pending, n, times = step.pending, len(step.pending), self.times
         rows = [own + length for own, length in zip(pending, lengths, strict=True)]
         seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))
+        seconds += times.between.of(n)
         if max(lengths) > step.keeps_graph:  # the state moves to another cell
             seconds += times.leaving if drafter.instant or n > 1 else times.building.value
         else:
