@@ -182,7 +182,7 @@ class Speculator:
 
     def _cooldown(self, health: DrafterHealth, n: int) -> int:
         """Steps left in which a drafter does not draft for `n` sequences, since it failed or did not pay."""
-        return max(health.disabled.left(health.now), self._policy.cooldown(health.drafter, n))
+        return max(health.paused, self._policy.cooldown(health.drafter, n))
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One request for each chunk; empty if no draft may have a token, as a sampled one always follows."""
@@ -218,7 +218,7 @@ class Speculator:
     ) -> Option | None:
         """What a drafter may draft in this step; an instant drafter's drafts go to `found`."""
         drafter, n = health.drafter, len(requests)
-        if n > drafter.most or health.disabled.left(health.now):
+        if n > drafter.most or health.paused:
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
             return None  # a first token must not wait for a drafter that has to read the prompt
