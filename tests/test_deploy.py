@@ -196,5 +196,7 @@ def test_nginx_passes_events_on_and_bounds_what_an_address_may_have(tmp_path: Pa
             one = {"prompt": "x", "max_tokens": 1}
             claimed = client.post("/v1/completions", json=one, headers={"X-Forwarded-For": "203.0.113.9"})
             assert claimed.status_code == 200
-            assert server.engine.submissions[-1].scheduling.tenant == "127.0.0.1", "not what a client claims"
+            assert server.engine.submissions[-1].request.scheduling.tenant == "127.0.0.1", (
+                "not what a client claims"
+            )
             assert client.get("/metrics").status_code == 403

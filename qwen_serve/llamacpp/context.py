@@ -18,9 +18,10 @@ from .log import reason, tapped_log
 from .memory import matrix
 from .patches import BATCH_INVARIANT, brings
 from .ragged import ragged_passes
+from .recurrent_states import n_rs_seq
 from .row_sampler import HAS_ROW_SAMPLER, Place
 from .row_steps import RowSteps
-from .snapshots import Snapshots, n_rs_seq
+from .snapshots import Snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,9 +73,7 @@ class Context:
         params.n_batch = options.n_batch
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
-        params.n_rs_seq = n_rs_seq(options.n_snapshots)
-        if options.n_operands and operands.HAS_OPERANDS and options.unified:
-            params.n_rs_seq = operands.n_rs_seq(options.n_operands, options.operand_sequences)
+        params.n_rs_seq = n_rs_seq(options)
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from qwen_serve.bench.clients.catalogue import CLIENTS
 from qwen_serve.bench.clients.run import environment, execute
 from qwen_serve.bench.clients.snippets import read_snippets
+from qwen_serve.server.engine import GenerateRequest
 from tests.server.api.conftest import Start, starter
 from tests.server.api.fakes import FakeEngine, FakeVocab
 from tests.server.api.formats.test_replies import ids
@@ -147,15 +149,15 @@ def test_a_file_is_changed_and_a_command_run(start: Start, client: str, tmp_path
 class Cutting(FakeEngine):
     """Ends a reply that ends in CUT as a token limit does."""
 
-    def submit(self, prompt: Any, params: Any, max_tokens: int | None = None, **options: Any) -> Any:
+    def submit(self, request: GenerateRequest) -> Any:
         script = self.script
-        reply = script(self.text(prompt.ids))
+        reply = script(self.text(request.prompt.ids))
         if isinstance(reply, str) and reply.endswith(CUT):
             reply = reply.removesuffix(CUT)
-            max_tokens = len(FakeVocab().tokenize(reply, special=True))
+            request = replace(request, max_tokens=len(FakeVocab().tokenize(reply, special=True)))
         self.script = lambda _: reply
         try:
-            return super().submit(prompt, params, max_tokens, **options)
+            return super().submit(request)
         finally:
             self.script = script
 

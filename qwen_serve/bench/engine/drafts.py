@@ -24,7 +24,14 @@ from qwen_serve.bench.terminal import Bar
 from qwen_serve.llamacpp import devices
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.api.observe.metrics import Metrics
-from qwen_serve.server.engine import DoesNotFit, Engine, EngineSettings, Prompt, SamplingParams
+from qwen_serve.server.engine import (
+    DoesNotFit,
+    Engine,
+    EngineSettings,
+    GenerateRequest,
+    Prompt,
+    SamplingParams,
+)
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.settings import Speculation
 
@@ -244,7 +251,8 @@ async def answer(engine: Engine, prompt: Prompt, count: int) -> dict[str, float]
     """Send a request. Returns its TTFT and ITL, as a client measures them."""
     submitted = perf_counter()
     arrivals = [
-        (perf_counter(), len(tokens)) async for tokens in engine.submit(prompt, PARAMS, max_tokens=count)
+        (perf_counter(), len(tokens))
+        async for tokens in engine.submit(GenerateRequest(prompt, PARAMS, max_tokens=count))
     ]
     (first, at_first), (last, _) = arrivals[0], arrivals[-1]
     return {"ttft": 1000 * (first - submitted), "itl": 1000 * (last - first) / max(1, count - at_first)}

@@ -13,7 +13,14 @@ from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
 from qwen_serve.bench.engine.recording import Recorder, recorded
 from qwen_serve.bench.terminal import Cell, Table
 from qwen_serve.server.chat.formats import compose, json_format
-from qwen_serve.server.engine import Constraint, Engine, EngineSettings, Grammar, SamplingParams
+from qwen_serve.server.engine import (
+    Constraint,
+    Engine,
+    EngineSettings,
+    GenerateRequest,
+    Grammar,
+    SamplingParams,
+)
 from qwen_serve.server.engine.runner import Launched
 from qwen_serve.server.engine.sampling.rows import Rows
 
@@ -153,7 +160,7 @@ async def _answer(
 
     async def one(index: int) -> None:
         prompt = engine.prompt([300 + index, 301])
-        generation = engine.submit(prompt, params, tokens, constraint=begin())
+        generation = engine.submit(GenerateRequest(prompt, params, tokens, constraint=begin()))
         arrivals = [perf_counter() async for _ in generation]
         if not index:
             moments.extend(arrivals)

@@ -1,11 +1,13 @@
 """``qwen-bench quality levels``: what levels lose on a model's own text, on other kinds, and at depth."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
 import numpy as np
@@ -19,14 +21,19 @@ from qwen_serve.convert import cli
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.evaluation import TEXTS, write_any
-from qwen_serve.convert.kld import OWN, Candidate, Scores, compare_all, spaced
-from qwen_serve.convert.stages import replacing
+from qwen_serve.convert.kld import OWN, Candidate, compare_all, spaced
+from qwen_serve.convert.stages import fingerprint, replacing
+from qwen_serve.llamacpp import HAS_STATE_F16
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.model import Model
 
-METHODS = ("nearest", "compensated")
 RESAMPLES = 2000
+DEEP = "one pass"
+RECIPE = ".toml"
+F16 = "f16"
 Names = Annotated[tuple[str, ...], comma_separated(str)]
+Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,12 @@ class Measured:
     divergence: dict[str, NDArray[np.float64]]
 
 
-DEEP = "one pass"
+class Tried(NamedTuple):
+    """A file, and the types of its keys and values and of its recurrent states."""
+
+    path: Path
+    cache: str = F16
+    state_type: str = "f32"
 
 
 def levels(
@@ -62,8 +74,8 @@ def levels(
     Converts each source to every level, by nearest and by compensated rounding with the same calibration text
     and importance matrix, and compares the files with F16: on the model's own text, which is of the
     calibration's kind; on prose, code and chat, which no step has seen; and on --depth tokens of its own text
-    without a break. Tables are printed as Markdown. Intervals are 95%, by resampling chunks. Finished
-    conversions in --out are used again.
+    without a break. Tables are printed as Markdown, a level's rows as soon as it is measured. Intervals are
+    95%, by resampling chunks. Finished conversions and measurements in --out are used again.
 
     Parameters
     ----------
@@ -72,11 +84,11 @@ def levels(
     out
         Folder for the files.
     quants
-        Levels that are rounded by both methods.
+        Levels, or recipes (TOML files), that are rounded by both methods.
     beside
-        Levels that are rounded by nearest alone, for the depth table.
+        Levels or recipes that are rounded by nearest alone.
     caches
-        Types of keys and values, with F16 weights, for the depth table.
+        Types of keys and values, with F16 weights, for the depth table, which also has F16 states.
     calibration
         Text for both methods (default: the one that qwen-convert writes).
     texts
@@ -92,98 +104,128 @@ def levels(
     print(f"{datetime.now(UTC):%Y-%m-%d}, {host()['processor']}, {runtime.n_threads} threads\n")
     try:
         for source in sources:
-            folder = out / source.name
-            files = convert(source, folder, quants, beside, calibration, runtime.n_threads)
-            of = measure(folder, source.name, files, caches, texts, chunks, depth, runtime)
-            print_texts(source.name, of, quants)
+            folder, of = out / source.name, list[Measured]()
+            base = folder / f"{source.name}-F16.gguf"
+            for level in (*quants, *beside):
+                files = {
+                    f"{name_of(level)} nearest": Tried(convert(source, folder, level, calibration, runtime))
+                }
+                if level in quants:
+                    path = compensate(source, folder, level, calibration, runtime)
+                    files[f"{name_of(level)} compensated"] = Tried(path)
+                if not of:
+                    ids = read_texts(base, source.name, texts, chunks, depth, runtime)
+                found = measure(base, files, ids, runtime)
+                print_texts(name_of(level), found, head=source.name if not of else None)
+                of += found
+            types = {f"F16, {cache} keys and values": Tried(base, cache) for cache in caches}
+            if HAS_STATE_F16:
+                types["F16, recurrent states in f16"] = Tried(base, state_type=F16)
+            of += measure(base, types, {DEEP: ids[DEEP]}, runtime)
             print_depth(source.name, of)
     except (ConvertError, LlamaError) as error:
         raise BenchError(str(error)) from error
     return 0
 
 
-def convert(
-    source: Path,
-    folder: Path,
-    quants: Sequence[str],
-    beside: Sequence[str],
-    calibration: Path | None,
-    threads: int,
-) -> dict[str, Path]:
-    """The files by label, such as `Q2_K compensated`."""
+def name_of(level: str) -> str:
+    """The level's name in files and tables."""
+    return Path(level).stem if level.endswith(RECIPE) else level
+
+
+def convert(source: Path, folder: Path, level: str, calibration: Path | None, runtime: Runtime) -> Path:
+    """The level's file by nearest; also writes what all levels need: F16, the texts, the importance
+    matrix."""
+    given = ["--calibration", calibration] if calibration else []
+    return _convert(source, source.name, folder, level, given, runtime)
+
+
+def compensate(source: Path, folder: Path, level: str, calibration: Path | None, runtime: Runtime) -> Path:
+    """The level's compensated file, with the text and importance matrix of the one by nearest."""
     name = source.name
-    common = ["--no-kld", "--no-vision", "--threads", str(threads)]
     text = calibration or folder / f"{name}.calibration.txt"
-    runs = [["--src", source, "--quant", ",".join([*quants, *beside]), "--out", folder]]
-    runs[0] += ["--calibration", calibration] if calibration else []
-    base, imatrix = folder / f"{name}-F16.gguf", folder / f"{name}.imatrix.gguf"
-    given = ["--imatrix", imatrix, "--calibration", text, "--method", METHODS[1]]
-    runs += [["--src", base, "--quant", level, "--out", folder / level, *given] for level in quants]
-    for run in runs:
-        if cli.main([*map(str, run), *common]) != 0:
-            raise BenchError(f"{source}: qwen-convert failed")
-    files = {f"{level} {METHODS[0]}": folder / f"{name}-{level}.gguf" for level in [*quants, *beside]}
-    return files | {f"{level} {METHODS[1]}": folder / level / f"{name}-{level}.gguf" for level in quants}
+    given = ["--imatrix", folder / f"{name}.imatrix.gguf", "--calibration", text, "--method", "compensated"]
+    return _convert(folder / f"{name}-F16.gguf", name, folder / name_of(level), level, given, runtime)
 
 
-def measure(
-    folder: Path,
-    name: str,
-    files: dict[str, Path],
-    caches: Sequence[str],
-    texts: Sequence[Path],
-    most: int,
-    depth: int,
-    runtime: Runtime,
-) -> list[Measured]:
-    """All files are loaded at once, so that the F16 file runs once for all."""
-    base = folder / f"{name}-F16.gguf"
+def _convert(
+    source: Path, name: str, out: Path, level: str, given: Sequence[object], runtime: Runtime
+) -> Path:
+    kind = "--recipe" if level.endswith(RECIPE) else "--quant"
+    words = ["--src", source, kind, level, "--out", out, "--threads", runtime.n_threads, *given]
+    if cli.main([*map(str, words), "--no-kld", "--no-vision"]) != 0:
+        raise BenchError(f"{source}: qwen-convert {kind} {level} failed")
+    return out / f"{name}-{name_of(level)}.gguf"
+
+
+def read_texts(
+    base: Path, name: str, more: Sequence[Path], most: int, depth: int, runtime: Runtime
+) -> dict[str, Ids]:
+    """The chunks by text, and the long one; texts that do not exist yet are written."""
     read: dict[str, Path] = {}
     for what in TEXTS:
-        read[what] = folder / f"{name}.{what}.txt"
+        read[what] = base.parent / f"{name}.{what}.txt"
         if not read[what].exists():
             with replacing(read[what]) as part:
                 write_any(base, part, purpose=what, runtime=runtime)
-    read |= {text.stem: text for text in texts}
+    read |= {text.stem: text for text in more}
+    with runtime.load(base) as whole:
+        found = {label: read_chunks(whole, path) for label, path in read.items()}
+    deep = found[OWN].reshape(1, -1)[:, :depth]
+    return {label: spaced(chunks, most) for label, chunks in found.items()} | {DEEP: deep}
+
+
+def measure(
+    base: Path, files: Mapping[str, Tried], texts: Mapping[str, Ids], runtime: Runtime
+) -> list[Measured]:
+    """Files with their types, by label. What was measured is kept beside the base."""
+    of = [Measured(label, path.stat().st_size / 1e6, {}) for label, (path, *_) in files.items()]
     with ExitStack() as stack:
-        whole = stack.enter_context(runtime.load(base))
-        models = [Candidate(stack.enter_context(runtime.load(path))) for path in files.values()]
-        of_caches = [Candidate(whole, cache) for cache in caches]
+        loaded: dict[Path, Model] = {}
 
-        def divergences(candidates: list[Candidate], chunks: NDArray[np.int32]) -> list[Scores]:
-            return compare_all(whole, candidates, chunks, threads=runtime.n_threads)
+        def load(path: Path) -> Model:
+            if path not in loaded:
+                loaded[path] = stack.enter_context(runtime.load(path))
+            return loaded[path]
 
-        labels = [*files, *(f"F16, {cache} keys and values" for cache in caches)]
-        sizes = [*(path.stat().st_size for path in files.values()), *[base.stat().st_size] * len(caches)]
-        of = [Measured(label, size / 1e6, {}) for label, size in zip(labels, sizes, strict=True)]
-        for label, path in read.items():
-            found = divergences(models, spaced(read_chunks(whole, path), most))
-            for one, scores in zip(of, found, strict=False):  # cache types only matter at depth
-                one.divergence[label] = scores.divergence
-        ids = read_chunks(whole, read[OWN])
-        ids = ids.reshape(1, -1)[:, :depth]
-        for one, scores in zip(of, divergences([*models, *of_caches], ids), strict=True):
-            one.divergence[DEEP] = scores.divergence
+        for text, ids in texts.items():
+            kept = [_kept(base, tried, ids) for tried in files.values()]
+            if not all(path.exists() for path in kept):
+                candidates = [Candidate(load(path), *types) for path, *types in files.values()]
+                scores = compare_all(load(base), candidates, ids, threads=runtime.n_threads)
+                for path, score in zip(kept, scores, strict=True):
+                    path.parent.mkdir(exist_ok=True)
+                    with replacing(path) as part, part.open("wb") as file:
+                        np.save(file, score.divergence)
+            for one, path in zip(of, kept, strict=True):
+                one.divergence[text] = np.load(path)
     return of
 
 
-def print_texts(name: str, of: Sequence[Measured], quants: Sequence[str]) -> None:
-    """A row for each level and text."""
-    by = {one.label: one for one in of}
-    print(f"| {name}: level | MB | text | tokens | KLD, nearest | KLD, compensated | change |")
-    print("|---|---:|---|---:|---:|---:|---:|")
-    for level in quants:
-        nearest, compensated = (by[f"{level} {method}"] for method in METHODS)
-        for text, before in nearest.divergence.items():
-            if text == DEEP:
-                continue
-            after = compensated.divergence[text]
+def _kept(base: Path, tried: Tried, ids: Ids) -> Path:
+    """Where a divergence is kept: by everything that it depends on."""
+    stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in (base, tried.path)]
+    parts = {"files": stamps, "types": tried[1:], "ids": sha256(ids.tobytes()).hexdigest()}
+    return base.parent / "divergences" / f"{fingerprint(parts)}.npy"
+
+
+def print_texts(level: str, found: Sequence[Measured], head: str | None = None) -> None:
+    """A level's rows, one for each text: by nearest, and compensated if that was measured. `head` begins the
+    table with a model's name."""
+    if head is not None:
+        print(f"\n| {head}: level | MB | text | tokens | KLD, nearest | KLD, compensated | change |")
+        print("|---|---:|---|---:|---:|---:|---:|")
+    for text, before in found[0].divergence.items():
+        if text == DEEP:
+            continue
+        row = f"{level} | {found[0].megabytes:.2f} | {'own' if text == OWN else text} | {before.size:,}"
+        row += f" | {before.mean():.4f}"
+        for other in found[1:]:
+            after = other.divergence[text]
             change, low, high = (100 * value for value in changed(before, after))
-            kind = "own" if text == OWN else text
-            row = f"{level} | {nearest.megabytes:.2f} | {kind} | {before.size:,}"
-            row += f" | {before.mean():.4f} | {after.mean():.4f}"
-            print(f"| {row} | {change:+.0f}% [{low:+.0f}, {high:+.0f}] |")
-    print()
+            row += f" | {after.mean():.4f} | {change:+.0f}% [{low:+.0f}, {high:+.0f}]"
+        print(f"| {row} |" if found[1:] else f"| {row} | | |")
+    sys.stdout.flush()
 
 
 def changed(before: NDArray[np.float64], after: NDArray[np.float64]) -> tuple[float, float, float]:
@@ -197,11 +239,13 @@ def changed(before: NDArray[np.float64], after: NDArray[np.float64]) -> tuple[fl
 def print_depth(name: str, of: Sequence[Measured]) -> None:
     """A row for each file and cache type: the mean in each quarter of the long pass."""
     size = of[0].divergence[DEEP].size
-    print(f"| {name}: one pass of {size:,} tokens | in chunks | all | quarter 1 | 2 | 3 | 4 |")
+    print(f"\n| {name}: one pass of {size:,} tokens | in chunks | all | quarter 1 | 2 | 3 | 4 |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for one in of:
         deep = one.divergence[DEEP][0]
         quarters = [deep, *np.array_split(deep, 4)]
         short = f"{one.divergence[OWN].mean():.5f}" if OWN in one.divergence else ""
-        print(f"| {one.label} | {short} | {' | '.join(f'{part.mean():.5f}' for part in quarters)} |")
+        means = [float(part.mean()) for part in quarters]
+        shown = [f"{mean:.5f}" if mean >= 1e-5 else f"{mean:.1e}" for mean in means]
+        print(f"| {one.label} | {short} | {' | '.join(shown)} |")
     print(flush=True)

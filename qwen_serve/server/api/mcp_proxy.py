@@ -7,22 +7,23 @@ logged.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from anyio import CapacityLimiter, to_thread
 from fastapi import Request, Response
 
 from qwen_serve.server.api.errors import ApiError, bad_request
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from fastapi import FastAPI
 
@@ -63,7 +64,7 @@ def origin_of(url: str) -> Origin:
 def install(app: FastAPI, origins: Collection[str]) -> None:
     """Adds the proxy for these origins, such as http://127.0.0.1:3001. Without any, it refuses requests."""
     allowed = {origin_of(origin) for origin in origins}
-    limiter = CapacityLimiter(AT_ONCE)
+    slots = threading.BoundedSemaphore(AT_ONCE)
 
     @app.api_route(PATH, methods=["POST", "DELETE"], include_in_schema=False)
     async def pass_on(http: Request) -> Response:
@@ -75,14 +76,29 @@ def install(app: FastAPI, origins: Collection[str]) -> None:
                 raise ApiError(
                     413, f"a request to an MCP server has at most {MAX_BODY} bytes", code="too_large"
                 )
-        if limiter.available_tokens < 1:
-            raise ApiError(429, f"{AT_ONCE} requests to MCP servers run already", code="too_many_requests")
         headers = {name: value for name in PASSED if (value := http.headers.get(name)) is not None}
         if key := http.headers.get(KEY_HEADER):
             headers["Authorization"] = key
-        call = partial(_call, origin, http.method, target, body, headers)
-        # abandoned when the client leaves; the thread ends by itself within TOTAL_S
-        return await to_thread.run_sync(call, limiter=limiter, abandon_on_cancel=True)
+        if not slots.acquire(blocking=False):
+            raise ApiError(429, f"{AT_ONCE} requests to MCP servers run already", code="too_many_requests")
+        return await _beside(partial(_call, origin, http.method, target, body, headers), slots)
+
+
+async def _beside(call: Callable[[], Response], slots: threading.BoundedSemaphore) -> Response:
+    """Runs a call in a thread, which gives its slot back when it ends, even if the client has left."""
+    answered: Future[Response] = Future()
+    answered.set_running_or_notify_cancel()  # so that a client who leaves does not cancel it
+
+    def run() -> None:
+        try:
+            answered.set_result(call())
+        except Exception as error:
+            answered.set_exception(error)
+        finally:
+            slots.release()
+
+    threading.Thread(target=run, name="mcp-proxy", daemon=True).start()
+    return await asyncio.wrap_future(answered)
 
 
 def _target(url: str | None, allowed: Collection[Origin]) -> tuple[Origin, str]:

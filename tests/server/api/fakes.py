@@ -12,33 +12,29 @@ from functools import cache, cached_property
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from qwen_serve.server.engine import (
-    Adapters,
     CacheMiss,
-    DraftCounts,
     EngineSettings,
     EngineStats,
     FinishReason,
+    GenerateRequest,
     GenerationError,
     Grammar,
     InvalidGrammar,
     InvalidPrompt,
     Logprobs,
-    Progress,
     PromptTooLong,
     QueueFull,
     SamplingParams,
-    SchedulingParams,
     TokenLogprobs,
 )
 from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
-from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
-from qwen_serve.server.engine.sequence import ANYBODY, Timings
+from qwen_serve.server.engine.sequence import Sequence as Asked
 from tests.waiting import until
 
 ADDED = (
@@ -120,11 +116,8 @@ class Submission:
 
     checked: FakePrompt
     text: str
-    params: SamplingParams
     limit: int
-    stream: bool
-    salt: str = ""
-    scheduling: SchedulingParams = ANYBODY
+    request: GenerateRequest
     cancelled: bool = False
     finished: bool = False
     sent: int = 0
@@ -134,6 +127,10 @@ class Submission:
     @property
     def prompt(self) -> list[int]:
         return list(self.checked.ids)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
 
 
 def told(token: int, n_top: int | None) -> TokenLogprobs:
@@ -146,18 +143,20 @@ def told(token: int, n_top: int | None) -> TokenLogprobs:
 class FakeGeneration:
     """The public part of `server.engine.Generation`."""
 
-    def __init__(self, entry: Submission, thinking: ThinkingWatch | None) -> None:
-        self.thinking = thinking
-        self.scheduling = entry.scheduling
-        self.prompt_tokens = len(entry.checked.ids)
-        self.cached_tokens = self.image_tokens = 0
-        self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
-        if self.logprobs is not None and self.logprobs.of_prompt:
-            self.logprobs.prompt += [told(token, entry.params.prompt_logprobs) for token in entry.prompt[1:]]
-        self.missed: CacheMiss | None = CacheMiss("new", 0)
-        self.timings = Timings(submitted=perf_counter(), started=perf_counter())
-        self.drafts = DraftCounts()
-        self.progress: Progress | None = None
+    def __init__(self, entry: Submission) -> None:
+        asked, logprobs = entry.request, Logprobs.wanted(entry.params, FakeVocab.size)
+        self.request = Asked(
+            entry.prompt,
+            entry.limit,
+            logprobs=logprobs,
+            scheduling=asked.scheduling,
+            reports_progress=asked.reports_progress,
+            thinking=asked.thinking.begin(cast("Any", FakeVocab())) if asked.thinking else None,
+        )
+        if logprobs is not None and logprobs.of_prompt:
+            logprobs.prompt += [told(token, entry.params.prompt_logprobs) for token in entry.prompt[1:]]
+        self.request.missed = CacheMiss("new", 0)
+        self.request.timings.started = perf_counter()
         self.finish_reason: FinishReason | None = None
         self._entry = entry
         self._arrived: list[int] = []
@@ -294,33 +293,20 @@ class FakeEngine:
             raise PromptTooLong(len(ids), self.context_size, exactly=True)
         return checked
 
-    def submit(
-        self,
-        prompt: FakePrompt,
-        params: SamplingParams,
-        max_tokens: int | None = None,
-        *,
-        stream: bool = True,
-        salt: str = "",
-        constraint: Any = None,
-        thinking: Any = None,
-        scheduling: SchedulingParams = ANYBODY,
-        progress: Progress | None = None,
-        adapters: Adapters = (),
-    ) -> FakeGeneration:
+    def submit(self, request: GenerateRequest) -> FakeGeneration:
+        prompt = cast("FakePrompt", request.prompt)
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
             raise QueueFull("try again later")
         room = self.context_size - len(prompt.ids)
-        limit = room if max_tokens is None else min(max_tokens, room)
-        entry = Submission(prompt, self.text(prompt.ids), params, limit, stream, salt, scheduling)
+        limit = room if request.max_tokens is None else min(request.max_tokens, room)
+        entry = Submission(prompt, self.text(prompt.ids), limit, request)
         reply = self.script(entry.text)
         if isinstance(reply, Exception):
             raise reply
         tokens: list[Any] = self.vocab.tokenize(reply, special=True) if isinstance(reply, str) else reply
         self.submissions.append(entry)
-        generation = FakeGeneration(entry, None if thinking is None else thinking.begin(self.vocab))
-        generation.progress = progress
+        generation = FakeGeneration(entry)
         task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -328,6 +314,7 @@ class FakeEngine:
 
     async def _run(self, entry: Submission, generation: FakeGeneration, tokens: list[Any]) -> None:
         done: FinishReason | Exception = "stop"
+        logprobs = generation.request.logprobs
         undelivered: list[int] = []
         if entry.limit == 0:
             tokens, done = [], "length"
@@ -341,22 +328,23 @@ class FakeEngine:
             if isinstance(token, Exception):
                 done = token
                 break
-            generation.timings.first_token = generation.timings.first_token or perf_counter()
+            generation.request.timings.first_token = generation.request.timings.first_token or perf_counter()
             entry.sent += 1
-            if generation.thinking is not None:
-                generation.thinking.follow([token])
-            if generation.logprobs is not None and generation.logprobs.of_answer:
-                generation.logprobs.tokens.append(told(token, entry.params.logprobs))
-            if entry.stream:
+            generation.request.tokens.append(token)
+            if generation.request.thinking is not None:
+                generation.request.thinking.follow([token])
+            if logprobs is not None and logprobs.of_answer:
+                logprobs.tokens.append(told(token, entry.params.logprobs))
+            if entry.request.stream:
                 generation.receive([token], None)
             else:
                 undelivered.append(token)
             if entry.sent == entry.limit:
                 done = "length"
                 break
-        if done == "stop" and generation.logprobs is not None and generation.logprobs.of_answer:
-            generation.logprobs.tokens.append(told(self.vocab.eos_id, entry.params.logprobs))
-        generation.timings.finished = perf_counter()
+        if done == "stop" and logprobs is not None and logprobs.of_answer:
+            logprobs.tokens.append(told(self.vocab.eos_id, entry.params.logprobs))
+        generation.request.timings.finished = perf_counter()
         entry.finished = True
         generation.receive(undelivered, done)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from qwen_serve.server.api import mcp_proxy
+from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.mcp_proxy import MAX_ANSWER, MAX_BODY, PATH, origin_of
 from tests.http_server import JsonHandler, serving
 from tests.server.api.conftest import Server, Start
@@ -173,6 +176,35 @@ def test_number_is_bounded(start: Start, other: ThreadingHTTPServer, monkeypatch
             Other.quiet.set()
         assert [one.result().status_code for one in running] == [200, 200]
     assert post(server, address(other)).status_code == 200
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_call_has_its_slot_from_the_check_to_its_end(
+    other: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    monkeypatch.setattr(mcp_proxy, "AT_ONCE", 1)
+    app = FastAPI()
+    mcp_proxy.install(app, [address(other, "")])
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            first, second = (
+                asyncio.ensure_future(client.post(PATH, headers={"Mcp-Url": address(other, "/silent")}))
+                for _ in range(2)
+            )
+            if leaves:
+                second.cancel()
+                await asyncio.to_thread(wait_until, lambda: Other.asked)
+                first.cancel()
+                await asyncio.wait([first])
+                second = asyncio.ensure_future(client.post(PATH, headers={"Mcp-Url": address(other)}))
+            await asyncio.wait([second], timeout=60)
+            Other.quiet.set()
+            with pytest.raises(ApiError, match="run already"):
+                await second
+
+    asyncio.run(ask())
+    wait_until(lambda: not any(one.name == "mcp-proxy" for one in threading.enumerate()))
 
 
 def test_origins_are_compared_as_they_are_called() -> None:

@@ -17,6 +17,7 @@ from qwen_serve.server.engine import (
     Engine,
     EngineSettings,
     FinishReason,
+    GenerateRequest,
     SamplingParams,
     SchedulingParams,
     Vocab,
@@ -90,13 +91,15 @@ def submit(engine: Engine, request: Request) -> Generation:
     """Submit a request without its delay."""
     grammar = None if request.grammar is None else engine.grammars.compile(request.grammar).result()
     return engine.submit(
-        engine.prompt(request.prompt),
-        request.params,
-        request.max_tokens,
-        stream=request.stream,
-        scheduling=request.scheduling,
-        constraint=None if grammar is None else grammar.begin(),
-        adapters=request.adapters,
+        GenerateRequest(
+            engine.prompt(request.prompt),
+            request.params,
+            request.max_tokens,
+            stream=request.stream,
+            scheduling=request.scheduling,
+            constraint=None if grammar is None else grammar.begin(),
+            adapters=request.adapters,
+        )
     )
 
 
@@ -119,8 +122,8 @@ async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
         tokens += new
         if request.cancel_after is not None and len(tokens) >= request.cancel_after:
             generation.cancel()
-    assert generation.logprobs is not None
-    return tokens, repr(generation.logprobs.tokens)
+    assert generation.request.logprobs is not None
+    return tokens, repr(generation.request.logprobs.tokens)
 
 
 async def ask_all(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
@@ -144,7 +147,7 @@ async def idle(engine: Engine) -> None:
     """Wait until no request runs or waits, and the engine's thread has finished with them."""
     await until(lambda: engine.stats().running == engine.stats().waiting == 0)
     through = threading.Event()
-    engine._inbox.put(through.set)  # noqa: SLF001 - a step may be under way
+    engine.between_steps(through.set)  # a step may be under way
 
     def is_through() -> bool:
         assert engine.ready, "the engine has failed"
@@ -161,7 +164,7 @@ def standing_still(engine: Engine) -> Iterator[None]:
     def wait() -> None:
         assert go_on.wait(60)
 
-    engine._inbox.put(wait)  # noqa: SLF001 - what holds up the engine's thread
+    engine.between_steps(wait)
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ import pytest
 from qwen_serve.convert import cli
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.gguf import read_header
-from qwen_serve.server.engine import ModelLoadError, SamplingParams
+from qwen_serve.server.engine import GenerateRequest, ModelLoadError, SamplingParams
 from qwen_serve.server.engine.adapters import TURN
 from qwen_serve.server.engine.planning.adapters import AdapterSpec
 from tests.adapters import merge, write_adapter
@@ -56,7 +56,7 @@ def named(loras: list[Path]) -> str:
 
 def submit(engine: Engine, adapters: Adapters, tokens: int = 16) -> Generation:
     params = SamplingParams(ignore_eos=True)
-    return engine.submit(engine.prompt(PROMPT), params, tokens, adapters=adapters)
+    return engine.submit(GenerateRequest(engine.prompt(PROMPT), params, tokens, adapters=adapters))
 
 
 async def answer(generation: Generation) -> list[int]:
@@ -71,13 +71,13 @@ def test_a_request_is_answered_in_company_as_alone(nano_f32: Path, loras: list[P
         for adapters in SELECTIONS:
             generation = submit(engine, adapters)
             alone.append(await answer(generation))
-            assert generation.cached_tokens == 0, adapters
+            assert generation.request.cached_tokens == 0, adapters
         assert len({tuple(tokens) for tokens in alone}) == len(SELECTIONS)
         with standing_still(engine):
             generations = [submit(engine, adapters) for adapters in [*SELECTIONS, *SELECTIONS]]
         together = list(await asyncio.gather(*map(answer, generations)))
         assert together == [*alone, *alone]
-        assert all(generation.cached_tokens == len(PROMPT) - 1 for generation in generations)
+        assert all(generation.request.cached_tokens == len(PROMPT) - 1 for generation in generations)
 
     drafts: dict[str, Any] = {"speculation": "both", "draft_always": True}
     with running(nano_f32, lora=named(loras), parallel=5, ctx_size=4096, **EXACT, **drafts) as engine:
@@ -100,7 +100,9 @@ def test_every_mix_is_answered_as_by_fresh_prefills(nano_f32: Path, loras: list[
 
     async def one(engine: Engine, prompt: list[int], adapters: Adapters, tokens: int) -> list[int]:
         params = SamplingParams(ignore_eos=True)
-        return await answer(engine.submit(engine.prompt(prompt), params, tokens, adapters=adapters))
+        return await answer(
+            engine.submit(GenerateRequest(engine.prompt(prompt), params, tokens, adapters=adapters))
+        )
 
     async def alone(engine: Engine) -> list[list[int]]:
         return [await one(engine, *request) for request in asked]
@@ -186,9 +188,11 @@ def test_the_prefix_file_knows_an_adapter_by_its_file(
     long = PROMPT * 5
 
     async def cached(engine: Engine, adapters: Adapters) -> int:
-        generation = engine.submit(engine.prompt(long), SamplingParams(ignore_eos=True), 4, adapters=adapters)
+        generation = engine.submit(
+            GenerateRequest(engine.prompt(long), SamplingParams(ignore_eos=True), 4, adapters=adapters)
+        )
         await answer(generation)
-        return generation.cached_tokens
+        return generation.request.cached_tokens
 
     with running(nano_f32, lora=named(loras), **kept) as engine:
         assert asyncio.run(cached(engine, ((0, 1.0),))) == 0

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import Context, Model, layers
-from qwen_serve.server.engine import Engine, InvalidPrompt, PromptTooLong, SamplingParams
+from qwen_serve.server.engine import Engine, GenerateRequest, InvalidPrompt, PromptTooLong, SamplingParams
 from qwen_serve.server.engine.pictures import Layout, Picture, row_ids
 from tests.contexts import exact_options
 from tests.marks import slow_but
@@ -127,9 +127,9 @@ async def ask(engine: Engine, prompt: list[Part], n: int = N, **changes: Any) ->
         else:
             ids += part
     params = SamplingParams(ignore_eos=True, **changes)
-    generation = engine.submit(engine.prompt(ids, pictures), params, n)
+    generation = engine.submit(GenerateRequest(engine.prompt(ids, pictures), params, n))
     tokens = [token async for new in generation for token in new]
-    return tokens, generation.cached_tokens
+    return tokens, generation.request.cached_tokens
 
 
 MIXES: dict[str, dict[str, Any]] = {

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp.row_sampler import RowResults, RowSteps, Status
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.llamacpp.row_sampler import RowResults, Status
+from qwen_serve.llamacpp.row_steps import RowSteps
+from qwen_serve.server.engine import GenerateRequest, SamplingParams
 from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running, standing_still
 from tests.server.engine.scheduling import advance, commit, scheduler, sequence
@@ -172,7 +173,9 @@ async def test_a_greedy_row_that_is_no_number_is_computed_again(
     with running(nano_f32, **EXACT, parallel=2, speculation="off") as engine:
         warm = True
         with standing_still(engine):
-            generations = [engine.submit(engine.prompt(prompt), params, 30) for prompt in prompts]
+            generations = [
+                engine.submit(GenerateRequest(engine.prompt(prompt), params, 30)) for prompt in prompts
+            ]
         answers = [[token async for new in one for token in new] for one in generations]
     assert spoilt
     reference = Alone(nano_f32, **EXACT)

@@ -14,7 +14,7 @@ def salt(server: Server, *, headers: dict[str, str] | None = None, **body: Any) 
     """The salt that the engine gets for a request."""
     answer = server.http.post("/v1/completions", json={"prompt": "Hi", **body}, headers=headers or {})
     assert answer.status_code == 200, answer.text
-    return server.engine.submissions[-1].salt
+    return server.engine.submissions[-1].request.salt
 
 
 def test_only_the_same_key_and_salt_share(start: Start) -> None:

@@ -40,7 +40,7 @@ def asked(
     headers = {"Authorization": f"Bearer {key}"}
     answer = server.http.post(path, json={**BODIES[path], **fields}, headers=headers)
     assert answer.status_code == 200, answer.text
-    return answer.json(), server.engine.submissions[-1].scheduling
+    return answer.json(), server.engine.submissions[-1].request.scheduling
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -60,7 +60,7 @@ def test_a_request_has_its_key_s_class_and_share(keyed: Server, path: str) -> No
 def test_a_key_that_is_not_known_hides_none_that_is(keyed: Server, authorization: str) -> None:
     headers = {"Authorization": authorization, "X-Api-Key": "bulk"}
     assert keyed.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
-    told = keyed.engine.submissions[-1].scheduling
+    told = keyed.engine.submissions[-1].request.scheduling
     assert (told.service_tier, told.share, told.tenant) == ("flex", 0.5, "key 2")
 
 
@@ -69,7 +69,7 @@ def test_a_key_in_other_letters_has_its_class(start: Start, tmp_path: Path) -> N
     server = start("Hello", scheduling_policy="fair", api_key_file=tmp_path / "keys")
     headers = {b"X-Api-Key": "schl\u00fcssel".encode()}
     assert server.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 200
-    assert server.engine.submissions[-1].scheduling.service_tier == "flex"
+    assert server.engine.submissions[-1].request.scheduling.service_tier == "flex"
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -153,7 +153,7 @@ def test_without_keys_an_address_is_a_tenant_and_every_tier_open(start: Start) -
     assert server.chat(service_tier="priority").json()["service_tier"] == "priority"
     for key in ("made up", "another"):
         server.http.post("/v1/chat/completions", json=CHAT, headers={"X-Api-Key": key})
-    assert {one.scheduling.tenant for one in server.engine.submissions} == {"127.0.0.1"}
+    assert {one.request.scheduling.tenant for one in server.engine.submissions} == {"127.0.0.1"}
     assert NETWORK == 64
 
 
@@ -170,4 +170,4 @@ def test_a_proxy_on_this_machine_says_whose_address_it_is(start: Start) -> None:
     for told, tenant in (("203.0.113.9", "203.0.113.9"), ("10.9.9.9, 2001:db8::1:2:3:4", "20010db800000000")):
         answer = server.http.post("/v1/completions", json={"prompt": "Hi"}, headers={"X-Forwarded-For": told})
         assert answer.status_code == 200
-        assert server.engine.submissions[-1].scheduling.tenant == tenant
+        assert server.engine.submissions[-1].request.scheduling.tenant == tenant

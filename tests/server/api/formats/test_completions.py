@@ -197,7 +197,7 @@ def test_an_answer_nobody_can_use_a_part_of_is_delivered_once(
     monkeypatch.setattr(Detokenizer, "decode", counted(Detokenizer.decode))
     monkeypatch.setattr(ReplyParser, "feed", counted(ReplyParser.feed))
     server.post(path, **body, n=3).read()
-    assert [entry.stream for entry in server.engine.submissions] == [not at_once] * 3
+    assert [entry.request.stream for entry in server.engine.submissions] == [not at_once] * 3
     deliveries = [entry.deliveries for entry in server.engine.submissions]
     assert (deliveries == [1] * 3) == at_once
     stages = 2 if "messages" in body else 1

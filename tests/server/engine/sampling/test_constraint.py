@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pytest
 
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine import GenerateRequest, SamplingParams
 from qwen_serve.server.engine.sampling import Sampler
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running, standing_still
@@ -55,7 +55,7 @@ async def answers(
 ) -> list[list[int]]:
     async def one(i: int, constraint: Fickle | None) -> list[int]:
         prompt = engine.prompt(PROMPTS[i % len(PROMPTS)])
-        generation = engine.submit(prompt, params, N, constraint=constraint, stream=stream)
+        generation = engine.submit(GenerateRequest(prompt, params, N, constraint=constraint, stream=stream))
         return [token async for new in generation for token in new]
 
     return list(await asyncio.gather(*(one(i, constraint) for i, constraint in enumerate(constraints))))
@@ -112,7 +112,9 @@ async def test_mates_do_not_notice(nano_f32: Path) -> None:
             mixed = [None, Fickle(3712), None, Fickle(3712, 0.02), None, Fickle(3712), None, None]
             with standing_still(engine):
                 leaving = [
-                    engine.submit(engine.prompt(PROMPTS[i]), GREEDY, N, constraint=Fickle(3712, seed=9))
+                    engine.submit(
+                        GenerateRequest(engine.prompt(PROMPTS[i]), GREEDY, N, constraint=Fickle(3712, seed=9))
+                    )
                     for i in range(3)
                 ]
                 asked = asyncio.create_task(answers(engine, GREEDY, mixed))
@@ -148,11 +150,15 @@ async def test_an_answer_that_is_forced_to_its_end_takes_no_step(nano_f32: Path)
         steps = engine.stats().steps
         for stream in (True, False):
             constraint = cast("Constraint", Choice([300, 301, 302, end]))
-            generation = engine.submit(engine.prompt([5, 6]), GREEDY, constraint=constraint, stream=stream)
+            generation = engine.submit(
+                GenerateRequest(engine.prompt([5, 6]), GREEDY, constraint=constraint, stream=stream)
+            )
             assert [token async for new in generation for token in new] == [300, 301, 302]
             assert generation.finish_reason == "stop"
         short = engine.submit(
-            engine.prompt([5, 6]), GREEDY, 2, constraint=cast("Constraint", Choice([300, 301, 302, end]))
+            GenerateRequest(
+                engine.prompt([5, 6]), GREEDY, 2, constraint=cast("Constraint", Choice([300, 301, 302, end]))
+            )
         )
         assert [token async for new in short for token in new] == [300, 301]
         assert short.finish_reason == "length"
@@ -173,8 +179,10 @@ async def test_what_a_constraint_raises_fails_its_request_alone(nano_f32: Path) 
             raise ValueError("out of fuel")
 
     with running(nano_f32, **EXACT) as engine:
-        bad = engine.submit(engine.prompt(PROMPTS[0]), GREEDY, N, constraint=Raises(3712, every=10**9))
-        good = engine.submit(engine.prompt(PROMPTS[1]), GREEDY, N)
+        bad = engine.submit(
+            GenerateRequest(engine.prompt(PROMPTS[0]), GREEDY, N, constraint=Raises(3712, every=10**9))
+        )
+        good = engine.submit(GenerateRequest(engine.prompt(PROMPTS[1]), GREEDY, N))
         with pytest.raises(Exception, match="out of fuel"):
             _ = [new async for new in bad]
         assert len([token async for new in good for token in new]) == N

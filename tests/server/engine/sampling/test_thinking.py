@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_serve.llamacpp import Model
-from qwen_serve.server.engine import Engine, Grammar, SamplingParams, ThinkingLimits, Vocab
+from qwen_serve.server.engine import Engine, GenerateRequest, Grammar, SamplingParams, ThinkingLimits, Vocab
 from qwen_serve.server.engine.sampling.thinking import ROUNDS, SPAN, STRIDE, goes_in_circles
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running
@@ -33,7 +33,9 @@ MIXES: dict[str, dict[str, Any]] = {
 
 async def think(engine: Engine, limits: ThinkingLimits, *, stream: bool = True) -> list[list[int]]:
     async def one(prompt: list[int]) -> list[int]:
-        generation = engine.submit(engine.prompt(prompt), GREEDY, N, thinking=limits, stream=stream)
+        generation = engine.submit(
+            GenerateRequest(engine.prompt(prompt), GREEDY, N, thinking=limits, stream=stream)
+        )
         return [token async for new in generation for token in new]
 
     return list(await asyncio.gather(*map(one, PROMPTS)))
@@ -72,16 +74,17 @@ async def test_the_guard_ends_circles(mix: str, nano_f32: Path) -> None:
     ends = []
     with running(nano_f32, **EXACT, **{"ctx_size": 2048, **MIXES[mix]}) as engine:
         for prompt in PROMPTS[:2]:
-            generation = engine.submit(engine.prompt(prompt), GREEDY, 400, thinking=limits)
+            generation = engine.submit(GenerateRequest(engine.prompt(prompt), GREEDY, 400, thinking=limits))
             tokens = [token async for new in generation for token in new]
-            assert generation.thinking is not None
-            assert generation.thinking.tokens == (tokens.index(BRIDGE[2]) if BRIDGE[2] in tokens else 400)
+            watch = generation.request.thinking
+            assert watch is not None
+            assert watch.tokens == (tokens.index(BRIDGE[2]) if BRIDGE[2] in tokens else 400)
             if BRIDGE[2] in tokens:
                 end = tokens.index(BRIDGE[2]) - 2
                 assert end % STRIDE == 0
                 assert goes_in_circles("".join(map(chr, tokens[:end])))
             ends.append(tokens)
-        free = engine.submit(engine.prompt(PROMPTS[0]), GREEDY, 400)
+        free = engine.submit(GenerateRequest(engine.prompt(PROMPTS[0]), GREEDY, 400))
         assert BRIDGE[2] not in [token async for new in free for token in new]
     if mix not in SEEN:
         SEEN[mix] = ends
@@ -204,7 +207,9 @@ async def test_the_grammar_begins_behind_the_thoughts(mix: str, nano_f32: Path) 
             params = SamplingParams(temperature=0.4 * seed, seed=seed, top_k=20)
             limits = ThinkingLimits(bridge, 60)
             generation = engine.submit(
-                prompt, params, 300, constraint=grammar.begin(), thinking=limits, stream=seed % 2 == 0
+                GenerateRequest(
+                    prompt, params, 300, constraint=grammar.begin(), thinking=limits, stream=seed % 2 == 0
+                )
             )
             tokens = [token async for new in generation for token in new]
             whole = b"".join(map(engine.vocab.token_bytes, tokens)).decode()
