@@ -62,7 +62,7 @@ COOLDOWN_LEAST, COOLDOWN_MOST, EARLY = 128, 1024, 4
 """Steps of a cooldown. A text changes its character within hundreds of steps. For a new request it is EARLY
 times shorter, since drafts that lost for others may pay for it."""
 
-BUDGET = 0.005
+BUDGET = 0.0025
 """A cooldown is as long as needed for what was lost before it to be this share of the time."""
 
 PROVEN = 16
