@@ -48,6 +48,10 @@ each sequence's own results that is forgotten in each of them, since bad luck ma
 DOUBTFUL = 0.1
 """Of several sequences, tokens that are right less often than this are not drafted."""
 
+REPLAN = 4
+"""Rounds in a row with the same plan for several sequences: planning takes the host a twentieth of a round,
+while the device waits."""
+
 CHANGES = 0.5
 """How often another number of rows than that of the last step is followed by yet another."""
 
@@ -147,6 +151,11 @@ class Policy:
         self._own: dict[Hashable, dict[str, Acceptance]] = {}
         """Results of single sequences, by kind."""
         self._optimism = Acceptance(OPTIMISM)
+        self._plan: Plan | None = None
+        """The last plan, if it is one for several sequences, and what it was made for."""
+        self._told: object = None
+        self._stale = 0
+        """The step in which it is made anew."""
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
         """The kinds of a drafter that are not in cooldown for `n` sequences."""
@@ -173,13 +182,12 @@ class Policy:
     def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
         """The best plan for a step; None if none beats plain decoding."""
         n = len(step.pending)
-        for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
-            if record.lost and not record.in_a_row:
-                record.acceptance.retry()
-                record.retries = n == 1 or self._apart(step)
-            elif record.fresh and self._apart(step):  # one draft tells more than what is assumed
-                record.retries = True
-        plan = self._best(options, step) or self._best(options, step, retrying=True)
+        told = (step.owners, step.pending, step.rewinds, step.shape, options)
+        plan = self._plan if told == self._told and self.now < self._stale else None
+        if plan is None or sum(plan.lengths) > step.room:
+            plan = self._anew(options, step)
+            self._plan = plan if n > 1 else None
+            self._told, self._stale = told, self.now + REPLAN
         if plan is not None or max(step.pending) == 1:  # a step that catches up shows nothing about drafts
             for option in options:
                 for kind in {*option.kinds} - {""}:
@@ -188,6 +196,16 @@ class Policy:
             for own in self._own.get(owner, {}).values() if not length else ():
                 own.fade(OWN_FADE if plan else IDLE_FADE)
         return plan
+
+    def _anew(self, options: ListLike[Option], step: Step) -> Plan | None:
+        n = len(step.pending)
+        for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
+            if record.lost and not record.in_a_row:
+                record.acceptance.retry()
+                record.retries = n == 1 or self._apart(step)
+            elif record.fresh and self._apart(step):  # one draft tells more than what is assumed
+                record.retries = True
+        return self._best(options, step) or self._best(options, step, retrying=True)
 
     def _apart(self, step: Step) -> bool:
         """Whether each sequence may have a depth of its own."""
