@@ -252,8 +252,8 @@ def place_layers(
     if settings.operands:
         n_states, n_operands = n_states + 1, (settings.operands + 1) * len(ids.drafting) + 1
     drafts = by_head or spec.draft is not None
-    stashed = ids.drafting if settings.deterministic else ids.lone
-    n_materializing = len(stashed) if settings.deterministic or settings.snapshots or drafts else 0
+    saved = ids.drafting if settings.deterministic else ids.lone
+    n_materializing = len(saved) if settings.deterministic or settings.snapshots or drafts else 0
     for number, layer in enumerate(spec.layers):
         holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_materializing, n_operands)
     last.add(spec.head, settings)
