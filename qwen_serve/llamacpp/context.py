@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from . import inside, layers, operands
+from . import abi_checks, layers, operands
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
@@ -271,7 +271,7 @@ class Context:
         next decode, or as long as `keeps_rows` says. Waits for the device."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
         if not self._hidden_found:
-            inside.require([inside.hidden_rows(self._handle, 4 * self._n_reserved * self._n_vocab)])
+            abi_checks.require([abi_checks.hidden_rows(self._handle, 4 * self._n_reserved * self._n_vocab)])
             self._hidden_found = True
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
