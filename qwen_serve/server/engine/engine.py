@@ -283,7 +283,7 @@ class Engine:
         """Deliver new tokens to listeners; cancel the requests of closed event loops."""
         unsent, self._unsent = self._unsent, []
         for sequence in dict.fromkeys(unsent):
-            if sequence.stream and sequence.done is None:
+            if sequence.done is None and sequence.delivers:
                 generation = self._open[sequence]
                 generation.queue.put(generation, sequence.take_unsent())
         for queue in self._queues.values():

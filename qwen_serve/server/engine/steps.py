@@ -78,6 +78,10 @@ class StepLoop:
         if step is None:
             return None
         lap, batch = self._profile.lap, step.batch
+        if batch.guesses is not None:
+            batch.read_drafts()
+            step.at = self._components.clock()
+            lap("propose")
         self._runner.sample(step)
         if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()

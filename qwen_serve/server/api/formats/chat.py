@@ -338,27 +338,27 @@ def prompt_of(
 
 
 async def collect(served: ServedRequest, replies: list[Reply], *, older: bool) -> bytes:
-    messages = await asyncio.gather(*map(message_of, replies))
+    scored = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
+    messages = await asyncio.gather(*map(message_of, replies, scored))
 
     def written() -> bytes:
         choices = [
             {
                 "index": index,
                 "message": in_older_form(message) if older else message,
-                "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
+                "logprobs": logprobs.all(),
                 "finish_reason": ended(served.check(reply.finish_reason), older=older),
             }
-            for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+            for index, (message, reply, logprobs) in enumerate(zip(messages, replies, scored, strict=True))
         ]
         scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
-        return encode(
-            {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
-        )
+        around = {**served.envelope(KIND, choices), "usage": served.usage()}
+        return encode({**around, **scores, **served.extras()})
 
     return await served.written(written)
 
 
-async def message_of(reply: Reply) -> dict[str, Any]:
+async def message_of(reply: Reply, logprobs: ChatLogprobs) -> dict[str, Any]:
     reasoning, content = "", ""
     calls: list[ToolCall] = []
     arguments: dict[int, str] = {}
@@ -372,9 +372,9 @@ async def message_of(reply: Reply) -> dict[str, Any]:
                 calls.append(part)
             case Arguments(index, text):
                 arguments[index] = arguments.get(index, "") + text
+        logprobs.advance()
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
+    message |= {"reasoning_content": reasoning} if reasoning else {}
     if calls:
         message["tool_calls"] = [tool_call(call, arguments.get(call.index, "")) for call in calls]
     return message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -170,19 +171,24 @@ async def test_they_read_the_same_as_at_once(
 
 def record(drafter: Any, seen: list[Any], patch: pytest.MonkeyPatch) -> None:
     """The rows that it is given, and what it drafts."""
-    collect, propose = drafter.collect, drafter.propose
+    collect, begin = drafter.collect, drafter.begin
 
     def collected(slot: int, start: int, rows: Any, most: int) -> None:
         seen.append((slot, start, rows.tobytes()))
         collect(slot, start, rows, most)
 
-    def proposed(requests: Any) -> Any:
-        drafts = propose(requests)
-        seen.append(drafts)
-        return drafts
+    def begun(requests: Any) -> Any:
+        guesses = begin(requests)
+
+        def read() -> list[list[int]]:
+            tokens = guesses.read()
+            seen.append(tokens)
+            return tokens
+
+        return replace(guesses, read=read)
 
     patch.setattr(drafter, "collect", collected)
-    patch.setattr(drafter, "propose", proposed)
+    patch.setattr(drafter, "begin", begun)
 
 
 # --- what is deferred --------------------------------------------------------------------------------------
