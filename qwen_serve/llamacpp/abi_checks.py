@@ -1,7 +1,7 @@
 """Checks what the server relies on in llama.cpp beyond its public interface.
 
 Each `Check` fails under its own name: those of the library when llama.cpp starts, that of hidden rows when
-they are first read, all of them with a model (inside_model.py) in the tests and when the pin moves
+they are first read, all of them with a model (abi_checks_model.py) in the tests and when the pin moves
 (patches/bump.py). Code that parses llama.cpp's log fails where it parses: sizes of buffers (engine/planning)
 and planned types (convert). Each start compares device samplers with the host (engine/warmup.py).
 """

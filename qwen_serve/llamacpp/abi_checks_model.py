@@ -1,6 +1,6 @@
-"""The checks of inside.py that need a model: how a small context processes a batch.
+"""The checks of abi_checks.py that need a model: how a small context processes a batch.
 
-    python -m qwen_serve.llamacpp.inside_model [MODEL.gguf]
+    python -m qwen_serve.llamacpp.abi_checks_model [MODEL.gguf]
 
 prints for each check whether it holds; the exit status is 1 if one does not.
 """
@@ -17,9 +17,9 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
 from . import ggml
+from .abi_checks import LIBRARY, Check, hidden_rows
 from .context import Context
 from .context_options import ContextOptions
-from .inside import LIBRARY, Check, hidden_rows
 from .model import Model
 
 if TYPE_CHECKING:
