@@ -67,7 +67,14 @@ def settings(tmp_path: Path) -> dict[str, set[str]]:
 
 def test_every_change_but_these_has_a_switch() -> None:
     without = {"amx-broadcast", "kq-mask-own-cells", "ssm-out-2d", "batch-invariant"}
-    without |= {"batch-lean", "sampled-rows", "next-tokens", "row-sampler", "operand-verification"}
+    without |= {
+        "batch-lean",
+        "sampled-rows",
+        "next-tokens",
+        "graph-lean",
+        "row-sampler",
+        "operand-verification",
+    }
     without |= {"state-f16"}
     assert set(QUEUE) - set(OFF) == without
     assert set(OFF) <= set(QUEUE)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs, Vocab
 
@@ -48,6 +48,14 @@ class TextGeneration(Detokenizer):
         finally:
             self.cancel()
 
+    async def text(self, arrived: Callable[[], None] = lambda: None) -> str:
+        """All of it. `arrived` is called after each part."""
+        parts = []
+        async for part in self:
+            parts.append(part)
+            arrived()
+        return "".join(parts)
+
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete; later tokens are not part of the text."""
@@ -71,6 +79,11 @@ class TextGeneration(Detokenizer):
         """Tokens inside a think block, without its closing tag; None if there is no block."""
         watch = self.request.thinking  # it may have counted tokens that are not part of the text
         return None if watch is None else min(watch.tokens, self.completion_tokens)
+
+    @property
+    def unscored(self) -> int:
+        """How many of the text's tokens have log-probabilities that were not returned before."""
+        return 0 if self.request.logprobs is None else self.certain_tokens - self._scored
 
     def new_logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the text's tokens that were not returned before; empty if not requested."""

@@ -13,11 +13,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from .adapters import salt_with
+from .admission import AdmissionControl
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .futures import Result, run
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
-from .places import Places
 from .planning.fit import plan_memory
 from .planning.spec import read_checked
 from .profile import StartProfile, StepProfile
@@ -25,7 +25,7 @@ from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler
 from .sequence import Sequence
 from .stats import EngineStats, ImageStats
-from .steps import Steps
+from .steps import StepLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -89,14 +89,14 @@ class Engine:
         self._open: dict[Sequence, Generation] = {}
         """Unfinished requests and their handles. Event loops add, the engine's thread removes; both hold the
         lock."""
-        self._places = Places(self.settings.parallel, self.settings.max_queue)
+        self._admission = AdmissionControl(self.settings.parallel, self.settings.max_queue)
         self._queues: Mapping[asyncio.AbstractEventLoop, OutputQueue] = {}
         """Replaced as a whole under the lock: event loops add to it while the engine's thread iterates."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = 0
-        self._taking = Steps(components, self._profile, self._flush, self._relieve, self._wake)
+        self._step_loop = StepLoop(components, self._profile, self._flush, self._relieve, self._wake)
         self._unsent: list[Sequence] = []
         """Sequences with tokens that are delivered while the device computes the next step."""
 
@@ -135,7 +135,7 @@ class Engine:
     def check_queue(self, scheduling: SchedulingParams) -> None:
         """Check for room before preparing a request. Raises QueueFull if `submit` would refuse it now."""
         with self._lock:
-            self._places.check(scheduling.tenant)
+            self._admission.check(scheduling.tenant)
 
     def submit(self, request: GenerateRequest) -> Generation:
         """Queue a request, in constant time. Call this on the event loop that will read the answer.
@@ -165,7 +165,7 @@ class Engine:
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            self._places.take(request.scheduling.tenant)
+            self._admission.take(request.scheduling.tenant)
             if loop not in self._queues:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
             self._open[sequence] = generation = Generation(sequence, self._queues[loop], self._request_cancel)
@@ -214,7 +214,7 @@ class Engine:
         if intact:
             self.components.write_prefixes()
             self.components.remember()
-        self._taking.close()
+        self._step_loop.close()
         self.components.close()
 
     def _wake(self) -> None:
@@ -241,13 +241,13 @@ class Engine:
         """Handle what event loops sent; block while there is nothing to do. Return False to stop."""
         while not self._closing:
             if idle := self._inbox.empty():
-                busy = self._scheduler.running or self._scheduler.waiting or self._taking.ahead
-                if busy and not self._taking.waits:
+                busy = self._scheduler.running or self._scheduler.waiting or self._step_loop.ahead
+                if busy and not self._step_loop.waits:
                     return True
                 self._flush()
                 self._speculator.catch_up()
             act, sequence, overlaps = self._inbox.get()
-            while self._taking.ahead and not overlaps:
+            while self._step_loop.ahead and not overlaps:
                 self._step(last=True)
             try:
                 act()
@@ -264,7 +264,7 @@ class Engine:
 
     def _step(self, *, last: bool = False) -> None:
         """Run a step, count its tokens and end complete sequences. The next `_flush` delivers the others'."""
-        if (taken := self._taking.step(last=last)) is None:
+        if (taken := self._step_loop.step(last=last)) is None:
             return
         batch, news = taken
         self._steps += bool(batch.chunks)
@@ -283,7 +283,7 @@ class Engine:
         """Deliver new tokens to listeners; cancel the requests of closed event loops."""
         unsent, self._unsent = self._unsent, []
         for sequence in dict.fromkeys(unsent):
-            if sequence.stream and sequence.done is None:
+            if sequence.done is None and sequence.delivers:
                 generation = self._open[sequence]
                 generation.queue.put(generation, sequence.take_unsent())
         for queue in self._queues.values():
@@ -332,7 +332,7 @@ class Engine:
         self._finished["error" if isinstance(sequence.done, Exception) else str(sequence.done)] += 1
         with self._lock:
             generation = self._open.pop(sequence)
-            self._places.leave(sequence.scheduling.tenant)
+            self._admission.leave(sequence.scheduling.tenant)
         generation.queue.put(generation, sequence.take_unsent(), ended=True)
 
     def _relieve(self, error: NoMemorySlot) -> None:

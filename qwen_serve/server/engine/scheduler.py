@@ -37,7 +37,7 @@ import logging
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from .adapters import Turns
+from .adapters import AdapterRotation
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
@@ -113,7 +113,7 @@ class Scheduler:
         self.reproducible = reproducible
         self._prefills_left = 0
         """Prefill steps before the next decode step."""
-        self._turns = Turns()
+        self._rotation = AdapterRotation()
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
@@ -142,7 +142,7 @@ class Scheduler:
                 except Exception:  # caching is optional: its failure must not fail a request
                     log.warning("a finished sequence was not cached", exc_info=True)
             self._vacate(sequence)
-            if sequence.suspect and not self.running:  # the next sequence must not get its values
+            if sequence.quarantined and not self.running:  # the next sequence must not get its values
                 self._clear()
         self._cache.forget(sequence)
         self._cache.trim()
@@ -160,11 +160,11 @@ class Scheduler:
         sequence.timings.preempted += 1
         self.preemptions += 1
 
-    def _suspect(self) -> None:
+    def _quarantine(self) -> None:
         """Restart each running sequence alone, in cleared cells."""
         log.warning("unusable logits: the running requests start again, one at a time")
         for sequence in reversed(self.running.copy()):
-            sequence.suspect = True
+            sequence.quarantined = True
             self._preempt(sequence)
         self._clear()
 
@@ -220,7 +220,7 @@ class Scheduler:
                 continue
             elif not sequence.decoding or sequence.pending > 1:
                 return None
-            if sequence.suspect or sequence.adapters != batch.adapters:
+            if sequence.quarantined or sequence.adapters != batch.adapters:
                 return None
             going_on.append(sequence)
         following, n = batch, len(going_on)
@@ -238,7 +238,7 @@ class Scheduler:
         tokens that `batch` reads of prompts that continue."""
         if not self._prefills_left or not (self.waiting or len(batch.sampling) < len(self.running)):
             return None
-        if any(one.adapters != batch.adapters or one.suspect for one in self.running):
+        if any(one.adapters != batch.adapters or one.quarantined for one in self.running):
             return None
         following, batch.recorded = Batch(), True
         for chunk in batch.chunks:
@@ -281,14 +281,14 @@ class Scheduler:
             if chunk.samples or not batch.recorded:
                 sequence.computed = computed
             if result.error is not None:
-                if sequence.suspect or not result.recompute:
+                if sequence.quarantined or not result.recompute:
                     sequence.done = result.error
                     finished.append(sequence)
                     if ahead is not None:
                         ahead.drop(sequence)
                     self.remove(sequence, failed=True)
                     continue
-                sequence.suspect, usable = True, False
+                sequence.quarantined, usable = True, False
             elif not chunk.samples:
                 if not batch.recorded:
                     self._cache.cache_unfinished(sequence)
@@ -300,9 +300,9 @@ class Scheduler:
                 sequence.status = CHOOSING if sequence.choice else DECODE if computed else PREFILL
             if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
-            elif sequence.suspect:
-                sequence.suspect = False
-                if any(other.suspect for other in self.waiting):
+            elif sequence.quarantined:
+                sequence.quarantined = False
+                if any(other.quarantined for other in self.waiting):
                     recomputed.append(sequence)
             if not result.tokens:
                 continue
@@ -323,7 +323,7 @@ class Scheduler:
             if sequence in self.running:
                 self._preempt(sequence)
         if not usable:
-            self._suspect()
+            self._quarantine()
         return news + finished
 
     # --- the parts of schedule -----------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Scheduler:
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
         """Fill the batch for one set of adapters: the first, in the order of turns, that has work that
         fits."""
-        for adapters in self._turns.order(self.running):
+        for adapters in self._rotation.order(self.running):
             if prefill_first:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if not batch.chunks:
@@ -369,7 +369,7 @@ class Scheduler:
             if not batch.chunks:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if batch.chunks:
-                self._turns.took(batch)
+                self._rotation.took(batch)
                 return
 
     def _admit(self, *, preempt: bool = True) -> None:
@@ -378,7 +378,7 @@ class Scheduler:
         other."""
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
-            if head is not None and self.running and (head.suspect or self.running[0].suspect):
+            if head is not None and self.running and (head.quarantined or self.running[0].quarantined):
                 return
             if head is not None and head.choice:  # preempted while its token is chosen
                 return

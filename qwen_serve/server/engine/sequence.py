@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
+LUMP = 16
+"""Tokens with log-probabilities that are delivered together if their answer is not streamed."""
+
 GROWTH = 64
 """Cells that admission leaves free for each running sequence; with fewer, preemption soon follows."""
 
@@ -163,7 +166,7 @@ class GenerateRequest:
     """Clamped to the room that the prompt leaves in the context; None means all of it. With 0 only the prompt
     is read."""
     stream: bool = True
-    """Whether tokens are delivered as they come, rather than all at the end."""
+    """Whether tokens are delivered as they come, rather than all at the end (log-probabilities: at times)."""
     constraint: Constraint | None = None
     """New, and of this request only."""
     salt: str = ""
@@ -231,7 +234,7 @@ class Sequence:
     slot: int | None = field(init=False, default=None)
     """llama.cpp's sequence id; None while it waits for one."""
     status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
-    suspect: bool = field(init=False, default=False)
+    quarantined: bool = field(init=False, default=False)
     """Its logits, or those of another sequence of its step, were unusable: it runs alone until it has a
     token."""
     choice: Future[Any] | None = field(init=False, default=None)
@@ -321,6 +324,14 @@ class Sequence:
             choice.add_done_callback(lambda _: self.sampler.close())
         elif self.sampler is not None:
             self.sampler.close()
+
+    @property
+    def delivers(self) -> bool:
+        """Whether its listener gets new tokens now: of a streamed answer all, of others those with
+        log-probabilities in lumps, so that these are written while the device computes. Slots' lumps end
+        in different steps."""
+        lump = LUMP if self.sent > self.prompt_length else 1 + (self.slot or 0) % LUMP
+        return self.stream or (self.logprobs is not None and len(self.tokens) - self.sent >= lump)
 
     def take_unsent(self) -> list[int]:
         """The tokens to send to its listener now."""

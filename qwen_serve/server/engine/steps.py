@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .sequence import Sequence
 
 
-class Steps:
+class StepLoop:
     """Runs one step after the other: schedules, drafts, launches, samples, verifies and commits.
 
     While a step is computed, the host sends the tokens of the step before. The next step may be launched
@@ -78,6 +78,10 @@ class Steps:
         if step is None:
             return None
         lap, batch = self._profile.lap, step.batch
+        if batch.guesses is not None:
+            batch.read_drafts()
+            step.at = self._components.clock()
+            lap("propose")
         self._runner.sample(step)
         if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()

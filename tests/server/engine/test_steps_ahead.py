@@ -147,7 +147,7 @@ async def test_logits_that_are_no_use_while_the_next_step_is_computed(
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
     with ahead(nano_f32) as (engine, _):
-        steps, taking = engine.components.context.row_steps, engine._taking  # noqa: SLF001 - as in `ahead`
+        steps, taking = engine.components.context.row_steps, engine._step_loop  # noqa: SLF001 - as in `ahead`
         assert steps is not None
         compute, spoilt = steps.results, list[int]()
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from qwen_serve.server.api.fields.sampling import llama_settings, of_choice
-from qwen_serve.server.api.formats.completions import CompletionRequest, begin, text_of, text_of_ids
+from qwen_serve.server.api.formats.completions import CompletionRequest, begin, text_of_ids
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.logprobs import TokenNames
 from qwen_serve.server.api.serving import progress_of, timings_of
@@ -76,7 +76,7 @@ async def llama_complete(context: RequestContext, request: LlamaCompletionReques
 
 
 async def collect(answers: list[LlamaAnswer]) -> bytes:
-    texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
+    texts = await asyncio.gather(*(answer.generation.text() for answer in answers))
 
     def written() -> bytes:
         found = [answer.final(text) for answer, text in zip(answers, texts, strict=True)]

@@ -14,7 +14,7 @@ from qwen_serve.server.api.formats import completions
 from qwen_serve.server.api.formats.ollama.request import NAMES
 from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.logprobs import ChatLogprobs
-from qwen_serve.server.api.request import awake, on_thread
+from qwen_serve.server.api.request import ensure_loaded, on_thread
 from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -77,7 +77,7 @@ async def loaded(context: RequestContext, model: str, nothing: Shape) -> Respons
     """Answers a request without a prompt, which asks only to load the model."""
     settings = context.service.settings
     known_model(settings, model)
-    await awake(context)
+    await ensure_loaded(context)
     name = model or settings.model_id
     return JSONResponse({"model": name, **moment(), **nothing, "done": True, "done_reason": "load"})
 
