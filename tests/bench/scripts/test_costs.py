@@ -11,13 +11,13 @@ import pytest
 
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 
-BENCH = Path(__file__).parents[3] / "bench"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a script with these words; returns its module."""
-    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
 
     def run(name: str, *words: object) -> Any:
         module = importlib.import_module(name)

@@ -9,7 +9,7 @@ import pytest
 from qwen_serve.bench.errors import BenchError
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
+    patch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
     import memory
 
 

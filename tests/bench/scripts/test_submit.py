@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 NANO = ROOT / "models" / "nano"
 
 with pytest.MonkeyPatch.context() as patch:
-    patch.syspath_prepend(str(ROOT / "bench"))
+    patch.syspath_prepend(str(ROOT / "scripts"))
     import script
     from submission.rules import (
         LARGEST_IMAGE,

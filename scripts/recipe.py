@@ -1,4 +1,4 @@
-"""``python bench/recipe.py``: a searched recipe for a model of the family that is too large to probe."""
+"""``python scripts/recipe.py``: a searched recipe for a model of the family that is too large to probe."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def recipe(
 ) -> None:
     """A recipe for a larger model, from the measurements of a smaller one's search.
 
-    - `python bench/recipe.py --base nano-F16.gguf --record nano.search.json --shape 27b`
+    - `python scripts/recipe.py --base nano-F16.gguf --record nano.search.json --shape 27b`
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def recipe(
         size = "" if target_size is None else f" --target-size {target_size}"
         options = f"--base {base.name} --record {record.name} --shape {shape} --like {like}{size}"
         evidence = Evidence(
-            command=f"python bench/recipe.py {options}",
+            command=f"python scripts/recipe.py {options}",
             date=time.strftime("%Y-%m-%d", time.gmtime()),
             source=base.stem,
             llama_cpp_python=LLAMA_VERSION,

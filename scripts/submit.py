@@ -1,4 +1,4 @@
-"""``python bench/submit.py``: checks the rules, then uploads."""
+"""``python scripts/submit.py``: checks the rules, then uploads."""
 
 import os
 from pathlib import Path
@@ -32,7 +32,7 @@ def submit(
 ) -> None:
     """Check the competition's rules for an image, upload it and submit it.
 
-    - `python bench/submit.py image.tar.gz --model model.gguf --original Qwen/Qwen3.5-4B --check-only`
+    - `python scripts/submit.py image.tar.gz --model model.gguf --original Qwen/Qwen3.5-4B --check-only`
 
     The environment variables SUBMIT_URL, SUBMIT_KEY and SUBMIT_TEAM name the service, your key and your team.
     The same command continues an interrupted upload.

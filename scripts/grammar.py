@@ -1,4 +1,4 @@
-"""``python bench/grammar.py``: costs of constrained output."""
+"""``python scripts/grammar.py``: costs of constrained output."""
 
 import asyncio
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def grammar(
     """Compare steps of concurrent answers without constraints and with JSON schemas, in milliseconds, in
     turns.
 
-    - `python bench/grammar.py models/nano-Q4_K_M.gguf --sequences 1,8`
+    - `python scripts/grammar.py models/nano-Q4_K_M.gguf --sequences 1,8`
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""``python bench/sampling.py``: what ways to sample add to a step."""
+"""``python scripts/sampling.py``: what ways to sample add to a step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def sampling(
     """Time a step until a token of each sequence is on the host, by what its requests ask for, in
     milliseconds.
 
-    - `python bench/sampling.py model.gguf --rows 1,64`
+    - `python scripts/sampling.py model.gguf --rows 1,64`
 
     Rows are sampled on the device, by the host's threads, or copied to the host for an argmax. Without our
     sampler in llama.cpp, only the last is timed.

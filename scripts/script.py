@@ -26,7 +26,7 @@ def run(command: Callable[..., object]) -> None:
     app = App(result_action="return_value", version_flags=())
     app.default(command)
     try:
-        app()
+        app(sys.argv[1:])
     except (BenchError, EngineError, LlamaError) as error:
         sys.exit(f"error: {error}")
 

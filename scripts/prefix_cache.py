@@ -1,4 +1,4 @@
-"""``python bench/prefix_cache.py``: costs of keeping, sharing and restoring states."""
+"""``python scripts/prefix_cache.py``: costs of keeping, sharing and restoring states."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +95,7 @@ def prefix_cache(
     """Time decode steps by the number of occupied cells that they do not use, prompts, and copying, saving
     and restoring a sequence, in milliseconds.
 
-    - `python bench/prefix_cache.py model.gguf --resident 8192,65536`
+    - `python scripts/prefix_cache.py model.gguf --resident 8192,65536`
 
     The defaults of the prefix cache's settings are based on these figures.
 

@@ -1,4 +1,4 @@
-"""``python bench/memory.py``: which quant and which context fit on a card, by the server's own plan.
+"""``python scripts/memory.py``: which quant and which context fit on a card, by the server's own plan.
 
 The plan needs a GGUF's header alone, so no model is needed. Compute buffers are those that llama.cpp reserves
 without a GPU, for the same passes.
@@ -45,8 +45,8 @@ def memory(
 ) -> None:
     """Which quant and which context fit on a card of so many GB, by the server's own plan.
 
-    - `python bench/memory.py --shape 27b`
-    - `python bench/memory.py --shape 35b-a3b --cards 24,32 --parallel 1,4`
+    - `python scripts/memory.py --shape 27b`
+    - `python scripts/memory.py --shape 35b-a3b --cards 24,32 --parallel 1,4`
 
     Parameters
     ----------
