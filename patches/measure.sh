@@ -37,8 +37,8 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export LD_LIBRARY_PATH=$bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# What takes each change away; amx-broadcast, kq-mask-own-cells, ssm-out-2d, batch-invariant, batch-lean, sampled-rows, next-tokens, row-sampler and
-# operand-verification have no switch.
+# What takes each change away; amx-broadcast, kq-mask-own-cells, ssm-out-2d, batch-invariant, batch-lean, sampled-rows, next-tokens, graph-lean,
+# row-sampler and operand-verification have no switch.
 # Where two set the same variable, the older change's value takes the newer one away, too.
 declare -A off=(
     [seq-own-cells]=LLAMA_SEQ_ALL_CELLS=1
@@ -70,6 +70,7 @@ declare -A off=(
     [f16-copies]=LLAMA_F16_COPIES_OFF=1
     [f16-products]=GGML_CUDA_MMF_TMA_MAX=0
     [columns-only]=GGML_CUDA_COLUMNS_BESIDE=1
+    [gate-up]=GGML_CUDA_GATE_UP_APART=1
     [gdn-head]=GGML_CUDA_GDN_HEAD=0
     [bf16-products]=GGML_CUDA_MMF_TMA_BF16=0
     [quantized-products]=GGML_CUDA_MMF_TMA_BLOCKS_MAX=0

@@ -313,10 +313,12 @@ struct llama_row_launch {
     const llama_row_request * requests; // on the device
     llama_row_result *        results;  // where the device can write, by request
     int32_t *                 tokens;   // on the device, by row, or NULL
+    int32_t *                 asked;    // on the device, by request, or NULL
     void *                    scratch;  // on the device, LLAMA_ROW_SCRATCH bytes: 0 before the first launch
 };
 
-#define LLAMA_ROW_MOST    64 // rows that are sampled together
+#define LLAMA_ROW_MOST    64   // rows that are sampled together
+#define LLAMA_ROW_QUEUED  1024 // rows whose tokens other passes may read
 #define LLAMA_ROW_SCRATCH (LLAMA_ROW_MOST * (140 << 10))
 
 // Begins the launch behind what the backend computes, or with NULL waits for the last one. Found by the name

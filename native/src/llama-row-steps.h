@@ -13,17 +13,22 @@ struct llama_row_steps {
     std::vector<int32_t>    places; // by request, the place of its whole row in `wholes`, or -1
     ggml_backend_buffer_ptr wholes;
 
-    size_t upload  = 0;     // bytes of the requests for the device that are not under way yet
-    bool   waiting = false; // for the next batch
+    size_t  upload    = 0; // bytes of the requests for the device that are not under way yet
+    int32_t n_waiting = 0; // batches that the requests are for and that are not decoded yet
+    int32_t n_decoded = 0; // and those that are
+    int32_t n_chosen  = 0; // tokens of the latter
 
-    ggml_context_ptr        ctx; // of `tokens`
+    ggml_context_ptr        ctx; // of `tokens` and `hidden`
     ggml_backend_buffer_ptr tokens_buffer;
-    ggml_tensor *           tokens = nullptr; // I32 [LLAMA_ROW_MOST], by row of the last pass: what was chosen
+    ggml_tensor * tokens = nullptr; // I32 [2 * LLAMA_ROW_QUEUED], what was chosen: by row of the last pass or, of several batches, of all; behind
+                                    // these by request
+    ggml_tensor * hidden = nullptr; // F32 [n_embd, n_ubatch], by token of the last pass, for the next one; NULL if the context gives none
 
     ggml_backend_buffer_ptr results_buffer, pinned, device, scratch;
     llama_row_result *      results   = nullptr;
     int32_t                 n_results = 0;
 
-    ggml_backend_t     backend = nullptr; // whose launches are to be waited for
-    llama_row_launch_t launch  = nullptr;
+    ggml_backend_t         backend = nullptr; // whose launches are to be waited for
+    ggml_backend_event_ptr chosen;            // the last launch is done
+    llama_row_launch_t     launch = nullptr;
 };

@@ -2,6 +2,7 @@
 
 #include "ggml.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -39,6 +40,42 @@ struct llama_rs_operands {
     std::vector<bool> verified; // by sequence
     std::vector<fold> folds;    // states before the ubatch reads them
     std::vector<fold> moves;    // then: states that must not stay in a cell that another sequence writes to
+    std::vector<fold> in_pass;  // folds that each layer of the ubatch does before it reads a state
+
+    // folds as a graph's inputs, in one tensor: state s is read from row ids[s] (-1: zeros) and written to row to[s], and has the operands in
+    // rows[offsets[s]] to rows[offsets[s + 1] - 1]
+    struct inputs {
+        ggml_tensor * ids     = nullptr; // I32 [n]
+        ggml_tensor * to      = nullptr; // I32 [n]
+        ggml_tensor * offsets = nullptr; // I32 [n + 1]
+        ggml_tensor * rows    = nullptr; // I32 [n*n_rows]
+    };
+
+    int64_t n_inputs(int64_t n) const { return 3 * n + 1 + n * n_rows; }
+
+    inputs view_inputs(ggml_context * ctx, ggml_tensor * all, int64_t first, int64_t n) const {
+        const auto view = [&](int64_t from, int64_t size) { return ggml_view_1d(ctx, all, size, (first + from) * sizeof(int32_t)); };
+        return { view(0, n), view(n, n), view(2 * n, n + 1), view(3 * n + 1, n * n_rows) };
+    }
+
+    // those behind the folds' own keep the state in row `spare`
+    std::vector<int32_t> input_values(const std::vector<fold> & folds, int64_t n, int32_t spare) const {
+        std::vector<int32_t> res(n_inputs(n), spare);
+
+        int32_t * offsets = res.data() + 2 * n;
+        int32_t * rows    = offsets + n + 1;
+        std::fill(rows, rows + n * n_rows, n_rows * n_seqs);
+        offsets[0] = 0;
+        for (int64_t s = 0; s < n; ++s) {
+            offsets[s + 1] = offsets[s];
+            if (s >= (int64_t) folds.size()) { continue; }
+            res[s]     = folds[s].src;
+            res[n + s] = folds[s].dst;
+            for (uint32_t i = 0; i < folds[s].n; ++i) { rows[offsets[s + 1]++] = folds[s].place * n_rows + i; }
+        }
+
+        return res;
+    }
 
     bool any_verified() const {
         for (const bool one : verified) {

@@ -195,7 +195,7 @@ int main(int argc, char ** argv) {
     ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(dev), buft = ggml_backend_dev_buffer_type(dev);
     ggml_context_ptr           ctx(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
     ggml_tensor *              rows   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, N, ROWS);
-    ggml_tensor *              tokens = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, ROWS);
+    ggml_tensor *              tokens = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, 2 * ROWS);
     ggml_backend_buffer_ptr    memory(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
     const size_t               most = (size_t) ROWS * (REAL + 1000) * sizeof(llama_row_edit) + (1 << 22);
     ggml_backend_buffer_ptr    pinned(ggml_backend_buft_alloc_buffer(host, most)), device(ggml_backend_buft_alloc_buffer(buft, most));
@@ -204,7 +204,7 @@ int main(int argc, char ** argv) {
     ggml_backend_buffer_clear(scratch.get(), 0);
 
     int                  wrong = 0, compared = 0;
-    std::vector<int32_t> all(ROWS), chosen(ROWS);
+    std::vector<int32_t> all(ROWS), chosen(ROWS), asked(ROWS);
     for (int i = 0; i < ROWS; i++) { all[i] = i; }
     for (int turn = 0; turn < 2; turn++) {
         const std::vector<float> logits = random_rows(turn == 0);
@@ -228,6 +228,7 @@ int main(int argc, char ** argv) {
                 launch.requests = (const llama_row_request *) launch.to;
                 launch.results  = (llama_row_result *) ggml_backend_buffer_get_base(out.get());
                 launch.tokens   = (int32_t *) tokens->data;
+                launch.asked    = launch.tokens + ROWS;
                 launch.scratch  = ggml_backend_buffer_get_base(scratch.get());
                 made.requests.copy((char *) launch.from, (char *) launch.to);
                 memset(launch.results, 0xee, ROWS * sizeof(llama_row_result));
@@ -237,10 +238,11 @@ int main(int argc, char ** argv) {
                 }
                 run(backend.get(), nullptr);
                 ggml_backend_tensor_get(tokens, chosen.data(), 0, n * 4);
+                ggml_backend_tensor_get(tokens, asked.data(), ROWS * 4, n * 4);
                 for (int r = 0; r < n; r++) {
                     compared++;
                     const llama_row_result &a = launch.results[r], &b = right[r];
-                    if ((!same(a, b, k.n_top >= 0) || chosen[r] != std::max(0, b.token)) && wrong++ < 40) {
+                    if ((!same(a, b, k.n_top >= 0) || chosen[r] != std::max(0, b.token) || asked[r] != chosen[r]) && wrong++ < 40) {
                         printf("WRONG %s, %d rows, row %d: status %d %d, token %d %d %d, rank %d %d, top %d %d\n", k.name, n, r, a.status, b.status,
                                 a.token, b.token, chosen[r], a.rank, b.rank, a.top[0], b.top[0]);
                     }

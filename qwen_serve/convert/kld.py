@@ -163,10 +163,12 @@ def compare(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model, and the type of its keys and values; the reference has F16."""
+    """A model, and the types of its keys and values and of its recurrent states; the reference has F16 and
+    F32."""
 
     model: Model
     cache: str = "f16"
+    state_type: str = "f32"
 
 
 def compare_all(
@@ -217,6 +219,7 @@ def compare_all(
                     n_seq=n_seq,
                     threads=threads,
                     cache=one.cache,
+                    state_type=one.state_type,
                 )
             )
             for one in (Candidate(reference), *candidates)

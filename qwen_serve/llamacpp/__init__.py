@@ -31,6 +31,7 @@ from .model import Model
 from .operands import HAS_OPERANDS
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
+from .recurrent_states import HAS_STATE_F16
 from .samplers import DrySampler, SamplerChain
 from .snapshots import SHARED as SHARES_SNAPSHOTS
 
@@ -42,6 +43,7 @@ __all__ = [
     "HAS_F16_COPIES",
     "HAS_OPERANDS",
     "HAS_RING",
+    "HAS_STATE_F16",
     "READS_OWN_CELLS",
     "SHARES_SNAPSHOTS",
     "Context",

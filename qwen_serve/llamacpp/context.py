@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -19,8 +18,10 @@ from .log import reason, tapped_log
 from .memory import matrix
 from .patches import BATCH_INVARIANT, brings
 from .ragged import ragged_passes
-from .row_sampler import HAS_ROW_SAMPLER, UNCHECKED, UNKNOWN, Filters, Place, RowRequest, RowSampler, RowSteps
-from .snapshots import Snapshots, n_rs_seq
+from .recurrent_states import n_rs_seq
+from .row_sampler import HAS_ROW_SAMPLER, Place
+from .row_steps import RowSteps
+from .snapshots import Snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -72,9 +73,7 @@ class Context:
         params.n_batch = options.n_batch
         params.n_ubatch = options.n_ubatch
         params.n_outputs_max = options.n_outputs
-        params.n_rs_seq = n_rs_seq(options.n_snapshots)
-        if options.n_operands and operands.HAS_OPERANDS and options.unified:
-            params.n_rs_seq = operands.n_rs_seq(options.n_operands, options.operand_sequences)
+        params.n_rs_seq = n_rs_seq(options)
         params.n_threads = options.threads
         params.n_threads_batch = options.threads_batch
         params.flash_attn_type = FLASH_ATTENTION[options.flash_attn]
@@ -164,14 +163,20 @@ class Context:
         return batch
 
     def decode(
-        self, n_tokens: int, *, of_pictures: bool = False, next_rows: npt.NDArray[np.int32] | None = None
+        self,
+        n_tokens: int,
+        *,
+        of_pictures: bool = False,
+        next_rows: npt.NDArray[np.int32] | None = None,
+        sampled_by: Context | None = None,
     ) -> None:
         """Run the first `n_tokens` of the batch. Positions must continue their sequences without a gap,
         except after a picture.
 
         With `of_pictures` the batch reads `embeddings`, a picture's rows. `next_rows`: for each token the row
         of the last pass from which it was sampled, or -1 if it is in `tokens`. Such a batch must be one pass
-        (`in_one_pass`) and needs `runs_ahead`.
+        (`in_one_pass`) and needs `runs_ahead`. `sampled_by`: the context that samples these rows, which
+        `queues`, if it is another one.
 
         Raises NoMemorySlot if the cache is full, LlamaError if the computation failed; after the latter the
         sequences of the batch are in an unknown state.
@@ -193,7 +198,8 @@ class Context:
         self._uncopied.clear()
         self._copied_from.clear()
         batch = self._embedded(n_tokens) if of_pictures else self._batch
-        if next_rows is not None and not (self.row_steps and self.row_steps.read_next(next_rows)):
+        source = None if sampled_by is None else sampled_by.row_steps
+        if next_rows is not None and not (self.row_steps and self.row_steps.read_next(next_rows, source)):
             raise LlamaError("the token embedding is not where tokens are chosen")
         status = C.llama_decode(self._handle, batch)
         if status == 1:
@@ -317,29 +323,6 @@ class Context:
             rows = matrix(layers.get_embeddings_layer_inp(self._handle, layer), n_tokens, n)
             found[:, index * n : (index + 1) * n] = rows[first:] if together else rows[batch_indices]
         return found
-
-    def best(self, indices: Sequence[int], samplers: Sequence[RowSampler | None] = ()) -> list[int]:
-        """The best token of each output of the last batch, all of one pass, for drafts; or with `samplers`
-        what each of them, if it is one, would choose. Rows that follow each other with the same sampler are
-        for one token after the other. `indices` are those of the batch. Logits may be -inf: some drafters
-        have fewer tokens. Waits for the device."""
-        if self.row_steps is None:
-            return [int(token) for token in self.logits(len(indices)).argmax(axis=1)]
-        each = [*(samplers or [None] * len(indices)), None]
-        requests = [
-            RowRequest(
-                self._greedy if one is None else one,
-                n_top=UNCHECKED,
-                draft=UNKNOWN if one is not None and one is following else -1,
-            )
-            for one, following in pairwise(each)
-        ]
-        self.row_steps.begin(requests, indices, now=True)
-        return self.row_steps.results().tokens
-
-    @cached_property
-    def _greedy(self) -> RowSampler:
-        return RowSampler(Filters(("best",)), self._n_vocab)
 
     def logits(self, rows: int) -> npt.NDArray[np.float32]:
         """Logits of the last batch's outputs, in order: shape [rows, n_vocab], valid until the next decode.

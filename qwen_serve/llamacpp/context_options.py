@@ -24,6 +24,9 @@ class ContextOptions:
     flash_attn: str
     type_k: str
     type_v: str
+    state_type: str = "f32"
+    """In which the delta nets' states are kept, if the build can. F16: rounded after every token, or where
+    the GPU reads a prompt as chunks of tokens, after these."""
     row_sampling: Place | None = None
     """Where rows are sampled, if the build has the sampler; None: rows are copied to the host."""
     n_snapshots: int = 0

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
-from .context import Context
+from .drafter import DrafterContext
 from .errors import LlamaError, NoMemorySlot
 from .layers import set_ring_rows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from .context import Context
     from .context_options import ContextOptions
     from .model import Model
 
@@ -23,7 +24,7 @@ POSITION_AXES = 4
 """Axes of a position if the target's positions have several (M-RoPE); the last is ignored."""
 
 
-class DraftContext(Context):
+class DraftContext(DrafterContext):
     """Injects the trunk's rows into its cache, and guesses a block of tokens in one pass.
 
     If the trunk's rows stay on the device, they are injected from there, and one call injects and guesses.

@@ -79,6 +79,7 @@ class EvalContext:
         n_batch, n_ubatch: most tokens of a call, and of a pass.
         precise: F32 KV cache and no flash attention, the configuration to compare with a reference in.
         cache: type of keys and values otherwise; a quantized one needs flash attention.
+        state_type: in which the delta nets' states are kept, if the build can.
         callback: sees every graph as it is computed.
         op_offload: let the GPU compute with copies of weights that are in the CPU's memory.
     """
@@ -95,6 +96,7 @@ class EvalContext:
         kind: ContextKind = "trunk",
         precise: bool = False,
         cache: str = "f16",
+        state_type: str = "f32",
         callback: EvalCallback | None = None,
         op_offload: bool = True,
     ) -> None:
@@ -111,6 +113,7 @@ class EvalContext:
             flash_attn="off" if precise else "auto" if cache == "f16" else "on",
             type_k="f32" if precise else cache,
             type_v="f32" if precise else cache,
+            state_type=state_type,
             unified=False,
             eval_callback=callback and callback.function,
             op_offload=op_offload,

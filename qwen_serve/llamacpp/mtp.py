@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from .context import Context
+from .drafter import DrafterContext
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .model import Model
 
 
-class MtpContext(Context):
+class MtpContext(DrafterContext):
     """Decodes drafts: a token and the hidden row of the token before it give the token after it.
 
     The head's input at position p is token p and the trunk's hidden row of token p - 1 (after the output
@@ -28,14 +28,20 @@ class MtpContext(Context):
     a KV cache of its own, so a tail can be removed. The model must be loaded with `load_mtp`.
 
     Fill and decode it as any other context, and also fill `input_hidden`. Then `best` returns the best
-    tokens, and `hidden(n)` the head's own hidden rows of the `n` outputs.
+    tokens. The head's own hidden rows are read by `decode_next`, or if it does not `queues` they are on the
+    host: `hidden(n)`.
     """
 
     _type = C.LLAMA_CONTEXT_TYPE_MTP
 
     def __init__(self, model: Model, options: ContextOptions) -> None:
         super().__init__(model, options)
-        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, True, True)
+        # of all tokens: with "masked" llama.cpp would copy the first rows, whichever are outputs
+        llama_cpp_ext.llama_set_embeddings_nextn(self._handle, not self.queues, False)
         self.input_hidden: npt.NDArray[np.float32] = np.zeros((self.n_batch, model.n_embd), np.float32)
         """The hidden row of the token before each of `tokens`."""
         self._batch.embd = self.input_hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+
+    def _reads_hidden(self, rows: npt.NDArray[np.int32]) -> bool:
+        assert self.row_steps is not None
+        return self.row_steps.read_hidden(rows)

@@ -15,7 +15,7 @@ from .errors import LlamaError
 AMX, RING, SHARED_SNAPSHOTS = "amx-broadcast", "layer-inputs-ring", "shared-snapshots"
 F16_COPIES, BATCH_INVARIANT = "f16-copies", "batch-invariant"
 REPACKED_WEIGHTS, ROW_SAMPLER = "repacked-weights", "row-sampler"
-RAGGED_PASSES, OPERANDS = "ragged-passes", "operand-verification"
+RAGGED_PASSES, OPERANDS, STATE_F16 = "ragged-passes", "operand-verification", "state-f16"
 """Changes to llama.cpp that change what the server does."""
 
 NUMBER = re.compile(r"^\d+-")
@@ -51,7 +51,7 @@ def _hidden() -> set[str]:
     """The hidden patches. Raises LlamaError for a name that has no effect here."""
     names = {name for name in os.environ.get(HIDE, "").split(",") if name}
     known = {AMX, RING, SHARED_SNAPSHOTS, OPERANDS, F16_COPIES}
-    known |= {BATCH_INVARIANT, REPACKED_WEIGHTS, ROW_SAMPLER}
+    known |= {BATCH_INVARIANT, REPACKED_WEIGHTS, ROW_SAMPLER, STATE_F16}
     if unknown := names - known:
         raise LlamaError(f"{HIDE}: {min(unknown)}: want some of {', '.join(sorted(known))}")
     return names

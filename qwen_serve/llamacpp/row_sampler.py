@@ -21,8 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from . import ggml
-from .errors import LlamaError
-from .memory import matrix
 from .patches import ROW_SAMPLER, brings
 
 if TYPE_CHECKING:
@@ -54,9 +52,6 @@ FAR = 63
 """Binary logarithms below the best token at which no token has a mass."""
 
 ALWAYS = 2**31 - 1
-
-MOST_ROWS = 64
-"""Most rows of a pass whose tokens the next step reads where they were sampled (LLAMA_ROW_MOST)."""
 
 UNKNOWN = ALWAYS
 """As `draft` of a request: some token comes before the next row. It is not counted."""
@@ -128,7 +123,7 @@ class _Ask(ctypes.Structure):
     ]
 
 
-_RESULT = np.dtype(
+RESULT = np.dtype(
     [
         *((name, np.int32) for name in ("status", "token", "rank", "n_top")),
         *((name, np.float32) for name in ("logit", "best")),
@@ -156,12 +151,6 @@ if HAS_ROW_SAMPLER:
     _accept = ggml.quick("llama_row_sampler_accept", None, _P, _I32)
     _take_back = ggml.quick("llama_row_sampler_take_back", None, _P, _I32)
     _sample = ggml.declare("llama_row_sample", None, _P, _P, _P, _I32, _I32, _I32)
-    _set_row_sampling = ggml.declare("llama_set_row_sampling", ctypes.c_bool, _P, _I32)
-    _sample_rows = ggml.declare("llama_sample_rows", ctypes.c_bool, _P, _P, _I32, ctypes.c_bool)
-    _row_results = ggml.declare("llama_row_results", _P, _P)
-    _whole_row = ggml.quick("llama_whole_row", _P, _P, _I32)
-    _set_next_rows = ggml.quick("llama_set_next_rows", ctypes.c_bool, _P, _P, _I32)
-    _n_rows_in_order = ggml.quick("llama_n_rows_in_order", _I32, _P)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +366,9 @@ class RowResults:
         return self._whole(i)
 
 
-def _asks(requests: Sequence[RowRequest], indices: Sequence[int], kept: list[Bits]) -> Any:
-    asks = (_Ask * len(requests))()
-    for ask, request, index in zip(asks, requests, indices, strict=True):
+def asks(requests: Sequence[RowRequest], indices: Sequence[int], kept: list[Bits]) -> Any:
+    made = (_Ask * len(requests))()
+    for ask, request, index in zip(made, requests, indices, strict=True):
         ask.sampler = None if request.sampler is None else request.sampler._handle
         ask.index, ask.n_top, ask.scored, ask.draft = index, request.n_top, request.scored, request.draft
         if request.mask is not None:
@@ -388,7 +377,7 @@ def _asks(requests: Sequence[RowRequest], indices: Sequence[int], kept: list[Bit
         if (lowered := request.lowered) is not None:
             ask.ids, ask.less = lowered.ids.ctypes.data, lowered.less.ctypes.data
             ask.n_less, ask.less_first = len(lowered.ids), lowered.first
-    return asks
+    return made
 
 
 def sample_rows(
@@ -398,53 +387,10 @@ def sample_rows(
 ) -> RowResults:
     """Choose a token from each row [n_vocab], on the host. Releases the GIL."""
     kept: list[Bits] = []
-    asks = _asks(requests, range(len(requests)), kept)
+    made = asks(requests, range(len(requests)), kept)
     arrays = [np.ascontiguousarray(row, np.float32) for row in rows]
     addresses = np.array([array.ctypes.data for array in arrays], np.uintp)
-    results = np.zeros(len(requests), _RESULT)
+    results = np.zeros(len(requests), RESULT)
     n_vocab = len(arrays[0]) if arrays else 0
-    _sample(asks, addresses.ctypes.data, results.ctypes.data, len(requests), n_vocab, n_threads)
+    _sample(made, addresses.ctypes.data, results.ctypes.data, len(requests), n_vocab, n_threads)
     return RowResults(results, lambda i: rows[i])
-
-
-class RowSteps:
-    """Samples the rows of a context's batches, where they were computed."""
-
-    def __init__(self, context: int, n_vocab: int) -> None:
-        self._context, self._n_vocab = context, n_vocab
-        self._n = 0
-
-    def switch(self, place: Place | None) -> bool:
-        """Leave the rows of further batches where they are computed, to be sampled there; with None, copy
-        them to the host instead. Returns whether they stay. On a device without a sampler they are sampled on
-        the host."""
-        return bool(_set_row_sampling(self._context, 0 if place is None else place))
-
-    def begin(self, requests: Sequence[RowRequest], indices: Sequence[int], *, now: bool) -> None:
-        """Begin to sample the rows behind the tokens with these indices in the last batch or, without `now`,
-        in the next one. The results of the call before must have been read. Raises LlamaError."""
-        self._n = len(requests)
-        kept: list[Bits] = []
-        asks = _asks(requests, indices, kept)
-        if not _sample_rows(self._context, asks, self._n, now):
-            raise LlamaError(f"no room for the requests of {self._n} rows")
-
-    def results(self) -> RowResults:
-        """The results of the last requests. Waits for them."""
-        address = _row_results(self._context)
-        memory = (ctypes.c_char * (self._n * _RESULT.itemsize)).from_address(address)
-        return RowResults(np.frombuffer(memoryview(memory), _RESULT).copy(), self._whole_row)
-
-    def read_next(self, rows: npt.NDArray[np.int32]) -> bool:
-        """Make the next decode read each of its tokens from a row of the last pass, as it was sampled, or,
-        for -1, from the batch. Returns False if the token embedding is on another device."""
-        return bool(_set_next_rows(self._context, rows.ctypes.data, rows.size))
-
-    @property
-    def n_in_order(self) -> int:
-        """Rows of the last batch if one pass computed all of them in the batch's order; otherwise 0."""
-        return int(_n_rows_in_order(self._context))
-
-    def _whole_row(self, i: int) -> npt.NDArray[np.float32]:
-        row: npt.NDArray[np.float32] = matrix(_whole_row(self._context, i), 1, self._n_vocab)[0]
-        return row

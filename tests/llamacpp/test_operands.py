@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qwen_serve.llamacpp import Context, Model
+from qwen_serve.llamacpp import HAS_STATE_F16, Context, Model
 from qwen_serve.llamacpp.context import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.operands import HAS_OPERANDS
 from tests.contexts import exact_options
@@ -39,16 +40,15 @@ def recurrent_state(opened: Context, which: int) -> list[npt.NDArray[np.float32]
     saved = opened._save(which, C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).tobytes()  # noqa: SLF001
     at, found = 28, []  # behind the position and the numbers of cells, ids and layers
     for _ in range(2 * N_RECURRENT):
-        at += 4  # the type
-        size = int.from_bytes(saved[at : at + 8], "little")
-        at += 8
-        found.append(np.frombuffer(saved[at : at + size], np.float32))
+        kind, size = struct.unpack_from("<iQ", saved, at)
+        at += 12
+        found.append(np.frombuffer(saved[at : at + size], (np.float32, np.float16)[kind]).astype(np.float32))
         at += size
     assert at == len(saved)
     return found
 
 
-def context(model: Model, *, rows: int = ROWS, places: int = PLACES) -> Context:
+def context(model: Model, *, rows: int = ROWS, places: int = PLACES, state_type: str = "f32") -> Context:
     options = exact_options(
         n_ctx=1024,
         n_batch=64,
@@ -57,6 +57,7 @@ def context(model: Model, *, rows: int = ROWS, places: int = PLACES) -> Context:
         batch_invariant=True,
         n_operands=rows,
         operand_sequences=places,
+        state_type=state_type,
     )
     return Context(model, options)
 
@@ -99,11 +100,12 @@ class Sequences:
         self.context.copy(source, target)
         self.held[target] = self.held[source]
 
-    def check(self, model: Model, *, exactly: bool = False) -> None:
+    def check(self, model: Model, *, exactly: bool = False, state_type: str = "f32") -> None:
         """Each row, and each state, is that of a sequence that reads its tokens one by one. Attention adds up
         cells in their order in the pool, which is not that of a sequence alone. So without `exactly` only
         the states below the first attention have its bits."""
-        alone, states = alone_one_by_one(model, [history for history, _ in self.rows], [*self.held.values()])
+        wanted = [history for history, _ in self.rows]
+        alone, states = alone_one_by_one(model, wanted, [*self.held.values()], state_type)
         for history, row in self.rows:
             np.testing.assert_allclose(row, alone[history], atol=0 if exactly else 1e-4, rtol=0)
         for which, history in self.held.items():
@@ -114,9 +116,9 @@ class Sequences:
 
 
 def alone_one_by_one(
-    model: Model, wanted: list[History], ends: list[History]
+    model: Model, wanted: list[History], ends: list[History], state_type: str = "f32"
 ) -> tuple[Rows, dict[History, list[npt.NDArray[np.float32]]]]:
-    opened = context(model, rows=0)
+    opened = context(model, rows=0, state_type=state_type)
     rows: Rows = {}
     states: dict[History, list[npt.NDArray[np.float32]]] = {}
     for history in sorted({*wanted, *ends}, key=len, reverse=True):
@@ -142,8 +144,11 @@ def tokens(rng: np.random.Generator, n: int) -> list[int]:
     return [int(one) for one in rng.integers(256, 2000, n)]
 
 
-def test_any_number_of_tokens_is_accepted(model: Model) -> None:
-    opened = context(model)
+@pytest.mark.parametrize("state_type", ["f32", "f16"])
+def test_any_number_of_tokens_is_accepted(model: Model, state_type: str) -> None:
+    if state_type == "f16" and not HAS_STATE_F16:
+        pytest.skip("llama.cpp has no patch state-f16")
+    opened = context(model, state_type=state_type)
     assert opened.n_operands == ROWS
     rng = np.random.default_rng(1)
     sequences = Sequences(opened)
@@ -151,7 +156,7 @@ def test_any_number_of_tokens_is_accepted(model: Model) -> None:
     for taken in range(ROWS + 1):
         sequences.decode({0: tokens(rng, ROWS)})
         assert sequences.take_back(0, taken)
-    sequences.check(model, exactly=True)
+    sequences.check(model, exactly=True, state_type=state_type)
     opened.close()
 
 

@@ -23,7 +23,7 @@ import qwen_serve
 from qwen_serve.server.engine.engine import Engine
 from qwen_serve.server.engine.outputs import Generation, OutputQueue
 from qwen_serve.server.engine.scheduler import Scheduler
-from qwen_serve.server.engine.steps import Steps
+from qwen_serve.server.engine.steps import StepLoop
 from tests.server.serving import Served, serving
 from tests.waiting import wait_until
 
@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "out": (OutputQueue.put, Generation.receive, Generation.__anext__, RequestResponseCycle.send),
 }
 ENDS: set[CodeType] = {end.__code__ for ends in WAYS.values() for end in ends}
-STEP = Steps.step.__code__
+STEP = StepLoop.step.__code__
 SHORT, LONG = 16, 144
 """Tokens of two answers, whose difference is what further tokens cost."""
 ROUNDS = 3

@@ -19,8 +19,8 @@ from qwen_serve.llamacpp import vision as llamacpp_vision
 from qwen_serve.server.api.limits import LARGE
 from qwen_serve.server.chat.pictures import GivenPicture
 from qwen_serve.server.engine import ModelLoadError
+from qwen_serve.server.engine.admission import AdmissionControl
 from qwen_serve.server.engine.pictures import Picture, row_ids
-from qwen_serve.server.engine.places import Places
 from tests.server.engine.helpers import running
 from tests.server.engine.test_pictures import Bare, Part
 from tests.server.seeing import N, ask, body, content, needs_vision, noise, part, text
@@ -149,7 +149,7 @@ async def test_a_request_that_is_refused_encodes_nothing(
     encoder = seeing.engine.encoder
     assert encoder is not None
     before = encoder.encoded
-    monkeypatch.setattr(seeing.engine, "_places", Places(0, 0))
+    monkeypatch.setattr(seeing.engine, "_admission", AdmissionControl(0, 0))
     error = (await ask(seeing, body(part(noise(30)), text("What is it?")), 429))["error"]
     assert error["code"] == "queue_full"
     monkeypatch.undo()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
 import numpy as np
@@ -23,6 +23,7 @@ from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.evaluation import TEXTS, write_any
 from qwen_serve.convert.kld import OWN, Candidate, compare_all, spaced
 from qwen_serve.convert.stages import fingerprint, replacing
+from qwen_serve.llamacpp import HAS_STATE_F16
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.model import Model
@@ -42,6 +43,14 @@ class Measured:
     label: str
     megabytes: float
     divergence: dict[str, NDArray[np.float64]]
+
+
+class Tried(NamedTuple):
+    """A file, and the types of its keys and values and of its recurrent states."""
+
+    path: Path
+    cache: str = F16
+    state_type: str = "f32"
 
 
 def levels(
@@ -79,7 +88,7 @@ def levels(
     beside
         Levels or recipes that are rounded by nearest alone.
     caches
-        Types of keys and values, with F16 weights, for the depth table.
+        Types of keys and values, with F16 weights, for the depth table, which also has F16 states.
     calibration
         Text for both methods (default: the one that qwen-convert writes).
     texts
@@ -99,22 +108,20 @@ def levels(
             base = folder / f"{source.name}-F16.gguf"
             for level in (*quants, *beside):
                 files = {
-                    f"{name_of(level)} nearest": (convert(source, folder, level, calibration, runtime), F16)
+                    f"{name_of(level)} nearest": Tried(convert(source, folder, level, calibration, runtime))
                 }
                 if level in quants:
                     path = compensate(source, folder, level, calibration, runtime)
-                    files[f"{name_of(level)} compensated"] = path, F16
+                    files[f"{name_of(level)} compensated"] = Tried(path)
                 if not of:
                     ids = read_texts(base, source.name, texts, chunks, depth, runtime)
                 found = measure(base, files, ids, runtime)
                 print_texts(name_of(level), found, head=source.name if not of else None)
                 of += found
-            of += measure(
-                base,
-                {f"F16, {cache} keys and values": (base, cache) for cache in caches},
-                {DEEP: ids[DEEP]},
-                runtime,
-            )
+            types = {f"F16, {cache} keys and values": Tried(base, cache) for cache in caches}
+            if HAS_STATE_F16:
+                types["F16, recurrent states in f16"] = Tried(base, state_type=F16)
+            of += measure(base, types, {DEEP: ids[DEEP]}, runtime)
             print_depth(source.name, of)
     except (ConvertError, LlamaError) as error:
         raise BenchError(str(error)) from error
@@ -169,10 +176,10 @@ def read_texts(
 
 
 def measure(
-    base: Path, files: Mapping[str, tuple[Path, str]], texts: Mapping[str, Ids], runtime: Runtime
+    base: Path, files: Mapping[str, Tried], texts: Mapping[str, Ids], runtime: Runtime
 ) -> list[Measured]:
-    """Files, each with a type of keys and values, by label. What was measured is kept beside the base."""
-    of = [Measured(label, path.stat().st_size / 1e6, {}) for label, (path, _) in files.items()]
+    """Files with their types, by label. What was measured is kept beside the base."""
+    of = [Measured(label, path.stat().st_size / 1e6, {}) for label, (path, *_) in files.items()]
     with ExitStack() as stack:
         loaded: dict[Path, Model] = {}
 
@@ -182,9 +189,9 @@ def measure(
             return loaded[path]
 
         for text, ids in texts.items():
-            kept = [_kept(base, path, cache, ids) for path, cache in files.values()]
+            kept = [_kept(base, tried, ids) for tried in files.values()]
             if not all(path.exists() for path in kept):
-                candidates = [Candidate(load(path), cache) for path, cache in files.values()]
+                candidates = [Candidate(load(path), *types) for path, *types in files.values()]
                 scores = compare_all(load(base), candidates, ids, threads=runtime.n_threads)
                 for path, score in zip(kept, scores, strict=True):
                     path.parent.mkdir(exist_ok=True)
@@ -195,10 +202,10 @@ def measure(
     return of
 
 
-def _kept(base: Path, path: Path, cache: str, ids: Ids) -> Path:
+def _kept(base: Path, tried: Tried, ids: Ids) -> Path:
     """Where a divergence is kept: by everything that it depends on."""
-    stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in (base, path)]
-    parts = {"files": stamps, "cache": cache, "ids": sha256(ids.tobytes()).hexdigest()}
+    stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in (base, tried.path)]
+    parts = {"files": stamps, "types": tried[1:], "ids": sha256(ids.tobytes()).hexdigest()}
     return base.parent / "divergences" / f"{fingerprint(parts)}.npy"
 
 
@@ -238,5 +245,7 @@ def print_depth(name: str, of: Sequence[Measured]) -> None:
         deep = one.divergence[DEEP][0]
         quarters = [deep, *np.array_split(deep, 4)]
         short = f"{one.divergence[OWN].mean():.5f}" if OWN in one.divergence else ""
-        print(f"| {one.label} | {short} | {' | '.join(f'{part.mean():.5f}' for part in quarters)} |")
+        means = [float(part.mean()) for part in quarters]
+        shown = [f"{mean:.5f}" if mean >= 1e-5 else f"{mean:.1e}" for mean in means]
+        print(f"| {one.label} | {short} | {' | '.join(shown)} |")
     print(flush=True)

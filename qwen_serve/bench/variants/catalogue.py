@@ -32,7 +32,7 @@ from qwen_serve.bench.variants.variant import of_quants, read_variant
 from qwen_serve.convert.recipes import known_recipes
 from qwen_serve.convert.tensors import FLOAT_TYPES
 from qwen_serve.llamacpp.gguf import TensorInfo
-from qwen_serve.server.variant import VARIANTS, Variant, known_variants
+from qwen_serve.server.variant import Variant, known_variants
 
 RECORDED = Path(__file__).resolve().parents[3] / "docs" / "results"
 SHAPE = "4b"
@@ -89,7 +89,7 @@ def variants(
     results = [read_recorded(path) for path in recorded or published()]
     levels = [level for level in of_quants(known_recipes()) if recorded_gates(level, results)]
     table = catalogue(shipped, card, results)
-    parts = [table.markdown(), *map(section, shipped)]
+    parts = [table.markdown(), files(shipped)]
     table.print()
     if levels:
         beside = replace(catalogue(levels, card, results, "level, with default settings"), notes=())
@@ -186,10 +186,13 @@ def _losses(found: Paired | None) -> dict[str, Cell]:
     }
 
 
-def section(variant: Variant) -> str:
-    """Markdown with a variant's file, whose comments give the reason for each value."""
-    text = (VARIANTS / f"{variant.name}.toml").read_text(encoding="utf-8")
-    return f"## {variant.name}\n\n```toml\n{text.strip()}\n```\n"
+def files(variants: Sequence[Variant]) -> str:
+    """Markdown: what each variant's file sets. The files' comments give the reason for each value."""
+    rows = ["| file, with its reasons | what | quant | settings |", "|---|---|---|---|"]
+    for one in variants:
+        settings = ", ".join(f"`{name}={str(value).lower()}`" for name, value in one.settings.items())
+        rows.append(f"| [{one.name}](../variants/{one.name}.toml) | {one.about} | {one.level} | {settings} |")
+    return "\n".join(rows) + "\n"
 
 
 def published() -> list[Path]:

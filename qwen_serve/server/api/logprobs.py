@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import to_json
 
 from qwen_serve.server.api.sse import Lazily, Written, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from qwen_serve.server.api.fields.generation import GenerationRequest
     from qwen_serve.server.chat import TextGeneration
@@ -24,8 +24,19 @@ KEPT = 50_000
 LOWEST = -9999.0
 """vLLM's number for minus infinity, which JSON does not have."""
 
+TOGETHER = 256
+"""Most places that are written at once."""
+
+SOON = 32
+"""Most tokens whose log-probabilities are written on the event loop, in up to a millisecond."""
 
 Json = bytes
+Made = TypeVar("Made")
+
+
+def in_list(items: list[Json]) -> Json:
+    """A list of values that are JSON already."""
+    return b"[%b]" % b",".join(items)
 
 
 class TokenNames:
@@ -44,59 +55,101 @@ class TokenNames:
         """The token's text, with U+FFFD for a part of a character."""
         return f"token_id:{token}" if self._as_ids else self._names[token]
 
-    def top(self, at: TokenLogprobs, n: int) -> dict[str, float]:
-        """The `n` likeliest tokens and the token itself, by name. If several have the same name, the
-        likeliest."""
-        names = self._names
-        top: dict[str, float] = {}
-        for token, logprob in zip(at.best.tolist()[:n], at.best_logprobs.tolist(), strict=False):
-            name = f"token_id:{token}" if self._as_ids else names[token]
-            if name not in top:
-                top[name] = max(LOWEST, logprob)
-        top.setdefault(self.name(at.token), max(at.logprob, LOWEST))
-        return top
+    def tops(self, found: list[TokenLogprobs | None], n_top: int) -> Json:
+        """A list as JSON, with an object at each place: log-probabilities of the `n_top` likeliest tokens and
+        of the token itself, by name. If several have the same name, the likeliest. null for None."""
+        named = self._kept("name", lambda token: b"," + encode(self.name(token)) + b":")
+        known = [at for at in found if at is not None]
+        written = [b"null"] * (len(found) - len(known))  # at the beginning of a prompt
+        for some in _pieces(known):
+            ids: list[int] = []
+            logprobs: list[float] = []
+            ends = []
+            for at in some:
+                ids += at.best[:n_top].tolist()
+                logprobs += at.best_logprobs[:n_top].tolist()
+                if at.rank > n_top:
+                    ids.append(at.token)
+                    logprobs.append(at.logprob)
+                ends.append(len(ids))
+            names, numbers = list(map(named, ids)), _numbers(logprobs)
+            for start, end in pairwise([0, *ends]):
+                if len(set(names[start:end])) < end - start:
+                    for place, name in enumerate(names[start:end], start):
+                        if name in names[start:place]:
+                            names[place] = numbers[place] = b""
+                names[start] = b"},{" + names[start][1:]
+            written.append(_joined(names, numbers)[2:] + b"}")
+        return in_list(written)
 
     def scored(self, found: list[TokenLogprobs], *, n_top: int, with_id: bool = False) -> Json:
         """A list of OpenAI's objects as JSON, with llama-server's `id` or without, and in each the `n_top`
         likeliest tokens at its place. `bytes` is null for a control token."""
-        kept = Kept(partial(self._around, with_id=with_id))
-        around = self._vocab.kept.setdefault((self._as_ids, with_id), kept).__getitem__
+        around = self._kept(with_id, partial(self._around, with_id=with_id))
         written = []
-        for at, (own, *others) in zip(found, _numbers(found, n_top), strict=True):
-            before, behind = around(at.token)
-            pairs = zip(map(around, at.best[:n_top].tolist()), others, strict=True)
-            tops = b"},".join([before + other + behind for (before, behind), other in pairs])
-            close = b"}]}" if tops else b"]}"
-            written.append(b'%b%b%b,"top_logprobs":[%b%b' % (before, own, behind, tops, close))
-        return b"[%b]" % b",".join(written)
+        for some in _pieces(found):
+            ids: list[int] = []
+            logprobs: list[float] = []
+            starts = []
+            for at in some:
+                starts.append(len(ids))
+                ids += (at.token, *at.best[:n_top].tolist())
+                logprobs += (at.logprob, *at.best_logprobs[:n_top].tolist())
+            before, behind = map(list, zip(*map(around, ids), strict=True))
+            for start, end in pairwise([*starts, len(ids)]):
+                before[start] = b"," + before[start][2:]
+                behind[start] += b',"top_logprobs":['
+                if end > start + 1:
+                    before[start + 1] = before[start + 1][2:]
+                    behind[end - 1] += b"}"
+                behind[end - 1] += b"]}"
+            written.append(_joined(before, _numbers(logprobs), behind)[1:])
+        return in_list(written)
+
+    def _kept(self, kind: object, make: Callable[[int], Made]) -> Callable[[int], Made]:
+        """`make`, called once for each token, for all answers."""
+        made: Kept[Made] = self._vocab.kept.setdefault((self._as_ids, kind), Kept(make))
+        return made.__getitem__
 
     def _around(self, token: int, *, with_id: bool) -> tuple[Json, Json]:
-        """What comes before and behind a token's log-probability in its object, which is not closed."""
+        """What comes before and behind a token's log-probability in its object, which is not closed; before,
+        the object before it is."""
         named = {"id": token, "token": self.name(token)} if with_id else {"token": self.name(token)}
         bytes_of = encode(list(self._vocab.token_bytes(token)) or None)
-        return encode(named)[:-1] + b',"logprob":', b',"bytes":' + bytes_of
+        return b"}," + encode(named)[:-1] + b',"logprob":', b',"bytes":' + bytes_of
 
 
-class Kept(dict[int, tuple[Json, Json]]):
+class Kept(dict[int, Made]):
     """What is made of tokens, each once as long as there are not many."""
 
-    def __init__(self, make: Callable[[int], tuple[Json, Json]]) -> None:
+    def __init__(self, make: Callable[[int], Made]) -> None:
         super().__init__()
         self._make = make
 
-    def __missing__(self, token: int) -> tuple[Json, Json]:
+    def __missing__(self, token: int) -> Made:
         if len(self) >= KEPT:
             self.clear()
         made = self[token] = self._make(token)
         return made
 
 
-def _numbers(found: Sequence[TokenLogprobs], n: int) -> Iterator[list[bytes]]:
-    """At each place the log-probabilities of the token itself and of the `n` likeliest, as JSON."""
-    each = [[at.logprob, *at.best_logprobs[:n].tolist()] for at in found]
-    flat = [max(number, LOWEST) for numbers in each for number in numbers]
-    written = iter(to_json(flat)[1:-1].split(b","))
-    return (list(islice(written, len(numbers))) for numbers in each)
+def _pieces(found: list[TokenLogprobs]) -> Iterator[list[TokenLogprobs]]:
+    """Places that are written together. Other threads may run between them."""
+    return (found[start : start + TOGETHER] for start in range(0, len(found), TOGETHER))
+
+
+def _numbers(logprobs: list[float]) -> list[Json]:
+    if min(logprobs) < LOWEST:
+        logprobs = [max(logprob, LOWEST) for logprob in logprobs]
+    return to_json(logprobs)[1:-1].split(b",")
+
+
+def _joined(*columns: list[Json]) -> Json:
+    """The items of equally long lists: the first of each, then the second of each, and so on."""
+    parts = [b""] * (len(columns) * len(columns[0]))
+    for place, column in enumerate(columns):
+        parts[place :: len(columns)] = column
+    return b"".join(parts)
 
 
 class ChatLogprobs:
@@ -111,15 +164,27 @@ class ChatLogprobs:
         self._names = TokenNames(vocab, as_ids=bool(request.return_tokens_as_token_ids))
         self._n_top, self._with_id = request.answer_logprobs, request.by_n_probs
         self._generation = generation
+        self._written: list[Json] = []
 
     @property
     def asked(self) -> bool:
         """Whether the request asks for log-probabilities."""
         return self._n_top is not None
 
+    def advance(self) -> None:
+        """Write those of the tokens so far, for `all`, if that is done soon."""
+        if self._generation.unscored <= SOON:
+            self._write()
+
+    def _write(self) -> None:
+        if self._n_top is not None and (found := self._generation.new_logprobs()):
+            written = self._names.scored(found, n_top=self._n_top, with_id=self._with_id)
+            self._written.append(written[1:-1])
+
     def all(self) -> dict[str, Any] | None:
         """The log-probabilities of the whole choice, which is complete; an empty list if it has no token."""
-        return self.new() or ({"content": [], "refusal": None} if self.asked else None)
+        self._write()
+        return {"content": Written(in_list, self._written), "refusal": None} if self.asked else None
 
     def prompt(self) -> dict[str, Any] | None:
         """None, since this format has no field for those of an echoed prompt."""
@@ -181,7 +246,7 @@ class ResponseLogprobs:
 def prompt_logprobs(request: GenerationRequest, vocab: Vocab, generation: TextGeneration) -> dict[str, Any]:
     """vLLM's field of that name: null for the first token, then an object by token id. Empty if the request
     does not ask for it."""
-    logprobs = generation.generation.logprobs
+    logprobs = generation.request.logprobs
     if request.prompt_logprobs is None or logprobs is None:
         return {}
     names, n_top = TokenNames(vocab), request.prompt_logprobs

@@ -57,8 +57,8 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
     """Reads the body into the schema that `choose` names for it.
 
     While the service has no model, the request is refused before it is read; a sleeping model is loaded later
-    (`awake`). A large body waits here until earlier ones have become prompts (`prepared`). Raises ApiError
-    400, 413, 415, 429 and 503.
+    (`ensure_loaded`). A large body waits here until earlier ones have become prompts (`prepared`). Raises
+    ApiError 400, 413, 415, 429 and 503.
     """
     if (status := context.service.status) not in ("ready", "sleeping"):
         raise unavailable(status)
@@ -80,7 +80,7 @@ async def read_request(context: RequestContext, choose: Callable[[dict[str, Any]
     return await on_thread(work, context.body.size)
 
 
-async def awake(context: RequestContext, check: Callable[[], object] = lambda: None) -> Backend:
+async def ensure_loaded(context: RequestContext, check: Callable[[], object] = lambda: None) -> Backend:
     """Waits until the model that this request needs is loaded, and returns it.
 
     If the model sleeps, `check` runs first, on a thread. If it raises, the model is not loaded. Raises
@@ -183,7 +183,7 @@ async def prepared(context: RequestContext, work: Callable[[Callable[[], None]],
         context.body.release()
 
 
-async def seen(
+async def encode_images(
     context: RequestContext, work: Callable[[Callable[[], None]], Result], pictures: list[GivenPicture]
 ) -> Result:
     """Runs `work(interrupt)`, which decodes and encodes the `pictures` of a prepared body, on the threads for

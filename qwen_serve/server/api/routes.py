@@ -42,7 +42,7 @@ from qwen_serve.server.api.openapi import (
     documented,
     errors,
 )
-from qwen_serve.server.api.request import awake, read_request
+from qwen_serve.server.api.request import ensure_loaded, read_request
 from qwen_serve.server.api.service import Service, service_of
 from qwen_serve.server.api.slots import SlotActionRequest, slot_action, slots
 from qwen_serve.server.chat.pictures import MAX_IMAGES
@@ -180,7 +180,7 @@ _post("/v1/responses/render", tokens.render, ResponsesRequest)
 @others.get("/tokenizer_info")
 async def about_tokenizer(http: Request) -> dict[str, Any]:
     """Special tokens and chat template."""
-    await awake(context_of(http.scope))
+    await ensure_loaded(context_of(http.scope))
     return tokens.tokenizer_info(service_of(http))
 
 
@@ -256,7 +256,7 @@ def llama_props(service: Service) -> dict[str, Any]:
 @others.get("/slots", responses=errors(401, 403, 503))
 async def about_slots(http: Request, fail_on_no_slot: str = "") -> list[dict[str, Any]]:
     """What each slot does, as llama-server reports it; with `fail_on_no_slot` 503 if none is idle."""
-    await awake(context_of(http.scope))
+    await ensure_loaded(context_of(http.scope))
     return slots(service_of(http).backend.engine, fail_without=bool(fail_on_no_slot))
 
 

@@ -17,8 +17,8 @@ from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
 from qwen_serve.server.api.sse import EventStream
-from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
-from qwen_serve.server.engine import GenerateRequest, InvalidGrammar, Progress, TokenBudget
+from qwen_serve.server.chat import StopStrings, TextGeneration
+from qwen_serve.server.engine import GenerateRequest, InvalidGrammar, TokenBudget
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
@@ -88,12 +88,13 @@ class ServedRequest:
                             thinking=thinking,
                             scheduling=placement.scheduling,
                             adapters=placement.adapters,
-                            progress=Progress() if request.stream and request.reports_progress else None,
+                            reports_progress=bool(request.stream and request.reports_progress),
                         )
                     )
                     spell_control = request.skip_special_tokens is False
-                    detokenizer = Detokenizer(self.vocab, stops, spell_control=spell_control, tags=tags)
-                    self.generations.append(TextGeneration(generation, detokenizer))
+                    self.generations.append(
+                        TextGeneration(generation, self.vocab, stops, spell_control=spell_control, tags=tags)
+                    )
         except BaseException:
             self.close()
             raise
@@ -161,7 +162,7 @@ class ServedRequest:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
         if self.request.cache_report:
             usage["prompt_tokens_details"]["cache_miss"] = _misses(answers.prompts)
-        drafts = [generation.generation.drafts for generation in self.generations]
+        drafts = [generation.request.drafts for generation in self.generations]
         if steps := sum(counts.steps for counts in drafts):
             accepted = sum(counts.accepted for counts in drafts)
             usage["speculation"] = {
@@ -213,23 +214,23 @@ def sampling_of(service: Service, request: GenerationRequest) -> SamplingParams:
 
 def progress_of(generation: TextGeneration, *, read: bool) -> dict[str, Any]:
     """llama-server's `prompt_progress`; `read` is true for a prompt that is complete."""
-    progress, total = generation.generation.progress, generation.prompt_tokens
+    request = generation.request
     return {
-        "total": total,
-        "cache": generation.cached_tokens,
-        "processed": total if read or progress is None else progress.processed,
-        "time_ms": int(1000 * (time.perf_counter() - generation.generation.timings.started)),
+        "total": request.prompt_length,
+        "cache": request.cached_tokens,
+        "processed": request.prompt_length if read else request.processed,
+        "time_ms": int(1000 * (time.perf_counter() - request.timings.started)),
     }
 
 
 def timings_of(generation: TextGeneration) -> dict[str, Any]:
     """llama-server's `timings`, with the time waited."""
-    timings, drafts = generation.generation.timings, generation.generation.drafts
-    prompt_n = generation.prompt_tokens - generation.cached_tokens
+    timings, drafts = generation.request.timings, generation.request.drafts
+    prompt_n = generation.request.prompt_length - generation.request.cached_tokens
     # the first token comes from prefill
     predicted_n = max(0, generation.completion_tokens - 1)
     figures = {
-        "cache_n": generation.cached_tokens,
+        "cache_n": generation.request.cached_tokens,
         "queue_ms": timings.queue_ms,
         "prompt_n": prompt_n,
         "prompt_ms": timings.prefill_ms,
@@ -315,7 +316,7 @@ def _misses(prompts: Sequence[TextGeneration]) -> Any:
     prompts."""
     misses = [
         {"reason": miss.reason, "position": miss.position} if miss else None
-        for miss in (generation.generation.missed for generation in prompts)
+        for miss in (generation.request.missed for generation in prompts)
     ]
     return misses if len(misses) > 1 else misses[0]
 

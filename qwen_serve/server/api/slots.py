@@ -16,7 +16,7 @@ from qwen_serve.common.files import NO_ROOM
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
 from qwen_serve.server.api.limits import in_thread
-from qwen_serve.server.api.request import awake, until_gone
+from qwen_serve.server.api.request import ensure_loaded, until_gone
 from qwen_serve.server.api.tenant import salt_of
 from qwen_serve.server.engine import PrefixFileError, restore_prefixes, save_prefixes, slot_states
 
@@ -57,7 +57,7 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
         raise bad_request("action: must be save, restore or erase", "action", "invalid_value")
     salt = salt_of(context.key if service.settings.prefix_by_key else "", request.cache_salt)
     path = folder if action == "erase" else _path(folder, request.filename, salt)
-    await awake(context)
+    await ensure_loaded(context)
     engine = service.backend.engine
     if not slot.isdecimal() or len(slot) > 4 or int(slot) >= engine.settings.parallel:
         raise bad_request(f"there is no slot {slot[:9]!r}; they run from 0", "id_slot", "invalid_value")

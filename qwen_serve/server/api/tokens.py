@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.formats.chat import ChatRequest, check_uncut, prompt_of
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
-from qwen_serve.server.api.request import awake, on_thread, prepared, seen
+from qwen_serve.server.api.request import encode_images, ensure_loaded, on_thread, prepared
 from qwen_serve.server.api.serving import truncated
 from qwen_serve.server.chat.pictures import counted
 from qwen_serve.server.engine import TokenBudget
@@ -93,7 +93,7 @@ async def with_prompt(
     """Responds with `answer` of a conversation's prompt ids. A picture is its placeholder token, repeated for
     each of its tokens. Raises ApiError 400."""
     service = context.service
-    await awake(context, request.check_messages)
+    await ensure_loaded(context, request.check_messages)
     engine = service.backend.engine
     given: list[GivenPicture] = []
     bare: list[int] = []
@@ -107,11 +107,11 @@ async def with_prompt(
             return None
         return JSONResponse(answer(bare))
 
-    def see(interrupt: Callable[[], None]) -> Response:
+    def insert(interrupt: Callable[[], None]) -> Response:
         return JSONResponse(answer(counted(bare, given, engine, interrupt, request.pixel_bounds)))
 
     response = await prepared(context, answered)
-    return await seen(context, see, given) if response is None else response
+    return await encode_images(context, insert, given) if response is None else response
 
 
 async def tokenize(
@@ -122,7 +122,7 @@ async def tokenize(
     if isinstance(request, TokenizeChatRequest):
         strings = bool(request.return_token_strs)
         return await with_prompt(context, request, lambda ids: _counted(service, ids, strings=strings))
-    await awake(context)
+    await ensure_loaded(context)
     vocab = service.backend.engine.vocab
 
     def answer(interrupt: Callable[[], None]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
     """
     if len(request.tokens) > MAX_TOKENS:
         raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
-    await awake(context)
+    await ensure_loaded(context)
     vocab = context.service.backend.engine.vocab
 
     def answer(_: Callable[[], None]) -> Response:
@@ -168,7 +168,7 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
 async def apply_template(context: RequestContext, request: ChatRequest) -> Response:
     """The text of a conversation's prompt. A picture is the template's placeholder. Raises ApiError 400."""
     service = context.service
-    await awake(context, request.check_messages)
+    await ensure_loaded(context, request.check_messages)
     engine = service.backend.engine
     vocab = engine.vocab
 
@@ -196,7 +196,7 @@ async def render(
 
     if isinstance(asked, ChatRequest):
         return await with_prompt(context, asked, rendered)
-    await awake(context)
+    await ensure_loaded(context)
 
     def answer(interrupt: Callable[[], None]) -> Response:
         raw, check = service.backend.prompter.raw, bounded(interrupt, "prompt")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .detokenizer import Detokenizer
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping
 
-    from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs
+    from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs, Vocab
 
-    from .detokenizer import Detokenizer, StopFilter
+    from .detokenizer import StopStrings
 
 
-class TextGeneration:
+class TextGeneration(Detokenizer):
     """A running generation as text: `async for delta in generation`, once.
 
     Deltas never contain part of a stop string. They are non-empty, except to report the prompt's progress.
@@ -20,13 +22,19 @@ class TextGeneration:
     cancelled, and on `cancel`. Raises what the engine's iterator raises.
     """
 
-    def __init__(self, generation: Generation, detokenizer: Detokenizer) -> None:
-        self.generation = generation
-        self._detokenizer = detokenizer
+    def __init__(
+        self,
+        generation: Generation,
+        vocab: Vocab,
+        stops: StopStrings | None = None,
+        *,
+        spell_control: bool = False,
+        tags: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(vocab, stops, spell_control=spell_control, tags=tags)
+        self.generation, self.request = generation, generation.request
         self._scored = 0
         """Tokens whose log-probabilities were returned."""
-        self.tokens: list[int] | None = None
-        """All tokens received, if a caller puts a list here to collect them."""
 
     async def __aiter__(self) -> AsyncIterator[str]:
         try:
@@ -40,37 +48,18 @@ class TextGeneration:
         finally:
             self.cancel()
 
-    def feed(self, tokens: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that is now final, which may be empty."""
-        if self.tokens is not None:
-            self.tokens += tokens
-        return self._detokenizer.feed(tokens)
-
-    def flush(self) -> str:
-        """Ends the tokens; returns the text held back."""
-        self.end()
-        return self._detokenizer.flush()
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Takes the next tokens; returns their text, with marked tags (`markup`). The caller applies
-        `stops`."""
-        if self.tokens is not None:
-            self.tokens += tokens
-        return self._detokenizer.decode(tokens)
-
-    def end(self) -> None:
-        """Ends the tokens."""
-        self._detokenizer.ended = True
-
-    @property
-    def stops(self) -> StopFilter | None:
-        """What cuts the text, if anything does."""
-        return self._detokenizer.stops
+    async def text(self, arrived: Callable[[], None] = lambda: None) -> str:
+        """All of it. `arrived` is called after each part."""
+        parts = []
+        async for part in self:
+            parts.append(part)
+            arrived()
+        return "".join(parts)
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete; later tokens are not part of the text."""
-        return self._detokenizer.stop_string is not None
+        return self.stop_string is not None
 
     def cancel(self) -> None:
         """Frees the sequence. May be called at any time, and again."""
@@ -81,56 +70,33 @@ class TextGeneration:
         """Why the text ended; None until all text has been read. `cancelled` if the rest will not be read."""
         if self.stopped:
             return "stop"
-        if self._detokenizer.ended or self.generation.finish_reason == "cancelled":
+        if self.ended or self.generation.finish_reason == "cancelled":
             return self.generation.finish_reason
         return None
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended the text, if one did."""
-        return self._detokenizer.stop_string
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self.generation.prompt_tokens
-
-    @property
-    def image_tokens(self) -> int:
-        return self.generation.image_tokens
-
-    @property
-    def cached_tokens(self) -> int:
-        return self.generation.cached_tokens
-
-    @property
-    def completion_tokens(self) -> int:
-        """Number of tokens in the text so far, without the end-of-generation token and those of a stop
-        string."""
-        return self._detokenizer.completion_tokens
-
-    @property
-    def certain_tokens(self) -> int:
-        """Number of tokens that cannot become part of a stop string any more."""
-        return self._detokenizer.certain_tokens
-
-    @property
     def reasoning_tokens(self) -> int | None:
         """Tokens inside a think block, without its closing tag; None if there is no block."""
-        watch = self.generation.thinking  # it may have counted tokens that are not part of the text
+        watch = self.request.thinking  # it may have counted tokens that are not part of the text
         return None if watch is None else min(watch.tokens, self.completion_tokens)
+
+    @property
+    def unscored(self) -> int:
+        """How many of the text's tokens have log-probabilities that were not returned before."""
+        return 0 if self.request.logprobs is None else self.certain_tokens - self._scored
 
     def new_logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the text's tokens that were not returned before; empty if not requested."""
-        if self.generation.logprobs is None:
+        if self.request.logprobs is None:
             return []
-        start, self._scored = self._scored, self._detokenizer.certain_tokens
-        return self.generation.logprobs.tokens[start : self._scored]
+        start, self._scored = self._scored, self.certain_tokens
+        return self.request.logprobs.tokens[start : self._scored]
 
     @property
     def ending(self) -> TokenLogprobs | None:
         """Log-probabilities of the token that ended the text, if they were requested and the token is not
         part of the text."""
-        logprobs = self.generation.logprobs
+        logprobs = self.request.logprobs
         if logprobs is None or self.stopped or self.finish_reason != "stop":
             return None
         return next(iter(logprobs.tokens[self.completion_tokens :]), None)

@@ -228,7 +228,7 @@ def known_detail(given: Any, where: str) -> str:
     return str(detail)
 
 
-def recalled(
+def cached_images(
     given: list[GivenPicture], engine: Engine, salt: str, asked: PixelBounds = NO_BOUNDS
 ) -> list[Picture]:
     """The first of the given pictures, as long as requests with this `salt` have encoded them and they are
@@ -242,7 +242,7 @@ def recalled(
     return known
 
 
-def shown(
+def insert_images(
     ids: list[int],
     given: list[GivenPicture],
     engine: Engine,
@@ -255,8 +255,8 @@ def shown(
     token after it.
 
     Pictures that requests with this `salt` have encoded are reused; `known` has the first ones, which
-    `recalled` returned. `interrupt` is called before each picture and may raise to stop the work. `asked`:
-    the request's bounds for every picture. Raises PromptError, PromptTooLong and GenerationError.
+    `cached_images` returned. `interrupt` is called before each picture and may raise to stop the work.
+    `asked`: the request's bounds for every picture. Raises PromptError, PromptTooLong and GenerationError.
     """
     if not given:
         return ids, []
@@ -288,7 +288,7 @@ def counted(
     asked: PixelBounds = NO_BOUNDS,
 ) -> list[int]:
     """A conversation's ids, with as many placeholders for each picture as it has tokens; nothing is encoded.
-    Otherwise like `shown`."""
+    Otherwise like `insert_images`."""
     made: list[int] = []
     done = 0
     for place, picture, encoder in _placed(ids, given, engine, interrupt, asked):

@@ -95,7 +95,7 @@ class Reply:
                         return
                 if text.stopped:
                     break
-            text.end()
+            text.ended = True
             for part in self._shown(self._parser.flush(limited=text.finish_reason == "length")):
                 yield part
         finally:

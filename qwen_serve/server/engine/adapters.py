@@ -35,7 +35,7 @@ def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> st
     return hashlib.sha256(json.dumps([salt, made_by]).encode()).hexdigest()
 
 
-class Turns:
+class AdapterRotation:
     """Chooses the adapters of a step if running sequences have different ones, in turns of TURN steps.
 
     The next turn goes to the tenant that has waited longest, and among its sets to the one that has waited

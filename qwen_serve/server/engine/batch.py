@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
 
     from .sequence import Adapters, Sequence
+    from .speculation.base import Guesses
+
+UNREAD = -1
+"""A draft's token that the host does not know yet. It is never right."""
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,9 @@ class Batch:
     batch was launched."""
     recorded: bool = False
     """Whether the tokens of chunks that do not sample count as computed already."""
+    guesses: Guesses | None = None
+    """Computes the tokens of the chunks' drafts, which are UNREAD until `read_drafts`: one draft for each
+    chunk that has one, in their order."""
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Add the next `count` pending tokens of `sequence`: text or picture rows, like the batch."""
@@ -111,8 +118,18 @@ class Batch:
         self.n_rows += len(tokens)
         self.draft_room -= len(tokens)
 
+    def read_drafts(self) -> None:
+        """Put the tokens of drafts that are being computed in their places. Waits for them."""
+        if (guesses := self.guesses) is None:
+            return
+        self.guesses, drafts = None, iter(guesses.read())
+        for i, chunk in enumerate(self.chunks):
+            if n := len(chunk.draft):
+                self.chunks[i] = replace(chunk, draft=tuple(next(drafts)[:n]))
+
     def drop_drafts(self) -> None:
         """Remove all drafts."""
+        self.guesses = None
         n = sum(len(chunk.draft) for chunk in self.chunks)
         self.chunks[:] = [replace(chunk, draft=()) if chunk.draft else chunk for chunk in self.chunks]
         self.n_tokens -= n

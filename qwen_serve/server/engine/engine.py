@@ -10,22 +10,22 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .adapters import salt_with
+from .admission import AdmissionControl
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .futures import Result, run
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
-from .places import Places
 from .planning.fit import plan_memory
 from .planning.spec import read_checked
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
 from .sampling import DrySamplers, Logprobs, Sampler
-from .sequence import Output, Sequence, Timings
+from .sequence import Sequence
 from .stats import EngineStats, ImageStats
-from .steps import Arrival, Steps
+from .steps import StepLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,12 +33,21 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp.errors import NoMemorySlot
 
-    from .batch import Batch
     from .pictures import Picture
     from .sequence import FinishReason, GenerateRequest, Prompt, SchedulingParams
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
+
+
+class Message(NamedTuple):
+    """What the engine's thread does between two steps."""
+
+    act: Callable[[], None]
+    sequence: Sequence | None = None
+    """The request that fails if this raises an exception."""
+    overlaps: bool = False
+    """Whether the next step may be computed meanwhile: this adds a request, or only wakes."""
 
 
 class Engine:
@@ -75,23 +84,21 @@ class Engine:
         """Compiles the grammars that constrain answers."""
         self.dries = DrySamplers(components.model, self.context_size)
         """Makes requests' DRY samplers. That is slow, so do it on another thread before submitting."""
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock, self._warm = threading.Lock(), threading.Event()
-        self._open: dict[Generation, OutputQueue] = {}
-        """Unfinished requests. Event loops add, the engine's thread removes; both hold the lock."""
-        self._places = Places(self.settings.parallel, self.settings.max_queue)
-        self._sequences: dict[Generation, Sequence] = {}
-        self._listeners: dict[Sequence, Generation] = {}
+        self._open: dict[Sequence, Generation] = {}
+        """Unfinished requests and their handles. Event loops add, the engine's thread removes; both hold the
+        lock."""
+        self._admission = AdmissionControl(self.settings.parallel, self.settings.max_queue)
         self._queues: Mapping[asyncio.AbstractEventLoop, OutputQueue] = {}
         """Replaced as a whole under the lock: event loops add to it while the engine's thread iterates."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
-        self._taking = Steps(components, self._profile, self._flush, self._relieve, self._wake)
-        self._unsent: list[Output] = []
-        """The last step's tokens of unfinished sequences, delivered while the device computes the next
-        step."""
+        self._steps = self._prompt_tokens = 0
+        self._step_loop = StepLoop(components, self._profile, self._flush, self._relieve, self._wake)
+        self._unsent: list[Sequence] = []
+        """Sequences with tokens that are delivered while the device computes the next step."""
 
     # --- the callers' side ---------------------------------------------------------------------------------
 
@@ -128,41 +135,41 @@ class Engine:
     def check_queue(self, scheduling: SchedulingParams) -> None:
         """Check for room before preparing a request. Raises QueueFull if `submit` would refuse it now."""
         with self._lock:
-            self._places.check(scheduling.tenant)
+            self._admission.check(scheduling.tenant)
 
     def submit(self, request: GenerateRequest) -> Generation:
         """Queue a request, in constant time. Call this on the event loop that will read the answer.
 
         Raises ValueError for `max_tokens` below 0, InvalidPrompt, QueueFull and EngineDead.
         """
-        prompt, max_tokens, scheduling = request.prompt, request.max_tokens, request.scheduling
+        prompt, params, max_tokens = request.prompt, request.params, request.max_tokens
         if max_tokens is not None and max_tokens < 0:
             raise ValueError(f"max_tokens is {max_tokens}; it must be at least 0")
-        if prompt.pictures and request.params.prompt_logprobs is not None:
+        if prompt.pictures and params.prompt_logprobs is not None:
             raise InvalidPrompt("rows of pictures have no log-probabilities: prompt_logprobs is for text")
         loop, room = asyncio.get_running_loop(), self.context_size - len(prompt)
-        limit = room if max_tokens is None else min(max_tokens, room)
-        salt = salt_with(request.salt, request.adapters, self.adapters)
+        sequence = Sequence(
+            prompt.ids,
+            room if max_tokens is None else min(max_tokens, room),
+            logprobs=Logprobs.wanted(params, self.vocab.n_real),
+            stops=params.stop_token_ids,
+            include_stop=params.include_stop,
+            pictures=prompt.pictures,
+            salt=salt_with(request.salt, request.adapters, self.adapters),
+            scheduling=request.scheduling,
+            stream=request.stream,
+            reports_progress=request.reports_progress,
+            thinking=request.thinking.begin(self.vocab) if request.thinking else None,
+            adapters=request.adapters,
+        )
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            timings = Timings(submitted=perf_counter())
-            logprobs = Logprobs.wanted(request.params, self.vocab.n_real)
-            watch = None if request.thinking is None else request.thinking.begin(self.vocab)
-            generation = Generation(
-                *(len(prompt), timings, self._request_cancel),
-                image_tokens=prompt.pictures.n_rows,
-                stream=request.stream,
-                logprobs=logprobs,
-                thinking=watch,
-                scheduling=scheduling,
-                progress=request.progress,
-            )
+            self._admission.take(request.scheduling.tenant)
             if loop not in self._queues:
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
-            self._places.take(scheduling.tenant)
-            self._open[generation] = self._queues[loop]
-            self._post(generation, partial(self._add, generation, request, limit, salt), Arrival)
+            self._open[sequence] = generation = Generation(sequence, self._queues[loop], self._request_cancel)
+            self._inbox.put(Message(partial(self._add, sequence, request), sequence, overlaps=True))
         return generation
 
     def between_steps(self, work: Callable[[], Result]) -> Future[Result]:
@@ -171,7 +178,7 @@ class Engine:
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            self._inbox.put(lambda: run(future, work, self._error))
+            self._inbox.put(Message(lambda: run(future, work, self._error)))
         return future
 
     def stats(self) -> EngineStats:
@@ -182,7 +189,7 @@ class Engine:
             waiting=max(0, len(self._open) - running),
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens,
+            generated_tokens=self._scheduler.generated_tokens,
             preemptions=self._scheduler.preemptions,
             tiers=self._scheduler.waiting.tiers(),
             kv_cells_used=self.components.states.cells.used,
@@ -207,34 +214,14 @@ class Engine:
         if intact:
             self.components.write_prefixes()
             self.components.remember()
-        self._taking.close()
+        self._step_loop.close()
         self.components.close()
 
     def _wake(self) -> None:
-        self._inbox.put(Arrival(lambda: None))
+        self._inbox.put(Message(lambda: None, overlaps=True))
 
-    def _request_cancel(self, generation: Generation) -> None:
-        self._post(generation, partial(self._end, generation, "cancelled"))
-
-    def _post(
-        self,
-        generation: Generation,
-        action: Callable[[], None],
-        kind: Callable[[Callable[[], None]], Callable[[], None]] = lambda act: act,
-    ) -> None:
-        """Run `action` for a request on the engine's thread, between two steps. An exception from it fails
-        only that request."""
-
-        def act() -> None:
-            try:
-                action()
-            except RequestFault as error:
-                self._end(generation, error)
-            except Exception as error:
-                log.exception("a request failed")
-                self._end(generation, GenerationError(f"the request failed: {error}"))
-
-        self._inbox.put(kind(act))
+    def _request_cancel(self, sequence: Sequence) -> None:
+        self._inbox.put(Message(partial(self._end, sequence, "cancelled"), sequence))
 
     # --- the engine's thread -------------------------------------------------------------------------------
 
@@ -253,121 +240,100 @@ class Engine:
     def _receive(self) -> bool:
         """Handle what event loops sent; block while there is nothing to do. Return False to stop."""
         while not self._closing:
-            if self._inbox.empty():
-                busy = self._scheduler.running or self._scheduler.waiting or self._taking.ahead
-                if busy and not self._taking.waits:
+            if idle := self._inbox.empty():
+                busy = self._scheduler.running or self._scheduler.waiting or self._step_loop.ahead
+                if busy and not self._step_loop.waits:
                     return True
                 self._flush()
                 self._speculator.catch_up()
-                self._inbox.get()()
+            act, sequence, overlaps = self._inbox.get()
+            while self._step_loop.ahead and not overlaps:
+                self._step(last=True)
+            try:
+                act()
+            except Exception as error:
+                if sequence is None:
+                    raise
+                if not isinstance(error, RequestFault):
+                    log.exception("a request failed")
+                    error = GenerationError(f"the request failed: {error}")
+                self._end(sequence, error)
+            if idle:
                 self._profile.start()
-            else:
-                action = self._inbox.get()
-                while self._taking.ahead and not isinstance(action, Arrival):
-                    self._step(last=True)
-                action()
         return False
 
     def _step(self, *, last: bool = False) -> None:
-        if (taken := self._taking.step(last=last)) is not None:
-            self._deliver(*taken)
-
-    def _deliver(self, batch: Batch, outputs: list[Output]) -> None:
-        """Count a step's tokens and end complete sequences. The next `_flush` delivers the other tokens."""
+        """Run a step, count its tokens and end complete sequences. The next `_flush` delivers the others'."""
+        if (taken := self._step_loop.step(last=last)) is None:
+            return
+        batch, news = taken
         self._steps += bool(batch.chunks)
         self._prompt_tokens += batch.prompt_tokens
-        for output in outputs:
-            self._generated_tokens += len(output.tokens)
-            if output.done is None:
-                self._unsent.append(output)
-            elif isinstance(output.done, RequestFault):
-                self._finish(output.sequence, output.done, [])
-            elif isinstance(output.done, Exception):
-                log.error("a sequence failed in its sampler", exc_info=output.done)
-                self._finish(output.sequence, GenerationError(f"sampling failed: {output.done}"), [])
+        for sequence in news:
+            done = sequence.done
+            if isinstance(done, Exception) and not isinstance(done, RequestFault):
+                log.error("a sequence failed in its sampler", exc_info=done)
+                sequence.done = GenerationError(f"sampling failed: {done}")
+            if done is None:
+                self._unsent.append(sequence)
             else:
-                self._finish(output.sequence, output.done, output.tokens)
+                self._finish(sequence)
 
     def _flush(self) -> None:
         """Deliver new tokens to listeners; cancel the requests of closed event loops."""
-        outputs, self._unsent = self._unsent, []
-        for output in outputs:
-            generation = self._listeners.get(output.sequence)
-            if generation is not None and generation.stream:
-                generation.cached_tokens = output.sequence.reused or 0
-                generation.missed = output.sequence.missed
-                self._open[generation].put(generation, output.tokens, None)
+        unsent, self._unsent = self._unsent, []
+        for sequence in dict.fromkeys(unsent):
+            if sequence.done is None and sequence.delivers:
+                generation = self._open[sequence]
+                generation.queue.put(generation, sequence.take_unsent())
         for queue in self._queues.values():
             if not queue.flush():
                 with self._lock:
-                    orphans = [generation for generation, its in self._open.items() if its is queue]
+                    orphans = [one for one, its in self._open.items() if its.queue is queue]
                     if not orphans:
                         self._queues = {
                             loop: other for loop, other in self._queues.items() if other is not queue
                         }
                         queue.close()
-                for generation in orphans:  # posted, since they may be in the step that is being computed
-                    self._request_cancel(generation)
+                for sequence in orphans:  # posted, since they may be in the step that is being computed
+                    self._request_cancel(sequence)
 
-    def _add(self, generation: Generation, request: GenerateRequest, max_tokens: int, salt: str) -> None:
-        if generation not in self._open:
+    def _add(self, sequence: Sequence, request: GenerateRequest) -> None:
+        if sequence.done is not None:
             return
-        prompt, params, dry = request.prompt, request.params, self.dries.of(request.params)
-        sampler = Sampler(params, self.vocab, prompt.ids, request.constraint, generation.thinking, dry)
-        sequence = Sequence(
-            prompt.ids.copy(),
-            max_tokens,
-            sampler,
-            *(generation.timings, generation.drafts, generation.logprobs),
-            stops=params.stop_token_ids,
-            include_stop=params.include_stop,
-            pictures=prompt.pictures,
-            salt=salt,
-            scheduling=generation.scheduling,
-            progress=generation.progress,
-            adapters=request.adapters,
-        )
-        self._sequences[generation], self._listeners[sequence] = sequence, generation
-        # the prompt is read even if no output token is wanted
-        forced, done = sequence.extend(sampler.forced([]), self.vocab.eog_ids) if max_tokens else ([], None)
-        self._generated_tokens += len(forced)
-        if done is not None:  # forced tokens were the whole answer
-            self._finish(sequence, done, forced)
-            return
-        if forced:
-            self._unsent.append(Output(sequence, forced, None))
+        params, thinking, dry = request.params, sequence.thinking, self.dries.of(request.params)
+        sampler = Sampler(params, self.vocab, request.prompt.ids, request.constraint, thinking, dry)
+        sequence.begin(sampler)
+        if sequence.limit > sequence.prompt_length:  # otherwise the prompt is read all the same
+            forced = sequence.extend(sampler.forced([]), self.vocab.eog_ids)
+            self._scheduler.generated_tokens += len(forced)
+            if sequence.done is not None:  # forced tokens were the whole answer
+                self._finish(sequence)
+                return
+            if forced:
+                self._unsent.append(sequence)
         self._scheduler.add(sequence)
 
-    def _end(self, generation: Generation, done: FinishReason | Exception) -> None:
+    def _end(self, sequence: Sequence, done: FinishReason | Exception) -> None:
         """End a request between two steps, in any state; do nothing if it has already ended."""
-        if generation not in self._open:
-            return
-        if (sequence := self._sequences.get(generation)) is None:  # `_add` made none
-            self._close(generation, done, [])
-            return
-        self._scheduler.remove(sequence, failed=isinstance(done, Exception))
-        tokens = [token for output in self._unsent if output.sequence is sequence for token in output.tokens]
-        self._unsent = [output for output in self._unsent if output.sequence is not sequence]
-        self._finish(sequence, done, tokens)
+        if sequence.done is None:
+            sequence.done = done
+            self._scheduler.remove(sequence, failed=isinstance(done, Exception))
+            self._finish(sequence)
 
-    def _finish(self, sequence: Sequence, done: FinishReason | Exception, tokens: list[int]) -> None:
-        """Free the resources of a sequence that left the scheduler, and deliver `tokens` and the end."""
-        generation = self._listeners.pop(sequence)
-        del self._sequences[generation]
+    def _finish(self, sequence: Sequence) -> None:
+        """A sequence has left the scheduler: free what it has, deliver the rest of its tokens and the end."""
         self._speculator.forget(sequence)
-        sequence.close()
-        generation.cached_tokens, generation.missed = sequence.reused or 0, sequence.missed
-        if not generation.stream:
-            tokens = sequence.tokens[sequence.prompt_length :]
-        self._close(generation, done, tokens)
+        self._close(sequence)
 
-    def _close(self, generation: Generation, done: FinishReason | Exception, tokens: list[int]) -> None:
-        generation.timings.finished = perf_counter()
-        self._finished["error" if isinstance(done, Exception) else done] += 1
+    def _close(self, sequence: Sequence) -> None:
+        sequence.close()
+        sequence.timings.finished = perf_counter()
+        self._finished["error" if isinstance(sequence.done, Exception) else str(sequence.done)] += 1
         with self._lock:
-            queue = self._open.pop(generation)
-            self._places.leave(generation.scheduling.tenant)
-        queue.put(generation, tokens, done)
+            generation = self._open.pop(sequence)
+            self._admission.leave(sequence.scheduling.tenant)
+        generation.queue.put(generation, sequence.take_unsent(), ended=True)
 
     def _relieve(self, error: NoMemorySlot) -> None:
         """llama.cpp found no free cells although the scheduler counted some: log that and preempt a
@@ -377,22 +343,17 @@ class Engine:
         if len(scheduler.running) > 1:
             scheduler.preempt_youngest()
         else:
-            self._end(self._listeners[scheduler.running[0]], GenerationError(str(error)))
+            self._end(scheduler.running[0], GenerationError(str(error)))
 
     def _fail(self, message: str) -> None:
         """End all open requests with `message`, and refuse new ones."""
         self._flush()
         with self._lock:
             self._error = self._error or message
-            left, self._open = self._open, {}
-        for generation, queue in left.items():
-            if (sequence := self._sequences.pop(generation, None)) is not None:
-                sequence.close()
-            generation.timings.finished = perf_counter()
-            self._finished["error"] += 1
-            queue.put(generation, [], GenerationError(message))
-        self._listeners.clear()
+        for sequence in [*self._open]:
+            sequence.done = GenerationError(message)
+            self._close(sequence)
         self._flush()
         while not self._inbox.empty():  # the futures of `between_steps` fail
-            self._inbox.get()()
+            self._inbox.get().act()
         self._warm.set()  # releases `wait_ready`

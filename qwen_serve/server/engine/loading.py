@@ -44,6 +44,7 @@ from .scheduler import Scheduler
 from .sequence import Sequence, SequenceStatus
 from .speculation import build_speculator
 from .states import StateStore
+from .ubatches import usual_pass
 from .verification import sample
 from .vocab import Vocab
 
@@ -72,7 +73,7 @@ WARM_UP_TOKENS_CPU = 32
 TOKENIZER_CACHE = 2**20
 """Tokens of long texts whose ids are cached: some 10 MiB."""
 
-STATE_SETTINGS = ("cache_type_k", "cache_type_v", "flash_attn", "n_gpu_layers", "snapshots")
+STATE_SETTINGS = ("cache_type_k", "cache_type_v", "state_type", "flash_attn", "n_gpu_layers", "snapshots")
 """Settings that determine the layout of a saved state."""
 
 MEASURING_GPU, MEASURING_CPU = 4.0, 0.2
@@ -150,7 +151,9 @@ class Components:
         # on a GPU, kernels for up to 8 columns differ, and each is loaded when it is first used
         few = range(1, min(settings.parallel, 8) + 1) if on_gpu else (1,)
         many = [n for n in (16, 32, 64, 128) if on_gpu and n < settings.parallel]
-        prefill = min(context.n_ubatch if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx_seq)
+        prefill = min(
+            usual_pass(context.n_ubatch) if on_gpu else WARM_UP_TOKENS_CPU, context.n_batch, context.n_ctx_seq
+        )
         counts = sorted({*few, *many, settings.parallel})
         for _ in self.runner.each_adapter():
             warmup.decode(context, 1)
@@ -349,7 +352,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         on_gpu=plan.on_gpu,
         min_tokens=settings.prefix_min_tokens,
         cell_bytes=spec.cell(settings),
-        state_bytes=spec.state,
+        state_bytes=spec.state_in(settings),
     )
     runner = Runner(context, profile, adapters)
     scheduler = Scheduler(
@@ -358,7 +361,7 @@ def build_engine(plan: MemoryPlan, profile: StepProfile, stages: StartProfile) -
         ubatch_size=context.n_ubatch,
         prefill_budget=PrefillBudget(
             settings.prefill_seconds,
-            context.n_ubatch,
+            usual_pass(context.n_ubatch),
             context.n_batch if plan.on_gpu else min(PREFILL_CPU, context.n_batch),
             fixed=settings.prefill_budget,
         ),

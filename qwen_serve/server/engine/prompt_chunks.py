@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .sequence import CHOOSING, PREFILL
+from .ubatches import usual_pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as ListLike
@@ -38,6 +39,7 @@ class PromptChunks:
         self._running, self._policy, self._cache = running, policy, cache
         self._cells = cells
         self._batch_size, self._ubatch_size, self._scored_rows = batch_size, ubatch_size, scored_rows
+        self._usual = usual_pass(ubatch_size)
         self._oldest_is_due = False
 
     def add(
@@ -90,11 +92,14 @@ class PromptChunks:
     def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
         """How many tokens of each prompt to read: half for the oldest, half for those with fewer pending.
 
+        If not all fit into one pass, it has the usual number of tokens.
         Without the patch ragged-passes each distinct length costs a pass. So besides the oldest prompt at
         most one is read in part, and none gets only a few tokens.
         """
-        oldest, least = prompts[0], budget // 8
         wanted = {sequence: self._until_cut(sequence) for sequence in prompts}
+        if sum(wanted.values()) > self._ubatch_size:
+            budget = min(budget, self._usual)
+        oldest, least = prompts[0], budget // 8
         counts = dict.fromkeys(prompts, 0)
         counts[oldest] = min(wanted[oldest], -(-budget // 2))
         budget -= counts[oldest]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
-from qwen_serve.llamacpp.row_sampler import MOST_ROWS
+from qwen_serve.llamacpp.row_steps import MOST_ROWS
 
 from .batch import Placement
 from .sampling.rows import RawRows, SampledRows
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .profile import StepProfile
     from .sampling.rows import Rows
     from .sequence import Adapters
+    from .speculation.base import Guesses
     from .ubatches import Pass
 
 
@@ -76,17 +77,25 @@ class Runner:
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
         self.apply(batch.adapters)
-        rows = None
+        rows = source = None
+        decodes = batch.is_decode or batch.guesses is not None
+        alone = behind is None and decodes and self._in_one_ubatch(batch)
+        if not (alone and self._context.runs_ahead):
+            batch.read_drafts()
         if behind is not None and batch.is_decode:
             rows = self._follow(behind, batch)
         else:
             self._fill(batch)
+        if batch.guesses is not None:
+            rows, source = self._draft_rows(batch, batch.guesses), batch.guesses.context
         step = Launched(batch, self._indices, in_order=False)
-        if behind is None and not (batch.is_decode and self._in_one_ubatch(batch)):
+        if behind is None and not (alone and (batch.is_decode or rows is not None)):
             self._begin(step, now=False)  # a pass's rows are written over by those of the next one
         self._profile.lap("fill")
         try:
-            self._context.decode(batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows)
+            self._context.decode(
+                batch.n_tokens, of_pictures=batch.of_pictures, next_rows=rows, sampled_by=source
+            )
         except NoMemorySlot:
             self._filled = None
             raise
@@ -97,8 +106,9 @@ class Runner:
 
     def sample(self, step: Launched) -> None:
         """Begin to sample the rows of a batch, behind its computation. All tokens of the steps before it must
-        be known. Call it before another batch is launched."""
+        be known; those of its drafts are read. Call it before another batch is launched."""
         if step.asked is None:
+            step.batch.read_drafts()
             self._begin(step, now=True)
 
     def _begin(self, step: Launched, *, now: bool) -> None:
@@ -123,7 +133,10 @@ class Runner:
         )
 
     def _in_one_ubatch(self, batch: Batch) -> bool:
-        return batch.n_tokens <= self._context.n_ubatch and self.in_one_pass(batch)
+        """Whether one pass has the whole batch; batches are then decodes, with drafts or without."""
+        ragged = self._context.ragged_passes
+        alike = ragged or len({chunk.n_tokens for chunk in batch.chunks}) == 1
+        return batch.n_tokens <= self._context.n_ubatch and alike and self.in_one_pass(batch)
 
     def in_one_pass(self, batch: Batch) -> bool:
         """Whether one pass can have the sequences of `batch`."""
@@ -189,6 +202,16 @@ class Runner:
         else:
             batch.placements = self._fill_ubatches(batch)
         self._filled = batch if batch.is_decode else None
+
+    def _draft_rows(self, batch: Batch, guesses: Guesses) -> npt.NDArray[np.int32]:
+        """The row of each token of the batch where the drafter chooses it, or -1 if the host knows it."""
+        rows = np.full(batch.n_tokens, -1, np.int32)
+        drafts = iter(guesses.rows)
+        for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
+            if n := len(chunk.draft):
+                rows[placement.batch_indices[chunk.count :]] = next(drafts)[:n]
+        self._context.tokens[: batch.n_tokens][rows >= 0] = 0  # any that exists
+        return rows
 
     def _fill_decodes(self, chunks: list[Chunk], unread: ListLike[int] = ()) -> list[Placement]:
         """Write one token of each chunk: the one behind the `unread` tokens, which are being computed and not

@@ -37,11 +37,12 @@ import logging
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from .adapters import Turns
+from .adapters import AdapterRotation
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import CHOOSING, DECODE, PREFILL, Output, SequenceStatus
+from .sequence import CHOOSING, DECODE, PREFILL, SequenceStatus
+from .ubatches import usual_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,12 +93,12 @@ class Scheduler:
         """In order of admission."""
         self.waiting = RequestQueue(policy, self.running)
         self.prefill_budget = prefill_budget
-        self.preemptions = 0
+        self.preemptions = self.generated_tokens = 0
         self._states, self._cells = states, states.cells
         self._cache = cache
         self._ends = ends
         self._free_slots = list(range(slots))
-        self._ubatch_size, self._draft_rows = ubatch_size, draft_rows
+        self._usual_pass, self._draft_rows = usual_pass(ubatch_size), draft_rows
         self._prompts = PromptChunks(
             self.running,
             self.waiting.policy,
@@ -112,7 +113,7 @@ class Scheduler:
         self.reproducible = reproducible
         self._prefills_left = 0
         """Prefill steps before the next decode step."""
-        self._turns = Turns()
+        self._rotation = AdapterRotation()
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
@@ -141,7 +142,7 @@ class Scheduler:
                 except Exception:  # caching is optional: its failure must not fail a request
                     log.warning("a finished sequence was not cached", exc_info=True)
             self._vacate(sequence)
-            if sequence.suspect and not self.running:  # the next sequence must not get its values
+            if sequence.quarantined and not self.running:  # the next sequence must not get its values
                 self._clear()
         self._cache.forget(sequence)
         self._cache.trim()
@@ -159,11 +160,11 @@ class Scheduler:
         sequence.timings.preempted += 1
         self.preemptions += 1
 
-    def _suspect(self) -> None:
+    def _quarantine(self) -> None:
         """Restart each running sequence alone, in cleared cells."""
         log.warning("unusable logits: the running requests start again, one at a time")
         for sequence in reversed(self.running.copy()):
-            sequence.suspect = True
+            sequence.quarantined = True
             self._preempt(sequence)
         self._clear()
 
@@ -219,7 +220,7 @@ class Scheduler:
                 continue
             elif not sequence.decoding or sequence.pending > 1:
                 return None
-            if sequence.suspect or sequence.adapters != batch.adapters:
+            if sequence.quarantined or sequence.adapters != batch.adapters:
                 return None
             going_on.append(sequence)
         following, n = batch, len(going_on)
@@ -237,7 +238,7 @@ class Scheduler:
         tokens that `batch` reads of prompts that continue."""
         if not self._prefills_left or not (self.waiting or len(batch.sampling) < len(self.running)):
             return None
-        if any(one.adapters != batch.adapters or one.suspect for one in self.running):
+        if any(one.adapters != batch.adapters or one.quarantined for one in self.running):
             return None
         following, batch.recorded = Batch(), True
         for chunk in batch.chunks:
@@ -259,16 +260,17 @@ class Scheduler:
         held: ListLike[int],
         ahead: Batch | None = None,
         late: ListLike[tuple[Chunk, SampleResult]] = (),
-    ) -> list[Output]:
+    ) -> list[Sequence]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
+        Return those with news for their listeners.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
         batch `ahead`, which is already being computed, drops them. `late`: choices of the host's threads.
         """
         now = perf_counter()
         self.waiting.steps += 1
-        outputs: list[Output] = []
-        finished: list[Output] = []
+        news: list[Sequence] = []
+        finished: list[Sequence] = []
         recomputed: list[Sequence] = []
         alone, usable = not batch.dropped, True
         found = zip(batch.chunks, results, held, strict=True)
@@ -279,38 +281,39 @@ class Scheduler:
             if chunk.samples or not batch.recorded:
                 sequence.computed = computed
             if result.error is not None:
-                if sequence.suspect or not result.recompute:
-                    finished.append(Output(sequence, [], result.error))
+                if sequence.quarantined or not result.recompute:
+                    sequence.done = result.error
+                    finished.append(sequence)
                     if ahead is not None:
                         ahead.drop(sequence)
                     self.remove(sequence, failed=True)
                     continue
-                sequence.suspect, usable = True, False
+                sequence.quarantined, usable = True, False
             elif not chunk.samples:
                 if not batch.recorded:
                     self._cache.cache_unfinished(sequence)
-                if (progress := sequence.progress) is not None:
-                    progress.cached, progress.processed = sequence.reused or 0, sequence.computed
-                    outputs.append(Output(sequence, [], None))
+                if sequence.reports_progress:
+                    news.append(sequence)
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             if sequence.slot is not None:
                 sequence.status = CHOOSING if sequence.choice else DECODE if computed else PREFILL
             if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
-            elif sequence.suspect:
-                sequence.suspect = False
-                if any(other.suspect for other in self.waiting):
+            elif sequence.quarantined:
+                sequence.quarantined = False
+                if any(other.quarantined for other in self.waiting):
                     recomputed.append(sequence)
             if not result.tokens:
                 continue
             if not sequence.timings.first_token:
                 sequence.timings.first_token = now
             new = [*result.tokens, *result.forced] if result.forced else result.tokens
-            new, done = sequence.extend(new, self._ends)
+            new = sequence.extend(new, self._ends)
+            self.generated_tokens += len(new)
             alone = alone and len(new) == 1  # no forced tokens
-            (finished if done else outputs).append(Output(sequence, new, done))
-            if done:
+            (finished if sequence.done else news).append(sequence)
+            if sequence.done:
                 sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
         steady = alone and not (finished or recomputed or late) and batch.is_decode
@@ -320,8 +323,8 @@ class Scheduler:
             if sequence in self.running:
                 self._preempt(sequence)
         if not usable:
-            self._suspect()
-        return outputs + finished
+            self._quarantine()
+        return news + finished
 
     # --- the parts of schedule -----------------------------------------------------------------------------
 
@@ -352,13 +355,13 @@ class Scheduler:
     def _passes(self) -> int:
         """Prefill steps in a row: passes of the budget."""
         how = self.reproducible
-        each = self._ubatch_size if how is None or how.chunk == 1 else how.chunk * how.abreast
+        each = self._usual_pass if how is None or how.chunk == 1 else how.chunk * how.abreast
         return max(1, self.prefill_budget.tokens // each)
 
     def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
         """Fill the batch for one set of adapters: the first, in the order of turns, that has work that
         fits."""
-        for adapters in self._turns.order(self.running):
+        for adapters in self._rotation.order(self.running):
             if prefill_first:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if not batch.chunks:
@@ -366,7 +369,7 @@ class Scheduler:
             if not batch.chunks:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if batch.chunks:
-                self._turns.took(batch)
+                self._rotation.took(batch)
                 return
 
     def _admit(self, *, preempt: bool = True) -> None:
@@ -375,7 +378,7 @@ class Scheduler:
         other."""
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
-            if head is not None and self.running and (head.suspect or self.running[0].suspect):
+            if head is not None and self.running and (head.quarantined or self.running[0].quarantined):
                 return
             if head is not None and head.choice:  # preempted while its token is chosen
                 return

@@ -57,7 +57,7 @@ class Tenant:
 
     def first(self) -> Sequence:
         """The next of its waiting requests."""
-        if (self.admitted + 1) % AGEING or self.waiting[0][2].suspect:
+        if (self.admitted + 1) % AGEING or self.waiting[0][2].quarantined:
             return self.waiting[0][2]
         return min(self.waiting, key=lambda entry: entry[1])[2]
 
@@ -89,7 +89,7 @@ class Policy:
     def rank(self, sequence: Sequence) -> Rank:
         asked = sequence.scheduling
         ranks = (TIERS.index(asked.service_tier), asked.priority) if self.ranked else (0, 0)
-        return not sequence.suspect, *ranks
+        return not sequence.quarantined, *ranks
 
     # --- preemption and the order of prefills --------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Policy:
         able = sorted(
             (self.rank(one), runs[self.name(one)] / one.scheduling.share, index)
             for index, one in enumerate(self._running)
-            if not one.suspect and not one.aged
+            if not one.quarantined and not one.aged
         )
         for head in heads:
             rank, name, tenant = self.rank(head), self.name(head), self.of(head)

@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from .sampling import Constraint, Logprobs, Sampler, SamplingParams, ThinkingLimits
+    from .sampling.thinking import ThinkingWatch
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+LUMP = 16
+"""Tokens with log-probabilities that are delivered together if their answer is not streamed."""
 
 GROWTH = 64
 """Cells that admission leaves free for each running sequence; with fewer, preemption soon follows."""
@@ -123,16 +127,6 @@ class DraftCounts:
         self.accepted += accepted
 
 
-@dataclass(slots=True)
-class Progress:
-    """How much of a prompt has been read, for listeners that want reports before the first token."""
-
-    cached: int = 0
-    """Tokens that came from the prefix cache."""
-    processed: int = 0
-    """All tokens read so far, the cached ones included."""
-
-
 @dataclass(frozen=True, slots=True)
 class CacheMiss:
     """Why a part of a prompt had to be computed.
@@ -172,7 +166,7 @@ class GenerateRequest:
     """Clamped to the room that the prompt leaves in the context; None means all of it. With 0 only the prompt
     is read."""
     stream: bool = True
-    """Whether tokens are delivered as they come, rather than all at the end."""
+    """Whether tokens are delivered as they come, rather than all at the end (log-probabilities: at times)."""
     constraint: Constraint | None = None
     """New, and of this request only."""
     salt: str = ""
@@ -180,13 +174,15 @@ class GenerateRequest:
     thinking: ThinkingLimits | None = None
     """With limits the answer begins in a think block."""
     scheduling: SchedulingParams = ANYBODY
-    progress: Progress | None = None
+    reports_progress: bool = False
+    """Whether its listener is woken each time more of the prompt has been read."""
     adapters: Adapters = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens, and how many of them a slot has computed. Used by the engine's thread only.
+    """A request: its tokens, how many of them a slot has computed, and why it ended. Only the engine's thread
+    changes it; its listener reads it.
 
     `pending` tokens are not computed yet; once they are, the logits of the last one give the next token.
     Usually one token is pending. More are while the prompt is read, after a preemption, and after a rejected
@@ -194,9 +190,9 @@ class Sequence:
     """
 
     tokens: list[int]
-    """The prompt and the generated tokens; the sequence takes over this list and appends to it."""
+    """The prompt and the generated tokens; from `begin` on a list of its own, to which it appends."""
     max_tokens: InitVar[int]
-    sampler: Sampler
+    sampler: Sampler = field(default=None)  # type: ignore[assignment]  # `begin` sets it
     timings: Timings = field(default_factory=lambda: Timings(submitted=perf_counter()))
     drafts: DraftCounts = field(default_factory=DraftCounts)
     """Drafted and accepted tokens."""
@@ -211,7 +207,11 @@ class Sequence:
     salt: str = ""
     """Only sequences with the same salt share prefixes."""
     scheduling: SchedulingParams = ANYBODY
-    progress: Progress | None = None
+    stream: bool = True
+    """Whether its listener gets tokens as they come, rather than all at the end."""
+    reports_progress: bool = False
+    thinking: ThinkingWatch | None = None
+    """Follows the answer's think block, if it has one; it has seen at least the tokens that were sent."""
     adapters: Adapters = ()
     """All sequences of a step have the same adapters."""
     arrival: int = field(init=False, default=0)
@@ -222,6 +222,10 @@ class Sequence:
     """The part of its cost that is not yet in its service tier's sum."""
     aged: bool = field(init=False, default=False)
     """It was admitted because it had waited long; requests of a better rank do not preempt it."""
+    done: FinishReason | Exception | None = field(init=False, default=None)
+    """Why it ended: an exception if it failed."""
+    sent: int = field(init=False)
+    """Tokens, those of the prompt included, that need not be sent to its listener any more."""
     prompt_length: int = field(init=False)
     limit: int = field(init=False)
     """Maximum tokens, prompt and answer together."""
@@ -230,7 +234,7 @@ class Sequence:
     slot: int | None = field(init=False, default=None)
     """llama.cpp's sequence id; None while it waits for one."""
     status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
-    suspect: bool = field(init=False, default=False)
+    quarantined: bool = field(init=False, default=False)
     """Its logits, or those of another sequence of its step, were unusable: it runs alone until it has a
     token."""
     choice: Future[Any] | None = field(init=False, default=None)
@@ -241,7 +245,7 @@ class Sequence:
     """Why the rest of the prompt was not found."""
 
     def __post_init__(self, max_tokens: int) -> None:
-        self.prompt_length = len(self.tokens)
+        self.prompt_length = self.sent = len(self.tokens)
         self.limit = self.prompt_length + max_tokens
 
     @property
@@ -299,39 +303,55 @@ class Sequence:
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens from the prefix cache."""
+        return self.reused or 0
+
+    @property
+    def processed(self) -> int:
+        """Prompt tokens that are computed or being computed, the cached ones included."""
+        return max(self.cached_tokens, min(self.computed, self.prompt_length))
+
+    def begin(self, sampler: Sampler) -> None:
+        """Take over its sampler, and copy the prompt, which may be others' too."""
+        self.sampler, self.tokens = sampler, self.tokens.copy()
+
     def close(self) -> None:
         """Free its sampler, as soon as no thread uses it. Idempotent."""
         choice, self.choice = self.choice, None
-        if choice is None:
-            self.sampler.close()
-        else:
+        if choice is not None:
             choice.add_done_callback(lambda _: self.sampler.close())
+        elif self.sampler is not None:
+            self.sampler.close()
 
-    def extend(self, new: list[int], ends: frozenset[int]) -> tuple[list[int], FinishReason | None]:
-        """Append `new` tokens up to the end of the answer; return those appended, and why it ended or None.
+    @property
+    def delivers(self) -> bool:
+        """Whether its listener gets new tokens now: of a streamed answer all, of others those with
+        log-probabilities in lumps, so that these are written while the device computes. Slots' lumps end
+        in different steps."""
+        lump = LUMP if self.sent > self.prompt_length else 1 + (self.slot or 0) % LUMP
+        return self.stream or (self.logprobs is not None and len(self.tokens) - self.sent >= lump)
+
+    def take_unsent(self) -> list[int]:
+        """The tokens to send to its listener now."""
+        start, self.sent = self.sent, len(self.tokens)
+        return self.tokens[start:]
+
+    def extend(self, new: list[int], ends: frozenset[int]) -> list[int]:
+        """Append `new` tokens up to the end of the answer; return those appended. Sets `done` at the end.
 
         `ends` are the tokens that end every generation; they are not appended. Its own `stops` are appended
         only with `include_stop`.
         """
         ends = ends | self.stops if self.stops else ends
-        done: FinishReason | None = None
         room = self.limit - len(self.tokens)
         if len(new) >= room or not ends.isdisjoint(new):
             n = next((n for n, token in enumerate(new[:room]) if token in ends), room)
-            done = "stop" if n < room and n < len(new) else "length"
-            included = done == "stop" and self.include_stop and new[n] in self.stops
+            self.done = "stop" if n < room and n < len(new) else "length"
+            included = self.done == "stop" and self.include_stop and new[n] in self.stops
             new = new[: n + included]
         self.tokens += new
         if self.logprobs is not None:
-            self.logprobs.keep(self.generated + (done == "stop"))
-        return new, done
-
-
-@dataclass(slots=True)
-class Output:
-    """One sequence's result of a step; not frozen, since a frozen one takes twice as long to make."""
-
-    sequence: Sequence
-    tokens: list[int]
-    done: FinishReason | Exception | None
-    """Why the sequence ended, or None; an exception if its sampler failed."""
+            self.logprobs.keep(self.generated + (self.done == "stop"))
+        return new

@@ -18,6 +18,7 @@ SplitMode = Literal["none", "layer"]
 F16Copies = Literal["auto", "on", "off"]
 Repack = Literal["auto", "on", "off"]
 Speculation = Literal["auto", "off", "ngram", "mtp", "draft", "both"]
+StateType = Literal["f32", "f16"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 MAX_SEQUENCES = 256
@@ -134,6 +135,16 @@ class CacheSettings(Section, title="KV cache"):
     """type of the cached keys. A smaller type saves memory and costs accuracy"""
     cache_type_v: CacheType = "f16"
     """type of the cached values. A quantized type needs flash attention"""
+    state_type: StateType = "f32"
+    """type of the states of recurrent layers, of sequences and of the prefix cache. f16 halves what they take
+    in memory and what a step reads of them, and rounds a state after every token"""
+
+    @field_validator("state_type", mode="before")
+    @classmethod
+    def _no_bf16_states(cls, kind: object) -> object:
+        if kind == "bf16":
+            raise ValueError("bf16 has 8 bits for a state that adds up all tokens, too few; set f16, or f32")
+        return kind
 
     @model_validator(mode="after")
     def _packed_values_need_flash_attention(self) -> Self:
@@ -163,8 +174,9 @@ class SchedulerSettings(Section, title="scheduler"):
     """maximum tokens in one step, and maximum prompt tokens between two decode steps. 0: four passes
     (ubatch_size) on a GPU, 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)
-    """maximum tokens in one pass over the weights, which determines the size of the compute buffers. 0: 2,048
-    on a GPU if that fits, else 512"""
+    """maximum tokens in one pass over the weights, which determines the size of the compute buffers. Prompts
+    that need several passes are read in multiples of 512 tokens; the last pass may have up to this many. 0:
+    2,304 on a GPU if that fits, else 512"""
     prefill_seconds: float = Field(0.15, gt=0, allow_inf_nan=False)
     """maximum time, in seconds, for which a prefill step may delay running answers, rounded to whole passes
     (ubatch_size); without a GPU at most 128 tokens. A larger value raises throughput if many requests arrive

@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,20 +19,10 @@ if TYPE_CHECKING:
     from .loading import Components
     from .profile import StepProfile
     from .runner import Launched
-    from .sequence import Output
+    from .sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Adds a request, or only wakes. This may run while the next step is already being computed."""
-
-    add: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.add()
-
-
-class Steps:
+class StepLoop:
     """Runs one step after the other: schedules, drafts, launches, samples, verifies and commits.
 
     While a step is computed, the host sends the tokens of the step before. The next step may be launched
@@ -79,16 +68,20 @@ class Steps:
         idle = not (self._ahead or scheduler.waiting) and bool(scheduler.running) and scheduler.chooses
         return idle and self._choices.pending
 
-    def step(self, *, last: bool = False) -> tuple[Batch, list[Output]] | None:
-        """Run a step; return its batch and its results, or None if there was none, for want of cells or
-        tokens. The batch is empty if the results are only of tokens that the host has chosen. With `last` the
-        next step is not launched."""
+    def step(self, *, last: bool = False) -> tuple[Batch, list[Sequence]] | None:
+        """Run a step; return its batch and the sequences with news, or None if there was none, for want of
+        cells or tokens. The batch is empty if the news are only of tokens that the host has chosen. With
+        `last` the next step is not launched."""
         if self._ahead is None and (late := self._choices.take()):
             return (empty := Batch()), self._scheduler.commit(empty, [], [], late=late)
         step, self._ahead = self._ahead or self._launch(), None
         if step is None:
             return None
         lap, batch = self._profile.lap, step.batch
+        if batch.guesses is not None:
+            batch.read_drafts()
+            step.at = self._components.clock()
+            lap("propose")
         self._runner.sample(step)
         if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()
@@ -116,10 +109,10 @@ class Steps:
         ahead = None if self._ahead is None else self._ahead.batch
         held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
-        outputs = self._scheduler.commit(batch, sampled, held, ahead, late)
+        news = self._scheduler.commit(batch, sampled, held, ahead, late)
         lap("commit")
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
-        return batch, outputs
+        return batch, news
 
     def close(self) -> None:
         """End the threads. Idempotent."""

@@ -10,6 +10,15 @@ if TYPE_CHECKING:
 Pass = list[tuple[int, int]]
 """Sequences, by index, and how many tokens each of them has in a pass, in order."""
 
+TILES = 512
+"""Matrix products on a GPU are computed in tiles, of which this many tokens are whole ones."""
+
+
+def usual_pass(n_ubatch: int) -> int:
+    """Tokens of a pass behind which other passes read more of the same prompts. The last pass may have up to
+    `n_ubatch`, so that a small rest has no pass of its own, which costs as much as reading 100 tokens."""
+    return n_ubatch // TILES * TILES or n_ubatch
+
 
 def ubatches(lengths: Sequence[int], n_ubatch: int, tail: int = 0, *, ragged: bool = False) -> Iterator[Pass]:
     """Splits a batch into ubatches (passes over the weights), as llama.cpp does with one pool of cells.

@@ -94,7 +94,7 @@ def sample(
 def _host_chooses(chunk: Chunk) -> bool:
     """Whether the host chooses its token, and nothing else depends on that."""
     one = chunk.sequence
-    return chunk.samples and not (one.sampler.on_device or chunk.draft or chunk.scored or one.suspect)
+    return chunk.samples and not (one.sampler.on_device or chunk.draft or chunk.scored or one.quarantined)
 
 
 def _begin(

@@ -99,6 +99,7 @@ class Vocab:
         self.n_real = model.n_real
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
         self._pieces: dict[int, bytes] = {}
+        self._spellings: dict[int, bytes] = {}
         self.names = Names(self.spelling)
         self.kept: dict[object, Any] = {}
         """JSON of tokens that answers share, by its kind."""
@@ -211,7 +212,10 @@ class Vocab:
         """The token's own text, also that of a control token."""
         if not 0 <= token < self.size:
             raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
-        return self._model.piece(token, special=True)
+        piece = self._spellings.get(token)
+        if piece is None:
+            piece = self._spellings[token] = self._model.piece(token, special=True)
+        return piece
 
 
 class Names(dict[int, str]):

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from qwen_serve.bench.gates import levels
-from qwen_serve.bench.gates.levels import DEEP, Measured, changed, measure, print_depth, print_texts
+from qwen_serve.bench.gates.levels import DEEP, Measured, Tried, changed, measure, print_depth, print_texts
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.kld import OWN, Candidate, compare, compare_all
 from qwen_serve.convert.recipes import load_recipe
+from qwen_serve.llamacpp import HAS_STATE_F16
 from qwen_serve.llamacpp.evaluation import Runtime
 
 import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
@@ -34,6 +35,7 @@ def test_tables_have_every_text_and_quarter(capsys: pytest.CaptureFixture[str]) 
     of = [Measured("Q2_K nearest", 3.38, texts)]
     of += [Measured("Q2_K compensated", 3.38, {name: values / 2 for name, values in texts.items()})]
     of += [Measured("F16, q8_0 keys and values", 14.2, {DEEP: deep})]
+    of += [Measured("F16, recurrent states in f16", 14.2, {DEEP: deep * 1e-6})]
     print_texts("Q2_K", of[:2], head="nano")
     print_texts("Q8_0", of[:1])
     print_depth("nano", of)
@@ -44,6 +46,7 @@ def test_tables_have_every_text_and_quarter(capsys: pytest.CaptureFixture[str]) 
     assert "| Q8_0 | 3.38 | code | 8 | 2.0000 | | |" in out, "by nearest alone"
     assert "one pass of 8 tokens" in out
     assert "| F16, q8_0 keys and values |  | 0.30000 | 0.10000 | 0.20000 | 0.30000 | 0.60000 |" in out
+    assert "| F16, recurrent states in f16 |  | 3.0e-07 | 1.0e-07 | 2.0e-07 | 3.0e-07 | 6.0e-07 |" in out
 
 
 def test_many_candidates_are_measured_like_one(nano_f16: Path, nano_q2_k: Path, tmp_path: Path) -> None:
@@ -53,10 +56,13 @@ def test_many_candidates_are_measured_like_one(nano_f16: Path, nano_q2_k: Path, 
         chunks = read_chunks(whole, text, 256)[:2]
         alone = compare(whole, model, chunks)
         candidates = [Candidate(model), Candidate(whole), Candidate(whole, "q4_0")]
-        together, same, cache = compare_all(whole, candidates, chunks)
+        candidates.append(Candidate(whole, state_type="f16"))
+        together, same, cache, states = compare_all(whole, candidates, chunks)
     assert np.array_equal(together.divergence, alone.divergence)
     assert same.divergence.max() == 0
     assert 0 < cache.divergence.mean() < alone.divergence.mean()
+    assert (states.divergence.mean() > 0) == HAS_STATE_F16
+    assert states.divergence.mean() < 1e-4
 
 
 def test_what_was_measured_is_not_measured_again(
@@ -66,7 +72,7 @@ def test_what_was_measured_is_not_measured_again(
     base.symlink_to(nano_f16)
     with RUNTIME.load(base) as whole:
         ids = np.array([whole.tokenize(" ".join(map(str, range(200))), ends=True)[:256]], np.int32)
-    files = {"Q2_K nearest": (nano_q2_k, "f16"), "F16, q4_0 keys and values": (base, "q4_0")}
+    files = {"Q2_K nearest": Tried(nano_q2_k), "F16, q4_0 keys and values": Tried(base, "q4_0")}
     before = measure(base, files, {OWN: ids}, RUNTIME)
     asked = []
 

@@ -19,7 +19,6 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from qwen_serve.server.engine import (
     CacheMiss,
-    DraftCounts,
     EngineSettings,
     EngineStats,
     FinishReason,
@@ -29,15 +28,13 @@ from qwen_serve.server.engine import (
     InvalidGrammar,
     InvalidPrompt,
     Logprobs,
-    Progress,
     PromptTooLong,
     QueueFull,
     SamplingParams,
     TokenLogprobs,
 )
 from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
-from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
-from qwen_serve.server.engine.sequence import Timings
+from qwen_serve.server.engine.sequence import Sequence as Asked
 from tests.waiting import until
 
 ADDED = (
@@ -146,18 +143,20 @@ def told(token: int, n_top: int | None) -> TokenLogprobs:
 class FakeGeneration:
     """The public part of `server.engine.Generation`."""
 
-    def __init__(self, entry: Submission, thinking: ThinkingWatch | None) -> None:
-        self.thinking = thinking
-        self.scheduling = entry.request.scheduling
-        self.prompt_tokens = len(entry.checked.ids)
-        self.cached_tokens = self.image_tokens = 0
-        self.logprobs = Logprobs.wanted(entry.params, FakeVocab.size)
-        if self.logprobs is not None and self.logprobs.of_prompt:
-            self.logprobs.prompt += [told(token, entry.params.prompt_logprobs) for token in entry.prompt[1:]]
-        self.missed: CacheMiss | None = CacheMiss("new", 0)
-        self.timings = Timings(submitted=perf_counter(), started=perf_counter())
-        self.drafts = DraftCounts()
-        self.progress: Progress | None = None
+    def __init__(self, entry: Submission) -> None:
+        asked, logprobs = entry.request, Logprobs.wanted(entry.params, FakeVocab.size)
+        self.request = Asked(
+            entry.prompt,
+            entry.limit,
+            logprobs=logprobs,
+            scheduling=asked.scheduling,
+            reports_progress=asked.reports_progress,
+            thinking=asked.thinking.begin(cast("Any", FakeVocab())) if asked.thinking else None,
+        )
+        if logprobs is not None and logprobs.of_prompt:
+            logprobs.prompt += [told(token, entry.params.prompt_logprobs) for token in entry.prompt[1:]]
+        self.request.missed = CacheMiss("new", 0)
+        self.request.timings.started = perf_counter()
         self.finish_reason: FinishReason | None = None
         self._entry = entry
         self._arrived: list[int] = []
@@ -295,7 +294,7 @@ class FakeEngine:
         return checked
 
     def submit(self, request: GenerateRequest) -> FakeGeneration:
-        prompt, thinking = cast("FakePrompt", request.prompt), request.thinking
+        prompt = cast("FakePrompt", request.prompt)
         self.loop_threads.add(threading.get_ident())
         if len(self.running) >= self.capacity:
             raise QueueFull("try again later")
@@ -307,10 +306,7 @@ class FakeEngine:
             raise reply
         tokens: list[Any] = self.vocab.tokenize(reply, special=True) if isinstance(reply, str) else reply
         self.submissions.append(entry)
-        generation = FakeGeneration(
-            entry, None if thinking is None else thinking.begin(cast("Any", self.vocab))
-        )
-        generation.progress = request.progress
+        generation = FakeGeneration(entry)
         task = asyncio.get_running_loop().create_task(self._run(entry, generation, tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -318,6 +314,7 @@ class FakeEngine:
 
     async def _run(self, entry: Submission, generation: FakeGeneration, tokens: list[Any]) -> None:
         done: FinishReason | Exception = "stop"
+        logprobs = generation.request.logprobs
         undelivered: list[int] = []
         if entry.limit == 0:
             tokens, done = [], "length"
@@ -331,12 +328,13 @@ class FakeEngine:
             if isinstance(token, Exception):
                 done = token
                 break
-            generation.timings.first_token = generation.timings.first_token or perf_counter()
+            generation.request.timings.first_token = generation.request.timings.first_token or perf_counter()
             entry.sent += 1
-            if generation.thinking is not None:
-                generation.thinking.follow([token])
-            if generation.logprobs is not None and generation.logprobs.of_answer:
-                generation.logprobs.tokens.append(told(token, entry.params.logprobs))
+            generation.request.tokens.append(token)
+            if generation.request.thinking is not None:
+                generation.request.thinking.follow([token])
+            if logprobs is not None and logprobs.of_answer:
+                logprobs.tokens.append(told(token, entry.params.logprobs))
             if entry.request.stream:
                 generation.receive([token], None)
             else:
@@ -344,9 +342,9 @@ class FakeEngine:
             if entry.sent == entry.limit:
                 done = "length"
                 break
-        if done == "stop" and generation.logprobs is not None and generation.logprobs.of_answer:
-            generation.logprobs.tokens.append(told(self.vocab.eos_id, entry.params.logprobs))
-        generation.timings.finished = perf_counter()
+        if done == "stop" and logprobs is not None and logprobs.of_answer:
+            logprobs.tokens.append(told(self.vocab.eos_id, entry.params.logprobs))
+        generation.request.timings.finished = perf_counter()
         entry.finished = True
         generation.receive(undelivered, done)
 

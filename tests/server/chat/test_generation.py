@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qwen_serve.server.chat import Detokenizer, StopStrings, TextGeneration
+from qwen_serve.server.chat import StopStrings, TextGeneration
 from qwen_serve.server.engine import (
     Engine,
     EngineSettings,
@@ -19,8 +19,9 @@ from qwen_serve.server.engine import (
     SamplingParams,
     ThinkingLimits,
 )
+from qwen_serve.server.engine.sequence import Sequence
 from tests.server.api.fakes import FakeVocab
-from tests.server.chat.test_detokenizer import detokenizer
+from tests.server.chat.test_detokenizer import Bytes
 from tests.waiting import until
 
 
@@ -28,9 +29,8 @@ class Scripted:
     """A generation that returns these batches of tokens, then ends, fails or hangs."""
 
     def __init__(self, batches: list[list[int]], end: str | Exception | None) -> None:
-        self.prompt_tokens, self.cached_tokens = 7, 3
+        self.request = Sequence([0] * 7, 99)
         self.finish_reason: Any = None
-        self.thinking: Any = None
         self.cancelled = 0
         self._batches = batches
         self._end = end
@@ -59,7 +59,7 @@ def texts(
     batches: list[list[int]], end: str | Exception | None, *stop: str
 ) -> tuple[TextGeneration, Scripted]:
     scripted = Scripted(batches, end)
-    return TextGeneration(scripted, detokenizer(PIECES, stop)), scripted  # type: ignore[arg-type]
+    return TextGeneration(scripted, Bytes(PIECES), StopStrings(stop) if stop else None), scripted  # type: ignore[arg-type]
 
 
 async def test_deltas_are_whole_characters_and_never_empty() -> None:
@@ -67,7 +67,7 @@ async def test_deltas_are_whole_characters_and_never_empty() -> None:
     assert generation.finish_reason is None
     assert [delta async for delta in generation] == ["Yes", "€", " and"]
     assert generation.finish_reason == "length"
-    assert (generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens) == (7, 3, 6)
+    assert (generation.request.prompt_length, generation.completion_tokens) == (7, 6)
 
 
 async def test_a_stop_string_ends_and_frees_the_sequence() -> None:
@@ -82,8 +82,8 @@ async def test_thoughts_are_counted_within_the_text() -> None:
     """The engine may be ahead of the text, or have generated tokens that a stop string removed."""
     generation, scripted = texts([[0, 1], [3], [2]], None, "\n\n no")
     assert generation.reasoning_tokens is None
-    scripted.thinking = ThinkingLimits().begin(FakeVocab())  # type: ignore[arg-type]
-    scripted.thinking.follow([1, 2, 3, 4])
+    scripted.request.thinking = ThinkingLimits().begin(FakeVocab())  # type: ignore[arg-type]
+    scripted.request.thinking.follow([1, 2, 3, 4])
     assert generation.reasoning_tokens == 0
     assert [delta async for delta in generation] == ["Yes and"]
     assert generation.reasoning_tokens == 2
@@ -142,7 +142,7 @@ def generate(
     stream: bool = True,
 ) -> TextGeneration:
     generation = engine.submit(GenerateRequest(prompt, params, limit, stream=stream))
-    return TextGeneration(generation, Detokenizer(engine.vocab, StopStrings(stops) if stops else None))
+    return TextGeneration(generation, engine.vocab, StopStrings(stops) if stops else None)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ async def test_the_real_engine(engine: Engine) -> None:
     prompt = engine.prompt(ids)
     generation = generate(engine, prompt, SamplingParams(temperature=0.0, ignore_eos=True), 24)
     text = "".join([delta async for delta in generation])
-    assert (generation.finish_reason, generation.prompt_tokens) == ("length", len(ids))
+    assert (generation.finish_reason, generation.request.prompt_length) == ("length", len(ids))
     assert generation.completion_tokens == 24
     assert text
 

@@ -109,9 +109,11 @@ class FakeContext:
 
     # --- decoding ------------------------------------------------------------------------------------------
 
-    def decode(self, n_tokens: int, *, of_pictures: bool = False, next_rows: None = None) -> None:
+    def decode(
+        self, n_tokens: int, *, of_pictures: bool = False, next_rows: None = None, sampled_by: None = None
+    ) -> None:
         assert not of_pictures
-        assert next_rows is None
+        assert next_rows is sampled_by is None
         for slot, position, token in zip(
             self.sequences, self.positions, self.tokens[:n_tokens], strict=False
         ):

@@ -122,8 +122,8 @@ async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
         tokens += new
         if request.cancel_after is not None and len(tokens) >= request.cancel_after:
             generation.cancel()
-    assert generation.logprobs is not None
-    return tokens, repr(generation.logprobs.tokens)
+    assert generation.request.logprobs is not None
+    return tokens, repr(generation.request.logprobs.tokens)
 
 
 async def ask_all(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
@@ -147,7 +147,7 @@ async def idle(engine: Engine) -> None:
     """Wait until no request runs or waits, and the engine's thread has finished with them."""
     await until(lambda: engine.stats().running == engine.stats().waiting == 0)
     through = threading.Event()
-    engine._inbox.put(through.set)  # noqa: SLF001 - a step may be under way
+    engine.between_steps(through.set)  # a step may be under way
 
     def is_through() -> bool:
         assert engine.ready, "the engine has failed"
@@ -164,7 +164,7 @@ def standing_still(engine: Engine) -> Iterator[None]:
     def wait() -> None:
         assert go_on.wait(60)
 
-    engine._inbox.put(wait)  # noqa: SLF001 - what holds up the engine's thread
+    engine.between_steps(wait)
     try:
         yield
     finally:

@@ -77,8 +77,6 @@ def at_rest(engine: Engine) -> bool:
     stats, parts = engine.stats(), engine.components
     remembered = (
         engine._open,
-        engine._sequences,
-        engine._listeners,
         parts.cache._paths,
         parts.states._rollback._held,
         parts.speculator._alive,
@@ -87,7 +85,7 @@ def at_rest(engine: Engine) -> bool:
     chains = {id_ for id_, chain in parts.states.cells._chains.items() if chain}
     return (
         not any(remembered)
-        and stats.running == stats.waiting == engine._places._total == 0
+        and stats.running == stats.waiting == engine._admission._total == 0
         and len(parts.scheduler._free_slots) == engine.settings.parallel
         and stats.kv_cells_used == stats.prefix.resident_cells
         and chains <= {node.seq_id for node in held(parts.cache)}

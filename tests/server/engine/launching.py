@@ -26,7 +26,7 @@ ENDS = SamplingParams()
 def ahead(model: Path, **changes: Any) -> Iterator[tuple[Engine, Counter[str]]]:
     """An engine that behaves as on a GPU, and the steps that it launched ahead."""
     with running(model, **{**PLAIN, **changes}) as engine:
-        steps, launched = engine._taking, Counter[str]()  # noqa: SLF001 - nothing tells when a step is launched
+        steps, launched = engine._step_loop, Counter[str]()  # noqa: SLF001 - nothing tells when a step is launched
         launch_next = steps._launch_next  # noqa: SLF001 - the same
 
         def watched(step: Any) -> Any:

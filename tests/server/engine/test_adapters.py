@@ -71,13 +71,13 @@ def test_a_request_is_answered_in_company_as_alone(nano_f32: Path, loras: list[P
         for adapters in SELECTIONS:
             generation = submit(engine, adapters)
             alone.append(await answer(generation))
-            assert generation.cached_tokens == 0, adapters
+            assert generation.request.cached_tokens == 0, adapters
         assert len({tuple(tokens) for tokens in alone}) == len(SELECTIONS)
         with standing_still(engine):
             generations = [submit(engine, adapters) for adapters in [*SELECTIONS, *SELECTIONS]]
         together = list(await asyncio.gather(*map(answer, generations)))
         assert together == [*alone, *alone]
-        assert all(generation.cached_tokens == len(PROMPT) - 1 for generation in generations)
+        assert all(generation.request.cached_tokens == len(PROMPT) - 1 for generation in generations)
 
     drafts: dict[str, Any] = {"speculation": "both", "draft_always": True}
     with running(nano_f32, lora=named(loras), parallel=5, ctx_size=4096, **EXACT, **drafts) as engine:
@@ -192,7 +192,7 @@ def test_the_prefix_file_knows_an_adapter_by_its_file(
             GenerateRequest(engine.prompt(long), SamplingParams(ignore_eos=True), 4, adapters=adapters)
         )
         await answer(generation)
-        return generation.cached_tokens
+        return generation.request.cached_tokens
 
     with running(nano_f32, lora=named(loras), **kept) as engine:
         assert asyncio.run(cached(engine, ((0, 1.0),))) == 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from qwen_serve.llamacpp import SamplerChain
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine import GenerateRequest, GenerationError, SamplingParams
+from tests.marks import slow_but
 from tests.server.engine.helpers import Request, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.launching import PLAIN, ahead
 from tests.waiting import until
@@ -81,6 +84,45 @@ async def test_a_grammar_beside_them(nano_f32: Path) -> None:
     with ahead(nano_f32, prefix_cache=False) as (engine, launched):
         assert await ask_at_once(engine, asked) == alone
         assert launched["first"] + launched["again"] + launched["fewer"] >= N - 2
+
+
+def own_grammar(i: int) -> str:
+    """Another grammar for each number: what it forces, what it leaves, and whether its text may end."""
+    kind = i % 4
+    if kind == 0:
+        return f'start: "{i}: " /[{"abcdefgh"[i // 8]}-z ]{{{i + 3}}}/'
+    if kind == 1:
+        return f'start: /[0-9]+/ " of {i}" ("," /[a-f]{{{1 + i % 5}}}/)*'
+    if kind == 2:
+        return f'start: ("yes {i}" | "no {i}" | /[k-t]{{1,{i}}}/) "."'
+    return "start: %json " + json.dumps(
+        {"type": "object", "properties": {f"k{i}": {"type": "integer"}}, "required": [f"k{i}"]}
+    )
+
+
+@pytest.mark.parametrize("more", slow_but([{}], [{}, {"speculation": "both", "draft_always": True}]))
+async def test_sixty_four_grammars_at_once(nano_f32: Path, more: dict[str, Any]) -> None:
+    """Each row is kept to its own, also where half of the requests draw their tokens."""
+    rng = random.Random(3)
+    asked = [
+        Request(
+            random_prompt(rng, 5 + i % 23),
+            N,
+            params=of("top_k" if i % 2 else "greedy"),
+            grammar=own_grammar(i),
+        )
+        for i in range(64)
+    ]
+    for one in asked:
+        one.params = replace(one.params, ignore_eos=False)
+    places = {"parallel": 64, "ctx_size": 64 * 256, "prefix_cache": False, **more}
+    with ahead(nano_f32, **places) as (engine, _):
+        alone = [(await ask_at_once(engine, [one]))[0] for one in asked]
+        assert len({tuple(one.tokens) for one in alone}) > 60
+        for _ in range(2):
+            rng.shuffle(order := [*range(64)])
+            found = await ask_at_once(engine, [asked[i] for i in order])
+            assert found == [alone[i] for i in order]
 
 
 MIROSTAT = SamplingParams(temperature=1.0, mirostat=2, seed=7, ignore_eos=True)

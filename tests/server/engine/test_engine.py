@@ -78,7 +78,7 @@ async def rest(generation: Generation) -> list[int]:
 
 async def over(generation: Generation) -> None:
     """All of it has arrived, though nobody has listened."""
-    await until(lambda: generation._done)  # noqa: SLF001 - a look, where listening would take it
+    await until(lambda: generation._ended)  # noqa: SLF001 - a look, where listening would take it
 
 
 async def test_an_answer_has_as_many_tokens_as_asked_for(engine: Engine) -> None:
@@ -86,7 +86,7 @@ async def test_an_answer_has_as_many_tokens_as_asked_for(engine: Engine) -> None
     assert generation.finish_reason is None
     assert len(await rest(generation)) == 20
     assert generation.finish_reason == "length"
-    assert (generation.prompt_tokens, generation.cached_tokens) == (20, 0)
+    assert (generation.request.prompt_length, generation.request.cached_tokens) == (20, 0)
 
 
 @pytest.mark.parametrize("asked", [None, 10_000])
@@ -111,7 +111,7 @@ async def test_the_end_token_ends_the_answer_and_is_not_part_of_it(
 async def test_timings_add_up(engine: Engine) -> None:
     generation = ask_for(engine, 20)
     await rest(generation)
-    t = generation.timings
+    t = generation.request.timings
     assert 0 < t.submitted <= t.started < t.first_token < t.finished
     total = t.queue_ms + t.prefill_ms + t.decode_ms
     assert math.isclose(total, (t.finished - t.submitted) * 1000, rel_tol=1e-6)
@@ -166,17 +166,17 @@ async def test_an_answer_that_is_not_streamed_is_delivered_once(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of it passes through the queue before its end."""
-    received: list[tuple[Generation, int, Any]] = []
+    received: list[tuple[Generation, int, bool]] = []
     put: list[Generation] = []
     receive, original = Generation.receive, OutputQueue.put
 
-    def counted_receive(self: Generation, tokens: list[int], done: Any) -> None:
-        received.append((self, len(tokens), done))
-        receive(self, tokens, done)
+    def counted_receive(self: Generation, tokens: list[int], *, ended: bool = False) -> None:
+        received.append((self, len(tokens), ended))
+        receive(self, tokens, ended=ended)
 
-    def counted_put(self: OutputQueue, generation: Generation, *what: Any) -> None:
+    def counted_put(self: OutputQueue, generation: Generation, *what: Any, **more: Any) -> None:
         put.append(generation)
-        original(self, generation, *what)
+        original(self, generation, *what, **more)
 
     monkeypatch.setattr(Generation, "receive", counted_receive)
     monkeypatch.setattr(OutputQueue, "put", counted_put)
@@ -188,33 +188,34 @@ async def test_an_answer_that_is_not_streamed_is_delivered_once(
         assert answers[0] == answers[1] == answers[2]
         assert len(answers[0]) == 150
         assert [generation.finish_reason for generation in whole] == ["length"] * 2
-        assert whole[1].cached_tokens == streamed.cached_tokens
+        assert whole[1].request.cached_tokens == streamed.request.cached_tokens
     for generation in whole:
-        assert [how for one, *how in received if one is generation] == [[150, "length"]]
+        assert [how for one, *how in received if one is generation] == [[150, True]]
         assert put.count(generation) == 1
     assert put.count(streamed) > 10
 
 
 async def test_what_is_not_streamed_arrives_though_it_is_cancelled_or_fails(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = await ask(engine, Request(PROMPT, 100))
-    with step_by_step(engine) as grant:
-        left = ask_for(engine, 100, stream=False)
-        grant(9)
-        left.cancel()
-    tokens = await rest(left)
-    assert len(tokens) >= 8
-    assert tokens == expected.tokens[: len(tokens)]
-    assert left.finish_reason == "cancelled"
-    waiting = ask_for(engine, 100, stream=False)
+    with running(nano_f32, **EXACT, speculation="off") as engine:  # a token each step
+        expected = await ask(engine, Request(PROMPT, 30))
+        with step_by_step(engine) as grant:
+            left = ask_for(engine, 30, stream=False)
+            grant(9)
+            left.cancel()
+        tokens = await rest(left)
+        assert len(tokens) >= 8
+        assert tokens == expected.tokens[: len(tokens)]
+        assert left.finish_reason == "cancelled"
+        waiting = ask_for(engine, 30, stream=False)
 
-    def fail(_n: int, **_: object) -> None:
-        raise LlamaError("llama_decode returned -3")
+        def fail(_n: int, **_: object) -> None:
+            raise LlamaError("llama_decode returned -3")
 
-    monkeypatch.setattr(engine.components.context, "decode", fail)
-    with pytest.raises(GenerationError, match="returned -3"):
-        await rest(waiting)
+        monkeypatch.setattr(engine.components.context, "decode", fail)
+        with pytest.raises(GenerationError, match="returned -3"):
+            await rest(waiting)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------

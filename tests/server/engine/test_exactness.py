@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import devices, keeps_f16_copies, supports_gpu
+from qwen_serve.llamacpp import HAS_STATE_F16, devices, keeps_f16_copies, supports_gpu
 from qwen_serve.server.engine import SamplingParams, SchedulingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
@@ -136,6 +136,27 @@ async def test_a_seeded_draw_survives_company_and_preemption(
         together = await ask_at_once(engine, requests)
         assert engine.stats().preemptions > 0
     assert together == one_by_one
+
+
+@pytest.mark.skipif(not HAS_STATE_F16, reason="llama.cpp has no patch state-f16")
+@pytest.mark.parametrize("operands", slow_but([8], [0, 8]))
+async def test_states_in_f16_are_rounded_alike_at_any_load(
+    operands: int, nano_f32: Path, prompts: list[list[int]]
+) -> None:
+    types = {**EXACT, "state_type": "f16"}
+    requests = [Request(prompt, N) for prompt in prompts]
+    with running(nano_f32, **types, parallel=1, speculation="off", prefix_cache=False) as engine:
+        one_by_one = [await ask(engine, request) for request in requests]
+    options = {
+        "parallel": 4,
+        "ctx_size": 2048,
+        "ubatch_size": 64,
+        "speculation": "both",
+        "operands": operands,
+    }
+    with running(nano_f32, **types, **options, draft_always=True) as engine:
+        assert await ask_at_once(engine, requests) == one_by_one
+        assert await ask_at_once(engine, requests[::-1]) == one_by_one[::-1]  # from kept prefixes
 
 
 @pytest.mark.slow

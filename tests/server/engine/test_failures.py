@@ -144,7 +144,7 @@ async def test_drafts(
 
 
 METHODS = ["can_draft", "propose", "forget"]
-OF_READERS = ["collect", "rolled_back", "pause", "copy", "free", "save", "restore"]
+OF_READERS = ["begin", "took", "collect", "rolled_back", "pause", "copy", "free", "save", "restore"]
 
 
 CALLS = {"second": [1], "others": [0, 3, 13]}

@@ -129,7 +129,7 @@ async def ask(engine: Engine, prompt: list[Part], n: int = N, **changes: Any) ->
     params = SamplingParams(ignore_eos=True, **changes)
     generation = engine.submit(GenerateRequest(engine.prompt(ids, pictures), params, n))
     tokens = [token async for new in generation for token in new]
-    return tokens, generation.cached_tokens
+    return tokens, generation.request.cached_tokens
 
 
 MIXES: dict[str, dict[str, Any]] = {

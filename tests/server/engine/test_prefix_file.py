@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from qwen_serve.llamacpp import HAS_STATE_F16
 from qwen_serve.server.engine import Engine, GenerateRequest, SamplingParams, restore_prefixes, save_prefixes
 from qwen_serve.server.engine.prefix_cache import PrefixFile, PrefixFileError
 from qwen_serve.server.engine.prefix_cache.file import Entry
@@ -217,10 +218,12 @@ def made_by(archive: zipfile.ZipFile) -> Any:
     return json.loads(archive.read("about.json"))["made_by"]
 
 
-@pytest.mark.parametrize("what", ["settings", "model", "damaged", "cut", "no zip"])
+@pytest.mark.parametrize("what", ["settings", "state type", "model", "damaged", "cut", "no zip"])
 async def test_one_that_does_not_fit_is_said_and_not_used(
     what: str, nano_f32: Path, nano_q4_k_m: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if what == "state type" and not HAS_STATE_F16:
+        pytest.skip("llama.cpp has no patch state-f16")
     file = tmp_path / "prefixes"
     prompt = random_prompt(random.Random(6), 300)
     options: dict[str, Any] = {**EXACT, "prefix_file": file}
@@ -230,6 +233,8 @@ async def test_one_that_does_not_fit_is_said_and_not_used(
     content = bytearray(file.read_bytes())
     if what == "settings":
         options, said = {"prefix_file": file}, "cache_type_k, cache_type_v, flash_attn"
+    elif what == "state type":
+        options["state_type"], said = "f16", "another state_type"
     elif what == "model":
         model, said = nano_q4_k_m, "another model"
     elif what == "damaged":

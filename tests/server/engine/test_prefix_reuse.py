@@ -54,7 +54,7 @@ async def test_cached_tokens_are_told(engine: Engine) -> None:
     for cached in (0, 99):
         generation = submit(engine, Request(prompt, 5))
         assert [token async for tokens in generation for token in tokens]
-        assert generation.cached_tokens == cached
+        assert generation.request.cached_tokens == cached
 
 
 async def test_a_shared_prefix_is_computed_once_however_many_use_it_at_once(engine: Engine) -> None:

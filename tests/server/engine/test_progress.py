@@ -5,54 +5,43 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import Any
 
-from qwen_serve.server.engine import GenerateRequest, Generation, Progress, SamplingParams
+from qwen_serve.server.engine import GenerateRequest, Generation, SamplingParams
 from tests.server.engine.helpers import EXACT, random_prompt, running, step_by_step
 from tests.waiting import until
 
-
-class Recorded(Progress):
-    """Remembers how it went: a listener that is late is told of several chunks at once."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-        super().__init__()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "processed" and value:
-            self.steps.append(value)
+News = list[tuple[list[int], int]]
+"""New tokens, and how much of the prompt has been read then."""
 
 
-async def listen(generation: Generation, news: list[list[int]]) -> None:
+async def listen(generation: Generation, news: News) -> None:
     async for new in generation:
-        news.append(new)  # noqa: PERF401 - each as it comes
+        news.append((new, generation.request.processed))
 
 
 async def test_a_listener_is_told_while_a_prompt_is_read(nano_f32: Path) -> None:
     ids = random_prompt(random.Random(3), 400)
     with running(nano_f32, **{**EXACT, "batch_size": 64, "ubatch_size": 64}) as engine:
-        for again in (False, True):
-            progress, news = Recorded(), list[list[int]]()
+        for chunks in (5, 1):
+            news: News = []
             with step_by_step(engine) as grant:
-                generation = engine.submit(
-                    GenerateRequest(engine.prompt(ids), SamplingParams(), 4, progress=progress)
-                )
+                asked = GenerateRequest(engine.prompt(ids), SamplingParams(), 4, reports_progress=True)
+                generation = engine.submit(asked)
                 listening = asyncio.create_task(listen(generation, news))
-                grant(2)
-                await until(lambda: news)  # noqa: B023
+                grant(1)
+                for n in range(chunks):  # each is told of while the next is read
+                    grant(1)
+                    await until(lambda: len(news) > n)  # noqa: B023
             await listening
-            told = news.index(next(filter(None, news)))
-            assert all(news[told:]), "nothing is told of the prompt behind the first token"
-            if not again:
-                assert told > 0
-                assert progress.steps == sorted(set(progress.steps))
-                assert len(progress.steps) >= 5
-                assert progress.steps[-1] < len(ids)
-                assert progress.cached == 0
-            elif progress.steps:
-                assert progress.cached > 0
+            read = [processed for tokens, processed in news if not tokens]
+            assert all(tokens for tokens, _ in news[len(read) :]), "nothing behind the first token"
+            assert read == sorted(read)
+            if chunks > 1:
+                assert len(read) >= chunks
+                assert read[chunks - 1] < len(ids)
+                assert generation.request.cached_tokens == 0
+            else:
+                assert generation.request.cached_tokens > 0
         plain = [
             new async for new in engine.submit(GenerateRequest(engine.prompt(ids[::-1]), SamplingParams(), 4))
         ]

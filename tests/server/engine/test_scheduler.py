@@ -88,6 +88,37 @@ def test_prompts_of_one_length_are_read_whole_as_many_as_fit_into_a_ubatch() -> 
     assert [counts(advance(s)) for _ in range(3)] == [[10] * 3, [10] * 3, [1] * 6]
 
 
+def test_a_small_rest_is_read_with_the_last_pass() -> None:
+    s = scheduler(cells=100_000, batch=4096, ubatch=1280)
+    for tokens, passes in {
+        1024: [1024],
+        1026: [1026],
+        1280: [1280],
+        1281: [1024, 257],
+        2050: [1024, 1026],
+        2400: [1024, 1024, 352],
+    }.items():
+        s.add(one := sequence(tokens, max_tokens=1))
+        assert [advance(s).n_tokens for _ in passes] == passes
+        assert one.slot is None, "nothing is left"
+
+
+def test_a_small_rest_of_many_prompts_is_read_with_the_last_pass() -> None:
+    s = scheduler(slots=64, cells=100_000, batch=4096, ubatch=2304)
+    for _ in range(64):
+        s.add(sequence(514, max_tokens=1))
+    passes = [advance(s).n_tokens for _ in range(16)]
+    assert passes == [2048] * 15 + [64 * 514 - 15 * 2048]
+
+
+def test_a_pass_of_a_long_prompt_beside_answers_has_the_usual_length() -> None:
+    s = scheduler(cells=100_000, batch=9216, budget=4096, ubatch=2304)
+    s.add(sequence(1, max_tokens=100))
+    advance(s)
+    s.add(sequence(8194))
+    assert [advance(s).n_tokens for _ in range(7)] == [2048, 2048, 1, 2048, 2050, 2, 2]
+
+
 def test_the_budget_is_what_steps_have_shown() -> None:
     s = scheduler(batch=64)
     s.prefill_budget = PrefillBudget(1.0, 16, 64)
@@ -182,8 +213,8 @@ def test_a_sampler_that_failed_ends_its_sequence_alone() -> None:
     batch = s.schedule()
     s.reserve(batch)
     error = FloatingPointError("not a number")
-    outputs = s.commit(batch, [SampleResult(error=error), SampleResult([7])], [4, 4])
-    assert {output.sequence: (output.tokens, output.done) for output in outputs} == {
+    news = s.commit(batch, [SampleResult(error=error), SampleResult([7])], [4, 4])
+    assert {sequence: (sequence.take_unsent(), sequence.done) for sequence in news} == {
         one: ([], error),
         two: ([7], None),
     }
@@ -224,8 +255,8 @@ def test_what_was_right_stays_or_is_pending_again(accepted: int) -> None:
     s.reserve(batch)
     assert used(s) == 7
     held = 7 if accepted == 2 else states.rollback(chunk, accepted)
-    [output] = s.commit(batch, [SampleResult([8, 9, 10][: accepted + 1])], [held])
-    assert output.tokens == [8, 9, 10][: accepted + 1]
+    news = s.commit(batch, [SampleResult([8, 9, 10][: accepted + 1])], [held])
+    assert (news, stream.tokens[5:]) == ([stream], [8, 9, 10][: accepted + 1])
     if accepted == 2:
         assert (stream.computed, stream.pending, used(s)) == (7, 1, 7)
     else:

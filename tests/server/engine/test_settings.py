@@ -32,6 +32,7 @@ from qwen_serve.server.engine import EngineSettings
         ("sampling", "gpu"),
         ("cache_type_k", "q3_k"),
         ("cache_type_v", "int8"),
+        ("state_type", "q8_0"),
     ],
 )
 def test_nonsense_is_refused_by_name(field: str, value: Any) -> None:
@@ -51,6 +52,12 @@ def test_a_packed_value_cache_needs_flash_attention() -> None:
     with pytest.raises(ValueError, match="flash"):
         EngineSettings(model=Path("a.gguf"), cache_type_v="q8_0", flash_attn="off")
     EngineSettings(model=Path("a.gguf"), cache_type_v="q8_0", flash_attn="auto")
+
+
+def test_states_in_bf16_are_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"(?s)state_type.*8 bits.*f16"):
+        EngineSettings(model=Path("a.gguf"), state_type="bf16")
+    assert EngineSettings(model=Path("a.gguf")).state_type == "f32"
 
 
 def test_threads_are_counted_by_the_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ async def thinking(engine: Engine, limits: ThinkingLimits, params: SamplingParam
     generation = engine.submit(GenerateRequest(prompt, params, 60, thinking=limits))
     tokens = [token async for new in generation for token in new]
     await idle(engine)  # a step may still be computed that goes beyond the end
-    assert generation.thinking is not None
-    return tokens, generation.thinking.tokens
+    assert generation.request.thinking is not None
+    return tokens, generation.request.thinking.tokens
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ async def test_a_state_that_went_on_is_kept_with_the_end_of_its_answer(nano_f32:
         known = [*prompt, *answer.tokens, end]
         following = submit(engine, Request([*known, *range(300, 320)], 8))
         tokens = [token async for new in following for token in new]
-        assert following.cached_tokens == len(known)
+        assert following.request.cached_tokens == len(known)
     with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
         assert (await ask(engine, Request([*known, *range(300, 320)], 8))).tokens == tokens
 
@@ -147,7 +147,7 @@ async def test_logits_that_are_no_use_while_the_next_step_is_computed(
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
     with ahead(nano_f32) as (engine, _):
-        steps, taking = engine.components.context.row_steps, engine._taking  # noqa: SLF001 - as in `ahead`
+        steps, taking = engine.components.context.row_steps, engine._step_loop  # noqa: SLF001 - as in `ahead`
         assert steps is not None
         compute, spoilt = steps.results, list[int]()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ import pytest
 from qwen_serve.llamacpp import model
 from qwen_serve.server.engine import GenerateRequest, GenerationError, SamplingParams
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, running
+from tests.server.engine.helpers import EXACT, Request, idle, random_prompt, running, submit
+from tests.server.engine.launching import ahead
+from tests.server.engine.test_any_kind_ahead import GRAMMAR, KINDS, of
 from tests.waiting import until
 
 if TYPE_CHECKING:
@@ -177,6 +180,44 @@ async def test_what_one_leaves_in_the_cache_spoils_nobody(poisonous: Path, specu
                 assert isinstance(answer, GenerationError)
                 assert "no usable logits" in str(answer)
         assert [await ask(engine, SamplingParams(), prompt) for prompt in others] == alone
+
+
+BITS: dict[str, Any] = {"deterministic": True}
+"""Log-probabilities are the same to the last bit."""
+
+
+@pytest.mark.parametrize("more", slow_but([BITS], [BITS, {"speculation": "both", "draft_always": True}]))
+async def test_many_of_every_kind_beside_them(poisonous: Path, more: dict[str, Any]) -> None:
+    """Steps are launched ahead and rows are sampled on the device, as on a GPU: the bad ones in front of,
+    between and behind those of others, in passes of 64 tokens, some with grammars or log-probabilities."""
+    rng = random.Random(5)
+    good = [Request(random_prompt(rng, 5 + 3 * i), 24, params=of(kind)) for i, kind in enumerate(KINDS)]
+    good += [Request(random_prompt(rng, 20), 24, grammar=GRAMMAR) for _ in range(3)]
+    bad = [Request([*BAD, *random_prompt(rng, i)], 24, params=one.params) for i, one in enumerate(good)]
+
+    async def told(engine: Engine, one: Request) -> tuple[list[int], str]:
+        await asyncio.sleep(one.delay)  # requests come when they come
+        generation = submit(engine, one)
+        tokens = [token async for new in generation for token in new]
+        return tokens, repr(
+            generation.request.logprobs and generation.request.logprobs.tokens
+        ) if more is BITS else ""
+
+    places = {"parallel": 16, "ctx_size": 16 * 512, "ubatch_size": 64, "remember": False}
+    with ahead(poisonous, **places, prefix_cache=False, **more) as (engine, _):
+        alone = [await told(engine, one) for one in good]
+        for _ in range(2):
+            sent = [(number, one) for kind in (good, bad) for number, one in enumerate(kind)]
+            rng.shuffle(sent)
+            for _, one in sent:
+                one.delay = rng.random() / 2
+            found = await asyncio.gather(*(told(engine, one) for _, one in sent), return_exceptions=True)
+            for (number, one), answer in zip(sent, found, strict=True):
+                if one is good[number]:
+                    assert answer == alone[number], number
+                else:
+                    assert isinstance(answer, GenerationError), number
+        await idle(engine)
 
 
 async def test_what_a_cancelled_one_leaves_is_not_the_next_one_s_fault(poisonous: Path) -> None:

@@ -1,4 +1,5 @@
 #include "gated_delta_net_chunked.cuh"
+#include "gated_delta_net_device.cuh"
 
 // The gated delta rule over chunks of 64 tokens (WY form, see "Gated Delta Networks", https://arxiv.org/abs/2412.06464).
 //
@@ -337,9 +338,10 @@ static __global__ void __launch_bounds__(128, 1) gated_delta_net_prepare(const f
 //     shared memory. Otherwise T and M replace q.
 template <bool prefetch>
 static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const float * q, const float * k, const float * v, const float * T_d,
-        const float * M_d, const float * E_d, const float * curr_state, const int32_t * ids, float * dst, float * state, const int32_t * ids_to,
-        const int32_t * offsets, const int n_last, const int H, const int neqk1, const int rq3, const int n_tokens_each, const int n_tokens_dst,
-        const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sv1, const int64_t sv2, const int64_t sv3, const float scale) {
+        const float * M_d, const float * E_d, const void * curr_state, const int32_t * ids, float * dst, void * state,
+        const ggml_cuda_gdn_types types, const int32_t * ids_to, const int32_t * offsets, const int n_last, const int H, const int neqk1,
+        const int rq3, const int n_tokens_each, const int n_tokens_dst, const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sv1,
+        const int64_t sv2, const int64_t sv3, const float scale) {
     constexpr int nthreads = 256;
 
     const int head     = blockIdx.x;
@@ -378,10 +380,9 @@ static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const fl
     dst += (seq.dst_first * H + head) * GDN_D + col0;
 
     const int64_t state_to = ids_to ? ids_to[sequence] : sequence;
-    state += (state_to * H + head) * GDN_D * GDN_D + col0 * GDN_D;
-
     const int64_t state_id = ids ? ids[sequence] : sequence;
-    curr_state += (state_id * H + head) * GDN_D * GDN_D + col0 * GDN_D;
+    const int64_t to       = (state_to * H + head) * GDN_D * GDN_D + col0 * GDN_D;
+    const int64_t from     = (state_id * H + head) * GDN_D * GDN_D + col0 * GDN_D;
 
     const auto load_k = [&](const int chunk) {
         if (chunk < n_chunks) {
@@ -419,7 +420,7 @@ static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const fl
         for (int l = 0; l < 4; ++l) {
             const int row           = warp * 16 + lg + (l / 2) * 8;
             const int col           = n * 8 + lt * 2 + l % 2;
-            S[n][l]                 = state_id < 0 ? 0.0f : curr_state[col * GDN_D + row];
+            S[n][l]                 = state_id < 0 ? 0.0f : load_state_one(curr_state, types.from_f16, from + col * GDN_D + row);
             sS[row * GDN_LDS + col] = S[n][l];
         }
     }
@@ -547,7 +548,7 @@ static __global__ void __launch_bounds__(256, 1) gated_delta_net_chunks(const fl
 #pragma unroll
     for (int n = 0; n < GDN_N / 8; ++n) {
 #pragma unroll
-        for (int l = 0; l < 4; ++l) { state[(n * 8 + lt * 2 + l % 2) * GDN_D + warp * 16 + lg + (l / 2) * 8] = S[n][l]; }
+        for (int l = 0; l < 4; ++l) { store_state_one(state, types, to + (n * 8 + lt * 2 + l % 2) * GDN_D + warp * 16 + lg + (l / 2) * 8, S[n][l]); }
     }
 }
 
@@ -1112,9 +1113,9 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
 // has itself. Another pair computes the outputs, meanwhile.
 // One more warp has chunks copied to shared memory, two of them ahead.
 static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_net_hopper(const char * kq_d, const char * heads_d, const float * v,
-        const float * curr_state, const int32_t * ids, float * dst, float * state, const int32_t * ids_to, const int32_t * offsets, const int n_last,
-        const int n_slots, const int H, const int neqk1, const int n_tokens_each, const int n_tokens_dst, const int64_t sv1, const int64_t sv2,
-        const int64_t sv3) {
+        const void * curr_state, const int32_t * ids, float * dst, void * state, const ggml_cuda_gdn_types types, const int32_t * ids_to,
+        const int32_t * offsets, const int n_last, const int n_slots, const int H, const int neqk1, const int n_tokens_each, const int n_tokens_dst,
+        const int64_t sv1, const int64_t sv2, const int64_t sv3) {
 #ifdef GDN_HOPPER_AVAILABLE
     const int col0     = blockIdx.x * GDN_N;
     const int head     = blockIdx.y;
@@ -1201,14 +1202,15 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
             const int     col      = col0 + pair * 16 + lg; // and 8 more
             const int64_t state_id = ids ? ids[sequence] : sequence;
             const int64_t state_to = ids_to ? ids_to[sequence] : sequence;
-            curr_state += ((state_id * H + head) * GDN_D + col) * GDN_D + w * 64;
-            state += ((state_to * H + head) * GDN_D + col) * GDN_D + w * 64;
-            float st[8][4];
+            const int64_t from     = ((state_id * H + head) * GDN_D + col) * GDN_D + w * 64;
+            const int64_t to       = ((state_to * H + head) * GDN_D + col) * GDN_D + w * 64;
+            float         st[8][4];
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
 #pragma unroll
                 for (int l = 0; l < 2; ++l) {
-                    const float2 x   = state_id < 0 ? make_float2(0.0f, 0.0f) : *(const float2 *) (curr_state + l * 8 * GDN_D + n * 8 + lt * 2);
+                    const float2 x   = state_id < 0 ? make_float2(0.0f, 0.0f) :
+                                                      load_state_two(curr_state, types.from_f16, from + l * 8 * GDN_D + n * 8 + lt * 2);
                     st[n][2 * l + 0] = x.x;
                     st[n][2 * l + 1] = x.y;
                 }
@@ -1337,7 +1339,9 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
 #pragma unroll
             for (int n = 0; n < 8; ++n) {
 #pragma unroll
-                for (int l = 0; l < 2; ++l) { *(float2 *) (state + l * 8 * GDN_D + n * 8 + lt * 2) = make_float2(st[n][2 * l], st[n][2 * l + 1]); }
+                for (int l = 0; l < 2; ++l) {
+                    store_state_two(state, types, to + l * 8 * GDN_D + n * 8 + lt * 2, make_float2(st[n][2 * l], st[n][2 * l + 1]));
+                }
             }
         } else {
             dst += (seq.dst_first * H + head) * GDN_D + col0 + pair * 16 + lg;
@@ -1409,8 +1413,8 @@ static __global__ void __launch_bounds__(32 * (GDN_WARPS + 1), 1) gated_delta_ne
         }
     }
 #else
-    GGML_UNUSED_VARS(
-            kq_d, heads_d, v, curr_state, ids, dst, state, ids_to, offsets, n_last, n_slots, H, neqk1, n_tokens_each, n_tokens_dst, sv1, sv2, sv3);
+    GGML_UNUSED_VARS(kq_d, heads_d, v, curr_state, ids, dst, state, types, ids_to, offsets, n_last, n_slots, H, neqk1, n_tokens_each, n_tokens_dst,
+            sv1, sv2, sv3);
     NO_DEVICE_CODE;
 #endif // GDN_HOPPER_AVAILABLE
 }
@@ -1442,8 +1446,8 @@ static void gated_delta_net_hopper_launch(
 
     CUDA_SET_SHARED_MEMORY_LIMIT(gated_delta_net_hopper, gdn_hopper_bytes);
     gated_delta_net_hopper<<<dim3(GDN_D / GDN_N, args.H, args.n_seqs), 32 * (GDN_WARPS + 1), gdn_hopper_bytes, stream>>>(kq.get(), heads.get(),
-            args.v, args.curr_state, args.ids, args.dst, args.state, args.ids_to, args.offsets, args.n_last, n_slots, args.H, args.neqk1, n_tokens,
-            args.n_tokens, args.sv1, args.sv2, args.sv3);
+            args.v, args.curr_state, args.ids, args.dst, args.state, args.types, args.ids_to, args.offsets, args.n_last, n_slots, args.H, args.neqk1,
+            n_tokens, args.n_tokens, args.sv1, args.sv2, args.sv3);
     CUDA_CHECK(cudaGetLastError());
 }
 #endif // GDN_HOPPER
@@ -1492,13 +1496,13 @@ void ggml_cuda_gated_delta_net_chunked(
     if (nbytes_prefetch <= smpbo) {
         CUDA_SET_SHARED_MEMORY_LIMIT((gated_delta_net_chunks<true>), nbytes_prefetch);
         gated_delta_net_chunks<true><<<grid, 256, nbytes_prefetch, stream>>>(args.q, args.k, args.v, T.get(), M.get(), E.get(), args.curr_state,
-                args.ids, args.dst, args.state, args.ids_to, args.offsets, args.n_last, args.H, args.neqk1, args.rq3, n_tokens, args.n_tokens,
-                args.sq1, args.sq2, args.sq3, args.sv1, args.sv2, args.sv3, scale);
+                args.ids, args.dst, args.state, args.types, args.ids_to, args.offsets, args.n_last, args.H, args.neqk1, args.rq3, n_tokens,
+                args.n_tokens, args.sq1, args.sq2, args.sq3, args.sv1, args.sv2, args.sv3, scale);
     } else {
         CUDA_SET_SHARED_MEMORY_LIMIT((gated_delta_net_chunks<false>), nbytes_shared);
         gated_delta_net_chunks<false><<<grid, 256, nbytes_shared, stream>>>(args.q, args.k, args.v, T.get(), M.get(), E.get(), args.curr_state,
-                args.ids, args.dst, args.state, args.ids_to, args.offsets, args.n_last, args.H, args.neqk1, args.rq3, n_tokens, args.n_tokens,
-                args.sq1, args.sq2, args.sq3, args.sv1, args.sv2, args.sv3, scale);
+                args.ids, args.dst, args.state, args.types, args.ids_to, args.offsets, args.n_last, args.H, args.neqk1, args.rq3, n_tokens,
+                args.n_tokens, args.sq1, args.sq2, args.sq3, args.sv1, args.sv2, args.sv3, scale);
     }
     CUDA_CHECK(cudaGetLastError());
 }

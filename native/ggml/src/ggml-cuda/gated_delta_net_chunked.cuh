@@ -4,6 +4,14 @@
 
 #define GGML_CUDA_GDN_CHUNKED_MIN_TOKENS 64
 
+// States are kept in F32 or F16, and computed in F32.
+struct ggml_cuda_gdn_types {
+    bool from_f16 = false; // states that are read
+    bool to_f16   = false; // states that are written
+    bool rounded  = false; // to what F16 can hold, after each token or after chunks of them
+    int  spare    = -1;    // the state of the cache that nobody reads, so that it need not be written; -1: none
+};
+
 // strides in floats; beta has the strides of g
 struct ggml_cuda_gdn_args {
     const float *   q;
@@ -11,10 +19,10 @@ struct ggml_cuda_gdn_args {
     const float *   v;
     const float *   g;
     const float *   beta;
-    const float *   curr_state;
+    const void *    curr_state;
     const int32_t * ids; // may be null
     float *         dst;
-    float *         state;
+    void *          state;
     const int32_t * ids_to; // of states in state, may be null: in order
 
     int64_t S_v, H, n_tokens, n_seqs; // n_tokens: of each sequence, with offsets of all
@@ -25,6 +33,8 @@ struct ggml_cuda_gdn_args {
 
     const int32_t * offsets; // [n_seqs + 1] where tokens begin, may be null: n_tokens each; then strides between sequences are 0
     int             n_last;  // the last tokens of a sequence that are no part of chunks; with offsets, -1: no chunks at all
+
+    ggml_cuda_gdn_types types;
 };
 
 // The first tokens of a sequence of n that are read as chunks.

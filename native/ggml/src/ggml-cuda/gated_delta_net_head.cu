@@ -1,7 +1,5 @@
 #include "gated_delta_net_head.cuh"
-#include "norm-fused-device.cuh"
-
-#define GDN_HEAD_SIZE 128
+#include "gated_delta_net_device.cuh"
 
 // What Qwen3.5 has around it, as part of the kernel: norms of queries and keys, the gates before, the gated norm behind.
 struct ggml_cuda_gdn_chain {
@@ -15,19 +13,6 @@ struct ggml_cuda_gdn_chain {
     float                 norm_eps   = 0.0f;
     ggml_cuda_columns_out columns;
 };
-
-static __device__ __forceinline__ float dot(const float4 a, const float4 b, const float c) {
-    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, c))));
-}
-
-// Half a warp has the row of 128 elements, a thread elements 4*lane .. and 64 + 4*lane .. of it. The sum is that of rms_norm_scale_pair_f32.
-static __device__ __forceinline__ void rms_norm_scale_half(float4 v[2], const float eps, const float factor) {
-    const float scale = rsqrtf(warp_reduce_sum<16>(sum_of_squares(v[0]) + sum_of_squares(v[1])) / GDN_HEAD_SIZE + eps);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        v[i] = make_float4(factor * (scale * v[i].x), factor * (scale * v[i].y), factor * (scale * v[i].z), factor * (scale * v[i].w));
-    }
-}
 
 // Zeros for the tokens of no sequence, those from `first` on: n of the head's columns from col0 on.
 template <bool chained, bool gated, int nthreads>
@@ -51,7 +36,7 @@ static __device__ void no_sequence(
 //     the gated norm. All sums have an order of their own, so that results do not depend on which blocks there are.
 template <bool chained, int n_warps, int n_cols>
 static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gated_delta_net_head_f32(const ggml_cuda_gdn_args args,
-        const ggml_cuda_gdn_chain chain, float * state_rest, const int64_t state_slot_stride, const int K, const int t_first, const uint3 neqk1_magic,
+        const ggml_cuda_gdn_chain chain, void * state_rest, const int64_t state_slot_stride, const int K, const int t_first, const uint3 neqk1_magic,
         const uint3 rq3_magic, const float scale) {
     constexpr int  S     = GDN_HEAD_SIZE;
     constexpr bool gated = chained && n_warps * 2 * n_cols == S;
@@ -92,22 +77,24 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
         const bool    chunks_before = args.offsets && t_begin > 0;
         const int64_t state_id      = chunks_before ? state_to : args.ids ? args.ids[sequence] : sequence;
         if (n_tokens == 0 && state_id == state_to && args.state == args.curr_state) { return; } // the state stays where it is
-        const float * state = (chunks_before ? args.state : args.curr_state) + (state_id * H + head) * S * S + col0 * S + row;
+        const void *  state = chunks_before ? args.state : args.curr_state;
+        const bool    f16   = chunks_before ? args.types.to_f16 : args.types.from_f16;
+        const int64_t at    = (state_id * H + head) * S * S + col0 * S + row;
 #pragma unroll
         for (int c = 0; c < n_cols; ++c) {
-            s[c][0] = state_id < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *(const float4 *) (state + c * 2 * S);
-            s[c][1] = state_id < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *(const float4 *) (state + c * 2 * S + S / 2);
+            s[c][0] = state_id < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : load_state(state, f16, at + c * 2 * S);
+            s[c][1] = state_id < 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : load_state(state, f16, at + c * 2 * S + S / 2);
         }
     }
-    const auto store_state = [&](float * state, const int64_t to) {
-        state += (to * H + head) * S * S + col0 * S + row;
+    const auto store_states = [&](void * state, const int64_t first, const int64_t to) {
+        const int64_t at = first + (to * H + head) * S * S + col0 * S + row;
 #pragma unroll
         for (int c = 0; c < n_cols; ++c) {
-            *(float4 *) (state + c * 2 * S)         = s[c][0];
-            *(float4 *) (state + c * 2 * S + S / 2) = s[c][1];
+            store_state(state, args.types.to_f16, at + c * 2 * S, s[c][0]);
+            store_state(state, args.types.to_f16, at + c * 2 * S + S / 2, s[c][1]);
         }
     };
-    if (n_tokens == 0) { store_state(args.state, state_to); }
+    if (n_tokens == 0) { store_states(args.state, 0, state_to); }
 
     const int64_t qk_offset = fastdiv(sequence, rq3_magic) * args.sq3 + first * args.sq2 + fastmodulo(head, neqk1_magic) * args.sq1 + row;
     const int64_t v_offset  = sequence * args.sv3 + first * args.sv2 + head * args.sv1 + col0;
@@ -132,30 +119,23 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
         g = expf(g);
 
         float * out_t = gated ? out[t % 2] : args.dst + ((y_first + t) * H + head) * S;
-        // with S[i][col] as s: delta = (v - g*sum_i s*k)*beta, s = g*s + k*delta, out = sum_i s*q
-        float delta[n_cols];
+        float   delta[n_cols];
 #pragma unroll
         for (int c = 0; c < n_cols; ++c) { delta[c] = args.v[v_offset + t * args.sv2 + 2 * c]; }
+        delta_net_token(s, delta, k, g, beta);
 #pragma unroll
         for (int c = 0; c < n_cols; ++c) {
-            const float sk = warp_reduce_sum<16>(dot(s[c][1], k[1], dot(s[c][0], k[0], 0.0f)));
-            delta[c]       = fmaf(-g, sk, delta[c]) * beta;
-        }
-#pragma unroll
-        for (int c = 0; c < n_cols; ++c) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                s[c][i].x = fmaf(g, s[c][i].x, k[i].x * delta[c]);
-                s[c][i].y = fmaf(g, s[c][i].y, k[i].y * delta[c]);
-                s[c][i].z = fmaf(g, s[c][i].z, k[i].z * delta[c]);
-                s[c][i].w = fmaf(g, s[c][i].w, k[i].w * delta[c]);
-            }
             const float sq = warp_reduce_sum<16>(dot(s[c][1], q[1], dot(s[c][0], q[0], 0.0f)));
             if (lane % 16 == 0) { out_t[col0 + 2 * c] = sq * scale; }
         }
+        if (args.types.rounded) { round_states(s); }
 
         const int slot = n_tokens - 1 - t;
-        if (slot < K) { store_state(slot == 0 ? args.state : state_rest + (slot - 1) * state_slot_stride, slot == 0 ? state_to : sequence); }
+        if (slot == 0) {
+            if (args.ids_to == nullptr || state_to != args.types.spare) { store_states(args.state, 0, state_to); }
+        } else if (slot < K) {
+            store_states(state_rest, (slot - 1) * state_slot_stride, sequence);
+        }
 
         if constexpr (gated) {
             __syncthreads(); // the other half of out is free once all have read it, which they had at the barrier before
@@ -172,24 +152,33 @@ static __global__ void __launch_bounds__(WARP_SIZE * n_warps, 16 / n_warps) gate
     }
 }
 
+static bool head_enabled() {
+    static const char * env     = getenv("GGML_CUDA_GDN_HEAD");
+    static const bool   enabled = env == nullptr || atoi(env) != 0;
+    return enabled;
+}
+
+bool ggml_cuda_gdn_takes_f16(const ggml_tensor * gdn, const int cc) {
+    return head_enabled() && GGML_CUDA_CC_IS_NVIDIA(cc) && gdn->op == GGML_OP_GATED_DELTA_NET && gdn->src[2]->ne[0] == GDN_HEAD_SIZE &&
+           gdn->src[3]->ne[0] == 1;
+}
+
 bool ggml_cuda_gated_delta_net_head_supported(const ggml_cuda_gdn_args & args, const int64_t n_tokens, const int cc) {
-    const auto vectors = [](const float * data, std::initializer_list<int64_t> strides) {
+    const auto vectors = [](const void * data, std::initializer_list<int64_t> strides) {
         bool ok = (uintptr_t) data % sizeof(float4) == 0;
         for (const int64_t stride : strides) { ok = ok && stride % 4 == 0; }
         return ok;
     };
-    static const char * env     = getenv("GGML_CUDA_GDN_HEAD");
-    static const bool   enabled = env == nullptr || atoi(env) != 0;
-    return enabled && GGML_CUDA_CC_IS_NVIDIA(cc) && args.S_v == GDN_HEAD_SIZE && n_tokens < GGML_CUDA_GDN_CHUNKED_MIN_TOKENS && args.H <= INT32_MAX &&
-           args.n_seqs < 65535 && vectors(args.q, { args.sq1, args.sq2, args.sq3 }) && vectors(args.k, {}) && vectors(args.curr_state, {}) &&
-           vectors(args.state, {});
+    return head_enabled() && GGML_CUDA_CC_IS_NVIDIA(cc) && args.S_v == GDN_HEAD_SIZE && n_tokens < GGML_CUDA_GDN_CHUNKED_MIN_TOKENS &&
+           args.H <= INT32_MAX && args.n_seqs < 65535 && vectors(args.q, { args.sq1, args.sq2, args.sq3 }) && vectors(args.k, {}) &&
+           vectors(args.curr_state, {}) && vectors(args.state, {});
 }
 
 // Few heads are spread over more multiprocessors.
 static bool whole_heads(const ggml_cuda_gdn_args & args) { return args.H * args.n_seqs >= 4 * ggml_cuda_info().devices[ggml_cuda_get_device()].nsm; }
 
 template <bool chained, int n_warps, int n_cols>
-static void launch_gated_delta_net_head(const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, float * state_rest,
+static void launch_gated_delta_net_head(const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, void * state_rest,
         const int64_t state_slot_stride, const int K, const int64_t t_first, cudaStream_t stream) {
     const dim3                           blocks(args.H, args.n_seqs + (args.offsets ? 1 : 0), GDN_HEAD_SIZE / (2 * n_warps * n_cols));
     const ggml_cuda_kernel_launch_params params(blocks, dim3(WARP_SIZE * n_warps), 0, stream);
@@ -198,7 +187,7 @@ static void launch_gated_delta_net_head(const ggml_cuda_gdn_args & args, const g
 }
 
 template <bool chained>
-static void gated_delta_net_head_cuda(const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, float * state_rest,
+static void gated_delta_net_head_cuda(const ggml_cuda_gdn_args & args, const ggml_cuda_gdn_chain & chain, void * state_rest,
         const int64_t state_slot_stride, const int K, const int64_t t_first, cudaStream_t stream) {
     if (whole_heads(args)) {
         launch_gated_delta_net_head<chained, 8, 8>(args, chain, state_rest, state_slot_stride, K, t_first, stream);
@@ -207,7 +196,7 @@ static void gated_delta_net_head_cuda(const ggml_cuda_gdn_args & args, const ggm
     }
 }
 
-void ggml_cuda_gated_delta_net_head(const ggml_cuda_gdn_args & args, float * state_rest, const int64_t state_slot_stride, const int K,
+void ggml_cuda_gated_delta_net_head(const ggml_cuda_gdn_args & args, void * state_rest, const int64_t state_slot_stride, const int K,
         const int64_t t_first, cudaStream_t stream) {
     gated_delta_net_head_cuda<false>(args, {}, state_rest, state_slot_stride, K, t_first, stream);
 }
@@ -227,10 +216,10 @@ static ggml_cuda_gdn_args chain_args(const ggml_cuda_gdn_chain_nodes & nodes, co
         return dim == 3 && off ? 0 : (int64_t) (tensor->nb[dim] / sizeof(float)); // with offsets all tokens are of one sequence
     };
     return { (const float *) q->data, (const float *) k->data, (const float *) v->data, (const float *) nodes.add->src[0]->data,
-        (const float *) nodes.sigmoid->src[0]->data, (const float *) nodes.gdn->src[5]->data, ids ? (const int32_t *) ids->data : nullptr,
-        (float *) nodes.gdn->data, cache.data, cache.ids, v->ne[0], v->ne[1], v->ne[2], off ? ids->ne[0] : v->ne[3], stride(q, 1), stride(q, 2),
-        stride(q, 3), stride(v, 1), stride(v, 2), stride(v, 3), stride(beta, 1), stride(beta, 2), stride(beta, 3), q->ne[1], v->ne[3] / q->ne[3],
-        off ? (const int32_t *) off->data : nullptr, -1 };
+        (const float *) nodes.sigmoid->src[0]->data, nodes.gdn->src[5]->data, ids ? (const int32_t *) ids->data : nullptr, (float *) nodes.gdn->data,
+        cache.data, cache.ids, v->ne[0], v->ne[1], v->ne[2], off ? ids->ne[0] : v->ne[3], stride(q, 1), stride(q, 2), stride(q, 3), stride(v, 1),
+        stride(v, 2), stride(v, 3), stride(beta, 1), stride(beta, 2), stride(beta, 3), q->ne[1], v->ne[3] / q->ne[3],
+        off ? (const int32_t *) off->data : nullptr, -1, ggml_cuda_gdn_state_types(nodes.gdn, cache.f16) };
 }
 
 bool ggml_cuda_can_gated_delta_net_chain(

@@ -186,6 +186,24 @@ static __global__ void gate_f32(const float4 * gate, const float4 * x, float4 * 
     store_columns(columns, i, v);
 }
 
+// y = silu(gate)*up, 8 elements a thread. A gate that is beyond FP16 is its lowest value: silu(-inf) would be no number.
+static __global__ void swiglu_f16(const uint4 * gate, const uint4 * up, uint4 * y, const int64_t n) {
+    ggml_cuda_pdl_lc();
+    const int64_t i = (int64_t) blockDim.x * blockIdx.x + threadIdx.x;
+    if (i >= n) { return; }
+    ggml_cuda_pdl_sync();
+    const uint4 vg = gate[i];
+    const uint4 vu = up[i];
+    uint4       vy;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const float2 g     = __half22float2(((const half2 *) &vg)[j]);
+        const float2 u     = __half22float2(((const half2 *) &vu)[j]);
+        ((half2 *) &vy)[j] = __floats2half2_rn(silu(fmaxf(g.x, -65504.0f)) * u.x, silu(fmaxf(g.y, -65504.0f)) * u.y);
+    }
+    y[i] = vy;
+}
+
 // Where a kernel writes y beside the columns of the product behind it.
 static float * data_unless_columns_only(const ggml_tensor * y, const ggml_cuda_columns_out columns) {
     return columns.only ? nullptr : (float *) y->data;
@@ -431,6 +449,11 @@ bool ggml_cuda_can_swiglu_columns(const ggml_tensor * glu) {
 
 void ggml_cuda_op_swiglu_columns(ggml_backend_cuda_context & ctx, ggml_tensor * glu, ggml_cuda_columns_out columns) {
     gate_f32_cuda<true>(ctx, glu->src[0], glu->src[1], glu, columns);
+}
+
+void ggml_cuda_op_swiglu_f16(ggml_backend_cuda_context & ctx, const half * gate, const half * up, int64_t n, ggml_cuda_columns_out columns) {
+    const ggml_cuda_kernel_launch_params params(dim3((n / 8 + 255) / 256), dim3(256), 0, ctx.stream());
+    ggml_cuda_kernel_launch(swiglu_f16, params, (const uint4 *) gate, (const uint4 *) up, (uint4 *) columns.data, n / 8);
 }
 
 bool ggml_cuda_can_sigmoid_mul_columns(const ggml_tensor * gate, const ggml_tensor * sigmoid, const ggml_tensor * mul) {

@@ -52,6 +52,9 @@ void ggml_cuda_op_delta_net_gates(
 bool ggml_cuda_can_swiglu_columns(const ggml_tensor * glu);
 void ggml_cuda_op_swiglu_columns(ggml_backend_cuda_context & ctx, ggml_tensor * glu, ggml_cuda_columns_out columns);
 
+// columns = silu(gate)*up, all n elements in FP16, a multiple of 8
+void ggml_cuda_op_swiglu_f16(ggml_backend_cuda_context & ctx, const half * gate, const half * up, int64_t n, ggml_cuda_columns_out columns);
+
 // y = sigmoid(gate)*x, for columns that are wanted. The gate is what the sigmoid reads, or what was copied for it: rows of one stride
 bool ggml_cuda_can_sigmoid_mul_columns(const ggml_tensor * gate, const ggml_tensor * sigmoid, const ggml_tensor * mul);
 void ggml_cuda_op_sigmoid_mul_columns(

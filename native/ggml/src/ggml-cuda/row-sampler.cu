@@ -504,7 +504,7 @@ struct row_map {
 // grid: blocks a row, rows. `logits`: rows [n_vocab], n_vocab a multiple of 4. Rows are changed while the launch runs
 // (edits) and are as before when it ends.
 static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logits, const llama_row_request * requests, const row_map map,
-        row_scratch * scratch, llama_row_result * results, int32_t * tokens, int n_vocab, int n_real) {
+        row_scratch * scratch, llama_row_result * results, int32_t * tokens, int32_t * asked, int n_vocab, int n_real) {
     __shared__ row_shared s;
     const int             which = map.request[blockIdx.y];
     if (which < 0) { return; }
@@ -671,11 +671,12 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         __syncthreads();
     }
     if (threadIdx.x == 0) {
-        out.status = status;
-        out.token  = status ? -1 : (int32_t) lrs_key_id(token);
-        if (tokens) {
-            tokens[blockIdx.y] = status ? 0 : (int32_t) lrs_key_id(token); // one that exists
-        }
+        const int32_t chosen = status ? -1 : (int32_t) lrs_key_id(token);
+        out.status           = status;
+        out.token            = chosen;
+        // one that exists
+        if (tokens) { tokens[blockIdx.y] = max(0, chosen); }
+        if (asked) { asked[which] = max(0, chosen); }
         g.barrier = g.ended = 0;
         for (int i = 0; i < 4; i++) { g.n_list[i] = 0; }
     }
@@ -734,8 +735,9 @@ extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t backend, const llam
         const llama_row_request * requests = launch->requests;
         row_scratch *             scratch  = (row_scratch *) launch->scratch;
         llama_row_result *        results  = launch->results;
+        int32_t *                 asked    = launch->asked;
         int                       n_vocab = launch->n_vocab, n_real = launch->n_real;
-        void *                    args[] = { &logits, &requests, &map, &scratch, &results, &tokens, &n_vocab, &n_real };
+        void *                    args[] = { &logits, &requests, &map, &scratch, &results, &tokens, &asked, &n_vocab, &n_real };
         const dim3                grid(std::min(RS_MOST_BLOCKS, std::max(1, n_sm / n)), n);
         if (cudaLaunchCooperativeKernel((const void *) row_sample, grid, dim3(RS_THREADS), args, 0, stream) != cudaSuccess) {
             (void) cudaGetLastError(); // a share of the device may have fewer multiprocessors than it tells

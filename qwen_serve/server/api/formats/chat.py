@@ -27,7 +27,7 @@ from qwen_serve.server.api.formats.chat_inputs import (  # noqa: TC001 - pydanti
 from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.formats.left_out import names_of, noted
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
-from qwen_serve.server.api.request import awake, prepared, seen
+from qwen_serve.server.api.request import encode_images, ensure_loaded, prepared
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
@@ -49,7 +49,7 @@ from qwen_serve.server.chat import (
     ToolCall,
     check_conversation,
 )
-from qwen_serve.server.chat.pictures import NO_BOUNDS, PixelBounds, recalled, shown
+from qwen_serve.server.chat.pictures import NO_BOUNDS, PixelBounds, cached_images, insert_images
 from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ async def begin(
         request.check_messages()
 
     placement = placement_of(context, request)
-    backend = await awake(context, check)
+    backend = await ensure_loaded(context, check)
     engine, prompter = backend.engine, backend.prompter
     check_count(engine.settings, request)
 
@@ -250,9 +250,9 @@ async def begin(
     """The first of the pictures, as far as they are cached. If all of them are cached, no thread is
     needed."""
 
-    def see(interrupt: Callable[[], None]) -> Prompt:
+    def insert(interrupt: Callable[[], None]) -> Prompt:
         return engine.prompt(
-            *shown(bare, given, engine, interrupt, placement.salt, request.pixel_bounds, known)
+            *insert_images(bare, given, engine, interrupt, placement.salt, request.pixel_bounds, known)
         )
 
     def prepare(
@@ -265,8 +265,8 @@ async def begin(
         if given:
             check_uncut(request)
             bare[:] = ids
-            known[:] = recalled(given, engine, placement.salt, request.pixel_bounds)
-            prompt = see(interrupt) if len(known) == len(given) else None
+            known[:] = cached_images(given, engine, placement.salt, request.pixel_bounds)
+            prompt = insert(interrupt) if len(known) == len(given) else None
         else:
             prompt = engine.prompt(truncated(ids, request, engine.context_size))
         request.messages = []  # frees the messages for the time of the answer
@@ -275,7 +275,7 @@ async def begin(
     prompt, thinking, stops, wanted = await prepared(context, prepare)
     if prompt is None:
         engine.check_queue(placement.scheduling)
-        prompt = await seen(context, see, given)
+        prompt = await encode_images(context, insert, given)
     tools, limits = request.offered_tools, None
     if thinking:
         limits = request.thinking_limits(service.settings, backend, request.token_limit, calls=bool(tools))
@@ -338,27 +338,27 @@ def prompt_of(
 
 
 async def collect(served: ServedRequest, replies: list[Reply], *, older: bool) -> bytes:
-    messages = await asyncio.gather(*map(message_of, replies))
+    scored = [ChatLogprobs(served.request, served.vocab, reply.generation) for reply in replies]
+    messages = await asyncio.gather(*map(message_of, replies, scored))
 
     def written() -> bytes:
         choices = [
             {
                 "index": index,
                 "message": in_older_form(message) if older else message,
-                "logprobs": ChatLogprobs(served.request, served.vocab, reply.generation).all(),
+                "logprobs": logprobs.all(),
                 "finish_reason": ended(served.check(reply.finish_reason), older=older),
             }
-            for index, (message, reply) in enumerate(zip(messages, replies, strict=True))
+            for index, (message, reply, logprobs) in enumerate(zip(messages, replies, scored, strict=True))
         ]
         scores = prompt_logprobs(served.request, served.vocab, replies[0].generation)
-        return encode(
-            {**served.envelope(KIND, choices), "usage": served.usage(), **scores, **served.extras()}
-        )
+        around = {**served.envelope(KIND, choices), "usage": served.usage()}
+        return encode({**around, **scores, **served.extras()})
 
     return await served.written(written)
 
 
-async def message_of(reply: Reply) -> dict[str, Any]:
+async def message_of(reply: Reply, logprobs: ChatLogprobs) -> dict[str, Any]:
     reasoning, content = "", ""
     calls: list[ToolCall] = []
     arguments: dict[int, str] = {}
@@ -372,9 +372,9 @@ async def message_of(reply: Reply) -> dict[str, Any]:
                 calls.append(part)
             case Arguments(index, text):
                 arguments[index] = arguments.get(index, "") + text
+        logprobs.advance()
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
+    message |= {"reasoning_content": reasoning} if reasoning else {}
     if calls:
         message["tool_calls"] = [tool_call(call, arguments.get(call.index, "")) for call in calls]
     return message

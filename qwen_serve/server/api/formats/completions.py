@@ -16,8 +16,8 @@ from qwen_serve.server.api.fields.structured import WantedGrammar, wanted_gramma
 from qwen_serve.server.api.fields.thinking import BUDGETS
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED
 from qwen_serve.server.api.formats.chunks import ChunkWriter
-from qwen_serve.server.api.logprobs import LOWEST, ChatLogprobs, TokenNames, prompt_logprobs
-from qwen_serve.server.api.request import awake, prepared
+from qwen_serve.server.api.logprobs import LOWEST, SOON, ChatLogprobs, TokenNames, in_list, prompt_logprobs
+from qwen_serve.server.api.request import ensure_loaded, prepared
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
@@ -26,7 +26,7 @@ from qwen_serve.server.api.serving import (
     stop_strings,
     truncated,
 )
-from qwen_serve.server.api.sse import Lazily, encode, event
+from qwen_serve.server.api.sse import Written, encode, event
 from qwen_serve.server.api.tenant import placement_of
 from qwen_serve.server.engine import MAX_LOGPROBS
 
@@ -140,7 +140,7 @@ async def begin(
     """Submits prompts in any format. Returns them as tokens, with the text that each answer begins with.
     `prefix` starts the response's id."""
     placement = placement_of(context, request)
-    backend = await awake(context, lambda: wanted_grammar(request.wanted_format(()), thinking=False))
+    backend = await ensure_loaded(context, lambda: wanted_grammar(request.wanted_format(()), thinking=False))
     check_count(backend.engine.settings, request, len(request.prompt))
 
     def prepare(
@@ -190,15 +190,37 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
         """Offset of the next token in the text, in characters."""
+        self._all: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
 
     @property
     def asked(self) -> bool:
         """Whether the request asks for log-probabilities."""
         return self._n_top is not None
 
+    def advance(self) -> None:
+        """Write those of the tokens so far, for `all`, if that is done soon."""
+        if self.asked and self._generation.unscored <= SOON and not self._prompt:
+            self._add(self._of_answer(last=False))
+
     def all(self) -> dict[str, Any] | None:
         """The log-probabilities of the whole choice, which is complete."""
-        return self._written([*self._of_prompt(), *self._of_answer(last=True)]) if self.asked else None
+        if not self.asked:
+            return None
+        self._add([*self._of_prompt(), *self._of_answer(last=True)])
+        tops = Written(in_list, self._all["top_logprobs"])
+        return {**self._all, "top_logprobs": tops} if self._all["tokens"] else None
+
+    def _add(self, found: list[tuple[int, TokenLogprobs | None]]) -> None:
+        if (more := self._written(found)) is not None:
+            tops = more["top_logprobs"]
+            more["top_logprobs"] = [tops.write(tops.items)[1:-1]]
+            for field, values in more.items():
+                self._all[field] += values
 
     def prompt(self) -> dict[str, Any] | None:
         """Log-probabilities of the echoed prompt, which has been read."""
@@ -210,7 +232,7 @@ class CompletionLogprobs:
         return self._written(self._of_answer(last=last)) if self.asked else None
 
     def _of_prompt(self) -> list[tuple[int, TokenLogprobs | None]]:
-        logprobs = self._generation.generation.logprobs
+        logprobs = self._generation.request.logprobs
         scores = logprobs.prompt if logprobs is not None else []
         return list(zip(self._prompt, [None, *scores], strict=False))
 
@@ -236,16 +258,9 @@ class CompletionLogprobs:
         return {
             "tokens": names,
             "token_logprobs": logprobs,
-            "top_logprobs": Lazily(self._top, tops),
+            "top_logprobs": Written(partial(self._names.tops, n_top=self._n_top or 0), tops),
             "text_offset": offsets,
         }
-
-    def _top(self, at: TokenLogprobs | None) -> dict[str, float] | None:
-        """The likeliest tokens and the token itself, by name. If several have the same name, the
-        likeliest."""
-        if at is None:
-            return None
-        return self._names.top(at, self._n_top or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +277,7 @@ def text_of_ids(vocab: Vocab, ids: Sequence[int]) -> str:
 
 
 async def collect(served: ServedRequest, answers: Sequence[Answer]) -> bytes:
-    texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
+    texts = await asyncio.gather(*(answer.generation.text(answer.logprobs.advance) for answer in answers))
 
     def written() -> bytes:
         choices = [
@@ -280,10 +295,6 @@ async def collect(served: ServedRequest, answers: Sequence[Answer]) -> bytes:
         return encode({**served.envelope(KIND, choices), "usage": served.usage(), **served.extras()})
 
     return await served.written(written)
-
-
-async def text_of(generation: TextGeneration) -> str:
-    return "".join([text async for text in generation])
 
 
 class CompletionWriter(ChunkWriter):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from qwen_serve.server.api.fields.sampling import llama_settings, of_choice
-from qwen_serve.server.api.formats.completions import CompletionRequest, begin, text_of, text_of_ids
+from qwen_serve.server.api.formats.completions import CompletionRequest, begin, text_of_ids
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.logprobs import TokenNames
 from qwen_serve.server.api.serving import progress_of, timings_of
@@ -76,7 +76,7 @@ async def llama_complete(context: RequestContext, request: LlamaCompletionReques
 
 
 async def collect(answers: list[LlamaAnswer]) -> bytes:
-    texts = await asyncio.gather(*(text_of(answer.generation) for answer in answers))
+    texts = await asyncio.gather(*(answer.generation.text() for answer in answers))
 
     def written() -> bytes:
         found = [answer.final(text) for answer, text in zip(answers, texts, strict=True)]
@@ -103,8 +103,7 @@ class LlamaAnswer:
         self._new_line = False
         self._given = 0
         """Tokens already sent."""
-        generation.tokens = [] if request.return_tokens or request.stream else None
-        self._read = generation.generation.progress is None
+        self._read = not generation.request.reports_progress
         """Whether the prompt's progress is reported to its end."""
 
     def partial(self, text: str) -> list[dict[str, Any]]:
@@ -147,7 +146,7 @@ class LlamaAnswer:
             "truncated": False,
             "stop_type": "word" if stopped_by else "eos" if reason == "stop" else "limit",
             "stopping_word": stopped_by or "",
-            "tokens_cached": generation.prompt_tokens + generation.completion_tokens,
+            "tokens_cached": generation.request.prompt_length + generation.completion_tokens,
             "timings": timings_of(generation),
             **({} if request.stream else self._probabilities()),
         }
@@ -162,13 +161,14 @@ class LlamaAnswer:
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": self.generation.completion_tokens,
-            "tokens_evaluated": self.generation.prompt_tokens,
+            "tokens_evaluated": self.generation.request.prompt_length,
             **timed,
         }
 
     def _new_tokens(self) -> list[int]:
         start, self._given = self._given, self.generation.certain_tokens
-        return (self.generation.tokens or [])[start : self._given]
+        prompt = self.generation.request.prompt_length
+        return self.generation.request.tokens[prompt + start : prompt + self._given]
 
     def _probabilities(self) -> dict[str, Any]:
         n_top = self._request.answer_logprobs

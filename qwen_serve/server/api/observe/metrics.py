@@ -120,14 +120,14 @@ class Metrics:
 
     def observe(self, generation: TextGeneration) -> None:
         """Counts a generation that has ended, or was cancelled."""
-        self._prompt_tokens.inc(generation.prompt_tokens)
-        self._cached_tokens.inc(generation.cached_tokens)
-        self._image_tokens.inc(generation.image_tokens)
+        self._prompt_tokens.inc(generation.request.prompt_length)
+        self._cached_tokens.inc(generation.request.cached_tokens)
+        self._image_tokens.inc(generation.request.pictures.n_rows)
         self._completion_tokens.inc(generation.completion_tokens)
         reason = generation.finish_reason
         self._finished.labels(reason if reason in ("stop", "length") else "unfinished").inc()
-        timings = generation.generation.timings
-        tier = generation.generation.scheduling.service_tier
+        timings = generation.request.timings
+        tier = generation.request.scheduling.service_tier
         if timings.started:
             self._queue.labels(tier).observe(timings.queue_ms / 1000)
         if timings.first_token:

@@ -59,15 +59,15 @@ class Answers:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts; a prompt with several answers counts once."""
-        return sum(generation.prompt_tokens for generation in self.prompts)
+        return sum(generation.request.prompt_length for generation in self.prompts)
 
     @property
     def image_tokens(self) -> int:
-        return sum(generation.image_tokens for generation in self.prompts)
+        return sum(generation.request.pictures.n_rows for generation in self.prompts)
 
     @property
     def cached_tokens(self) -> int:
-        return sum(generation.cached_tokens for generation in self.prompts)
+        return sum(generation.request.cached_tokens for generation in self.prompts)
 
     @property
     def completion_tokens(self) -> int:
@@ -76,14 +76,14 @@ class Answers:
     @property
     def first_token_s(self) -> float | None:
         """Seconds from submission to the first token of any answer; None before that."""
-        timings = [generation.generation.timings for generation in self.generations]
+        timings = [generation.request.timings for generation in self.generations]
         first = min((t.first_token for t in timings if t.first_token), default=0.0)
         return first - min(t.submitted for t in timings) if first else None
 
     @property
     def per_second(self) -> float | None:
         """Tokens after the first, divided by their time in seconds; None if there are none."""
-        timings = [generation.generation.timings for generation in self.generations]
+        timings = [generation.request.timings for generation in self.generations]
         first = min((t.first_token for t in timings if t.first_token), default=0.0)
         last = max(t.finished for t in timings)
         later = sum(max(0, generation.completion_tokens - 1) for generation in self.generations)
@@ -93,7 +93,7 @@ class Answers:
         images = f", {self.image_tokens} of images" if self.image_tokens else ""
         parts = [f"{self.prompt_tokens} tokens in ({self.cached_tokens} cached{images})"]
         parts.append(f"{self.completion_tokens} out")
-        waits = [generation.generation.timings for generation in self.generations]
+        waits = [generation.request.timings for generation in self.generations]
         longest = max(waits, key=lambda timings: timings.queue_ms)
         if longest.waited_for:
             parts.append(f"waited {longest.queue_ms:.0f} ms for {longest.waited_for}")

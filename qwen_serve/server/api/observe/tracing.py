@@ -86,7 +86,7 @@ class Tracer:
                 span.set_attribute("gen_ai.server.time_to_first_token", first)
             context = trace.set_span_in_context(span)
             for index, generation in enumerate(answers.generations):
-                t = generation.generation.timings
+                t = generation.request.timings
                 phases = {"queue": (t.submitted, t.started), "prefill": (t.started, t.first_token)}
                 phases["decode"] = (t.first_token, t.finished)
                 for name, (start, end) in phases.items():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from qwen_serve.llamacpp import (
     BATCH_INVARIANT_TOKENS,
     HAS_RING,
+    HAS_STATE_F16,
     Context,
     ContextOptions,
     LoraAdapter,
@@ -168,7 +169,12 @@ def scored_rows(settings: EngineSettings) -> int:
 
 
 def context_options(settings: EngineSettings) -> ContextOptions:
-    """Options of the trunk's context; sizes and threads in `settings` must be resolved."""
+    """Options of the trunk's context; sizes and threads in `settings` must be resolved.
+
+    Raises ModelLoadError for states in F16 if the build cannot keep them.
+    """
+    if settings.state_type == "f16" and not HAS_STATE_F16:
+        raise ModelLoadError("state_type is 'f16', but this llama.cpp was built without state-f16; set 'f32'")
     n_seq, rows, scored = len(SequenceIds.of(settings)), verified_rows(settings), scored_rows(settings)
     return ContextOptions(
         n_ctx=settings.ctx_size,
@@ -182,6 +188,7 @@ def context_options(settings: EngineSettings) -> ContextOptions:
         flash_attn=settings.flash_attn,
         type_k=settings.cache_type_k,
         type_v=settings.cache_type_v,
+        state_type=settings.state_type,
         row_sampling=Place.DEVICE if settings.sampling == "device" else Place.HOST,
         n_snapshots=settings.snapshots,
         n_operands=settings.operands + 1 if settings.operands else 0,

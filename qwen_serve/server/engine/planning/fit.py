@@ -22,6 +22,7 @@ from qwen_serve.llamacpp.file_checks import check_adapter, check_tower, check_ty
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine.errors import DoesNotFit
 from qwen_serve.server.engine.settings import MAX_SEQUENCES
+from qwen_serve.server.engine.ubatches import usual_pass
 
 from .adapters import AdapterSpec
 from .contexts import CELL_PADDING, padded, uses_mtp
@@ -80,8 +81,9 @@ STREAM_CHECKPOINTS = 8
 FEW_CHECKPOINTS = 16
 """If memory is short, snapshots displace checkpoints down to this number."""
 
-UBATCH_GPU, UBATCH_CPU = 2_048, 512
-"""Default tokens in one pass over the weights. A pass reads all weights for any number of tokens."""
+UBATCH_GPU, UBATCH_CPU = 2_048 + 256, 512
+"""Default maximum tokens in one pass over the weights. On a GPU long prompts are read in passes of 2,048, and
+the last one has room for a rest (`usual_pass`)."""
 
 PASSES, BATCH_CPU = 4, 2_048
 """Default `batch_size`: on a GPU in passes between two decode steps, without one in tokens."""
@@ -226,7 +228,7 @@ def _with_passes(
 ) -> EngineSettings:
     """Choose the tokens of a pass (default `usual`) and of a step, if `wanted` leaves them open."""
     ubatch = wanted.ubatch_size or usual
-    batch = max(PASSES * ubatch if on_gpu else BATCH_CPU, ubatch, settings.parallel)
+    batch = max(PASSES * usual_pass(ubatch) if on_gpu else BATCH_CPU, ubatch, settings.parallel)
     return settings.replace(ubatch_size=ubatch, batch_size=wanted.batch_size or batch)
 
 

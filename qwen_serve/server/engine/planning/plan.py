@@ -85,8 +85,8 @@ class Usage:
         if settings.f16_copies == "on" and self.device.is_gpu and keeps_f16_copies(self.device.name):
             self.copies += part.copies
         self.kv += part.cell(settings) * cells
-        self.states += part.state * states + part.operand * operands
-        self.materializing += part.state * materializing
+        self.states += part.state_in(settings) * states + part.operand * operands
+        self.materializing += part.state_in(settings) * materializing
 
     @property
     def parts(self) -> dict[str, int]:
@@ -148,7 +148,7 @@ class MemoryPlan:
         lines.append(
             f"{settings.ctx_size:,} KV cells for {self._sharers} "
             f"({types}, {size_text(spec.cell(settings))} a token; "
-            f"recurrent state: {size_text(spec.state)} a sequence)"
+            f"recurrent state: {settings.state_type}, {size_text(spec.state_in(settings))} a sequence)"
         )
         if settings.prefix_cache:
             budget = "" if settings.deterministic else f" and {settings.prefix_cells:,} cells"

@@ -78,19 +78,28 @@ class Part:
     """Keys and values of one token, in elements."""
     state: int = 0
     """Bytes of one sequence's recurrent state, F32."""
+    delta: int = 0
+    """Those of the delta net's part, the rest is the convolution's."""
     operand: int = 0
     """Bytes of a verified token's operands, F32."""
 
     @classmethod
     def of(
-        cls, tensors: Iterable[TensorInfo], kv: tuple[int, int] = (0, 0), state: int = 0, operand: int = 0
+        cls,
+        tensors: Iterable[TensorInfo],
+        kv: tuple[int, int] = (0, 0),
+        recurrence: tuple[int, int, int] = (0, 0, 0),
     ) -> Self:
         """Sum up `tensors`, with copies as `llama_model_keep_f16_copies` of llama-model.cpp chooses them."""
         weights = copies = 0
         for tensor in tensors:
             weights += tensor.n_bytes
             copies += 2 * tensor.n_elements if len(tensor.shape) == 2 and is_quantized(tensor.type) else 0
-        return cls(weights, copies, kv, state, operand)
+        return cls(weights, copies, kv, *recurrence)
+
+    def state_in(self, settings: EngineSettings) -> int:
+        """Bytes of one sequence's recurrent state, as it is kept."""
+        return self.state - (self.delta // 2 if settings.state_type == "f16" else 0)
 
     def cell(self, settings: EngineSettings) -> int:
         """Bytes of one token's keys and values, as the cache stores them."""
@@ -137,8 +146,12 @@ class ModelSpec:
 
     @property
     def state(self) -> int:
-        """Bytes of one sequence's recurrent state in all layers."""
+        """Bytes of one sequence's recurrent state in all layers, F32."""
         return sum(layer.state for layer in self.layers)
+
+    def state_in(self, settings: EngineSettings) -> int:
+        """Bytes of one sequence's recurrent state in all layers, as it is kept."""
+        return sum(layer.state_in(settings) for layer in self.layers)
 
     def cell(self, settings: EngineSettings) -> int:
         """Bytes of one token in all layers."""
@@ -175,16 +188,16 @@ class ModelSpec:
         metadata.relate("block_count", n_blocks <= MAX_LAYERS, f"at most {MAX_LAYERS}")
         metadata.relate("nextn_predict_layers", n_mtp <= MAX_MTP, f"at most {MAX_MTP}")
         keys, values = _attention(metadata)
-        state, operand = _recurrence(metadata)
+        recurrence = _recurrence(metadata)
         _check_experts(metadata, header)
         heads = _by_layer(metadata, "attention.head_count", n_blocks, n_trunk)
         heads_kv = _by_layer(metadata, "attention.head_count_kv", n_blocks, n_trunk, default=heads[0])
         recurrent = _by_layer(metadata, "attention.recurrent_layers", n_blocks, n_trunk)
-        if state and metadata.get("attention.recurrent_layers") is None:
+        if any(recurrence) and metadata.get("attention.recurrent_layers") is None:
             interval = metadata.integer("full_attention_interval", 4, least=1)
             recurrent = [layer % interval != interval - 1 for layer in range(n_blocks)]
         parts = [
-            Part.of(blocks[i], state=state, operand=operand)
+            Part.of(blocks[i], recurrence=recurrence)
             if recurrent[i] and i < n_trunk
             else Part.of(blocks[i], (heads_kv[i] * keys, heads_kv[i] * values))
             for i in range(n_blocks)
@@ -249,11 +262,12 @@ def _attention(metadata: Metadata) -> tuple[int, int]:
     return key_length, value_length
 
 
-def _recurrence(metadata: Metadata) -> tuple[int, int]:
-    """Bytes of a layer's recurrent state and of a token's operands; 0 if the model has no such layers."""
+def _recurrence(metadata: Metadata) -> tuple[int, int, int]:
+    """Bytes of a layer's recurrent state, of the delta net's part of it, and of a token's operands; 0 if the
+    model has no such layers."""
     keys = [f"ssm.{key}" for key in ("state_size", "inner_size", "group_count", "time_step_rank")]
     if all(metadata.get(key) is None for key in [*keys, "ssm.conv_kernel"]):
-        return 0, 0
+        return 0, 0, 0
     kernel = metadata.integer("ssm.conv_kernel", least=1, most=MAX_KERNEL)
     state = metadata.integer("ssm.state_size", least=1, most=MAX_HEAD_SIZE)
     groups = metadata.integer("ssm.group_count", least=1, most=MAX_HEADS)
@@ -262,7 +276,8 @@ def _recurrence(metadata: Metadata) -> tuple[int, int]:
     metadata.relate("ssm.inner_size", inner == rank * state, f"{rank * state}, time_step_rank x state_size")
     metadata.relate("ssm.group_count", rank % groups == 0, f"a divisor of ssm.time_step_rank, {rank}")
     channels = inner + 2 * groups * state
-    return 4 * ((kernel - 1) * channels + inner * state), 4 * (channels + 2 * rank)
+    delta = 4 * inner * state
+    return 4 * (kernel - 1) * channels + delta, delta, 4 * (channels + 2 * rank)
 
 
 def _check_experts(metadata: Metadata, header: Header) -> None:

@@ -187,6 +187,11 @@ class Sampler:
         that a draft does not know; None: any number."""
         return None if self._thinking is None else self._thinking.horizon
 
+    @property
+    def takes_any(self) -> bool:
+        """Whether `validate` takes every draft."""
+        return self._constraint is None and not self._forced
+
     def validate(self, draft: list[int]) -> list[int]:
         """The first tokens of a draft, as far as they may come next."""
         if self._forced:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from qwen_serve.server.engine.sequence import DraftCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as ListLike
 
+    from qwen_serve.llamacpp.drafter import DrafterContext
     from qwen_serve.server.engine.sequence import Sequence
 
 DrafterState = Literal["active", "cooldown", "failed"]
@@ -32,6 +33,18 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     kind: str = ""
     """One of the drafter's `kinds`: drafts of one kind are judged together."""
+
+
+@dataclass(slots=True)
+class Guesses:
+    """Drafts that are being computed."""
+
+    read: Callable[[], list[list[int]]]
+    """Waits for them; returns the tokens of each, in the order of the requests."""
+    context: DrafterContext | None = None
+    """If it is one that `queues`, it chooses the drafts' tokens in these `rows`, where another context may
+    read them before the host does."""
+    rows: list[list[int]] = field(default_factory=list)
 
 
 class Drafter(Protocol):

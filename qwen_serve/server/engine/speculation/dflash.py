@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.row_steps import MOST_QUEUED
 
-from .base import Draft
+from .base import Guesses
 from .hidden import DraftCacheState, HiddenDrafter
-from .times import GroupMeans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -63,10 +63,6 @@ class DflashDrafter(HiddenDrafter):
         super().__init__(context, window, slots)
         self.layers, self.depth, self.most = spec.layers, spec.block - 1, most
         self._block, self._mask = spec.block, spec.mask
-        self._blocks = GroupMeans()
-        """Seconds of a pass over blocks, by number of sequences."""
-        self._injections = GroupMeans()
-        """Seconds to inject the rows of the tokens since the last draft."""
 
     def copy(self, source: int, target: int) -> None:
         """Let `target` share the newest entries of `source`, at most KEPT."""
@@ -88,33 +84,20 @@ class DflashDrafter(HiddenDrafter):
 
     # --- drafting ------------------------------------------------------------------------------------------
 
-    def cost(self, n: int, depth: int) -> float:
-        """Seconds of one pass, at any depth, and of the injection before it."""
-        return self._blocks.of(n) + self._injections.of(n)
-
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
-        """Fill a block for each request, all in one pass. Each must pass `can_draft`.
-
-        Raises NoMemorySlot if the drafter's cache is full, LlamaError, or FloatingPointError if its logits
-        are unusable. Then every sequence starts anew.
-        """
+    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+        """Fill a block for each request, all in one pass. After an error every sequence starts anew."""
         slots = [request.slot for request in requests]
         waiting = sum(self._states[slot].end - self._states[slot].fed for slot in slots)
+        self._typical = waiting <= FEW * len(slots)
         together = all(map(self._goes_with_a_block, slots))
         try:
-            started = perf_counter()
             if not together:
                 self._inject(slots)
-            injected = perf_counter()
-            drafts = self._fill(requests, together=together)
+            return self._fill(requests, together=together)
         except Exception:
             self._states.clear()
             self._context.clear()
             raise
-        if waiting <= FEW * len(slots) and not together:
-            self._injections.add(len(slots), injected - started)
-        self._blocks.add(len(slots), perf_counter() - injected)
-        return drafts
 
     def measure(self) -> None:
         """Time blocks for one sequence and for more. The input is arbitrary, since it does not affect the
@@ -125,8 +108,8 @@ class DflashDrafter(HiddenDrafter):
                 started = perf_counter()
                 together = self._context.source is not None
                 wanted = [(slot, self._block, 0, 0) for slot in range(n)]
-                self._put_blocks(wanted, [None] * n, together=together)
-                self._blocks.add(n, perf_counter() - started)
+                self._put_blocks(wanted, [None] * n, together=together).read()
+                self._first.add(n, perf_counter() - started)
                 self._context.clear()
             n *= 2
 
@@ -137,7 +120,7 @@ class DflashDrafter(HiddenDrafter):
         first = state.end - self._block
         return self._context.source is not None and max(state.first, state.fresh) <= first <= state.fed
 
-    def _fill(self, requests: ListLike[DraftRequest], *, together: bool) -> list[Draft]:
+    def _fill(self, requests: ListLike[DraftRequest], *, together: bool) -> Guesses:
         starts = [len(request.sequence.tokens) - 1 for request in requests]
         if together:
             for request, start in zip(requests, starts, strict=True):
@@ -155,7 +138,11 @@ class DflashDrafter(HiddenDrafter):
         self._trim(request.slot for request in requests)
         for request, start in zip(requests, starts, strict=True):
             self._context.remove(request.slot, start)
-        return [Draft(g[: r.limit], self.name) for g, r in zip(guesses, requests, strict=True)]
+        return Guesses(
+            lambda: [draft[: one.limit] for draft, one in zip(guesses.read(), requests, strict=True)],
+            guesses.context,
+            guesses.rows,
+        )
 
     def _put_blocks(
         self,
@@ -163,7 +150,7 @@ class DflashDrafter(HiddenDrafter):
         samplers: ListLike[RowSampler | None],
         *,
         together: bool,
-    ) -> list[list[int]]:
+    ) -> Guesses:
         """Guess `depth` tokens after each `newest` token, the sequence's token `start`: (slot, start, newest,
         shift). The trunk has it at the position `start` + `shift`, which is less behind pictures. They are
         chosen by the sequences' `samplers`, which do not count the tokens before in the same block.
@@ -188,15 +175,25 @@ class DflashDrafter(HiddenDrafter):
                 shifts[at : at + block] = shift
         if together:
             assert context.source is not None
-            places = context.source.rows(context.sequences[:n], context.positions[:n] + shifts)
-            context.injected[:n, 0] = places
+            in_ring = context.source.rows(context.sequences[:n], context.positions[:n] + shifts)
+            context.injected[:n, 0] = in_ring
             self._with_room(lambda: context.inject_and_decode(n, n))
         else:
             self._with_room(lambda: context.decode(n))
-        rows = range(before, before + n)
         # the first row of a block is that of the newest token itself
-        tokens = context.best(rows, [one if at else None for one in samplers for at in range(block)])
-        return [tokens[at + 1 : at + block] for at in range(0, n, block)]
+        rows = range(before, before + n)
+        each = [one if at else None for one in samplers for at in range(block)]
+        if not context.queues or n > MOST_QUEUED:
+            tokens = context.best(rows, each)
+            return Guesses(lambda: _guessed(tokens, block))
+        context.choose(rows, each)
+        places = [*range(MOST_QUEUED, MOST_QUEUED + n)]
+        # an unusable row's token is 0 on the device, too
+        return Guesses(
+            lambda: _guessed([max(0, token) for token in context.chosen()], block),
+            context,
+            _guessed(places, block),
+        )
 
     def _inject(self, ids: Iterable[int]) -> None:
         """Inject the waiting rows of these ids in as few calls as possible."""
@@ -246,3 +243,7 @@ class DflashDrafter(HiddenDrafter):
             for sequence_id in held:
                 self.free(sequence_id)
             call()
+
+
+def _guessed(rows: list[int], block: int) -> list[list[int]]:
+    return [rows[at + 1 : at + block] for at in range(0, len(rows), block)]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from .base import DrafterStats
+from qwen_serve.server.engine.batch import UNREAD
+
+from .base import Draft, DrafterStats, Guesses
 from .cooldown import Cooldown
 from .hidden import HiddenDrafter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Sequence as ListLike
 
-    from .base import Drafter
+    from .base import Drafter, DraftRequest
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +50,28 @@ class DrafterHealth:
             self.failed(error)
             return otherwise
 
-    def succeeded(self) -> None:
+    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+        """Its drafts; empty ones if it fails."""
+        return self._made(self.call(None, self.drafter.propose, requests)) or [Draft() for _ in requests]
+
+    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+        """Begin its drafts. Those that fail are empty or, after they were begun, UNREAD."""
+        if not isinstance(self.drafter, HiddenDrafter):
+            return Guesses(lambda: [one.tokens for one in self.propose(requests)])
+        if (guesses := self.call(None, self.drafter.begin, requests)) is None:
+            return Guesses(lambda: [[] for _ in requests])
+        return replace(guesses, read=lambda: self._read(guesses))
+
+    def _read(self, guesses: Guesses) -> list[list[int]]:
+        tokens = self._made(self.call(None, guesses.read))
+        return tokens if tokens is not None else [[UNREAD] * len(rows) for rows in guesses.rows]
+
+    def _made(self, drafts: T) -> T:
         """Reset the failures of a drafter that made drafts."""
-        self.failures = 0
-        self.disabled.end()
+        if drafts is not None:
+            self.failures = 0
+            self.disabled.end()
+        return drafts
 
     def failed(self, error: Exception) -> None:
         """Count a draft lost to an error; after DISABLED_AFTER in a row, pause the drafter."""

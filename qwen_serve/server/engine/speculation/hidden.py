@@ -10,15 +10,19 @@ import numpy as np
 
 from qwen_serve.llamacpp.errors import LlamaError
 
+from .base import Draft
+from .times import GroupMeans
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.sequence import Sequence
 
-    from .base import DraftRequest
+    from .base import DraftRequest, Guesses
 
 
 @dataclass(slots=True)
@@ -81,6 +85,7 @@ class HiddenDrafter:
     with them and does not see earlier ones.
     """
 
+    name: str
     instant = False
     reads_pictures = True
     """Whether it reads the rows of pictures. If not, it begins after a sequence's last picture."""
@@ -97,6 +102,11 @@ class HiddenDrafter:
         self._states: dict[int, DraftCacheState] = {}
         self.lost = 0
         """Number of states that the state store failed to copy, save, restore or free."""
+        self._first, self._further, self._ratio = GroupMeans(), GroupMeans(), GroupMeans()
+        """Seconds of a draft's first token and of each further one, measured at start; and how many times as
+        long drafts take since then. By number of sequences."""
+        self._typical = True
+        """Whether the last draft had few rows to read, as every draft behind another."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[Any], most: int | None = None) -> None:
         """Keep the rows of correct tokens at positions `start`, `start` + 1...; at most `most` or `window`
@@ -134,6 +144,27 @@ class HiddenDrafter:
         """Whether the rows of all tokens but the newest were collected."""
         state = self._states.get(request.slot)
         return state is not None and state.first < state.end == len(request.sequence.tokens) - 1
+
+    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+        """Begin a draft for each request, each with its own sampler and noise. Each must pass `can_draft`.
+
+        Raises NoMemorySlot if the cache is full, LlamaError, or FloatingPointError if its logits are
+        unusable. Then the requests' slots start anew.
+        """
+        raise NotImplementedError
+
+    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+        """The drafts that `begin` begins."""
+        return [Draft(tokens, self.name) for tokens in self.begin(requests).read()]
+
+    def cost(self, n: int, depth: int) -> float:
+        """Expected seconds of drafts of `depth` tokens for `n` sequences."""
+        return (self._first.of(n) + (depth - 1) * self._further.of(n)) * (self._ratio.of(n) or 1.0)
+
+    def took(self, n: int, depth: int, seconds: float) -> None:
+        """Record the seconds of the last draft."""
+        if self._typical and self._first.of(n):
+            self._ratio.add(n, seconds * (self._ratio.of(n) or 1.0) / self.cost(n, depth))
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing to do: states belong to sequence ids."""

@@ -8,27 +8,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import Draft
+from qwen_serve.llamacpp.row_steps import MOST_QUEUED
+
+from .base import Guesses
 from .hidden import DraftCacheState, HiddenDrafter
-from .times import GroupMeans
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as ListLike
 
     import numpy.typing as npt
 
     from qwen_serve.llamacpp.mtp import MtpContext
+    from qwen_serve.llamacpp.row_sampler import RowSampler
 
     from .base import DraftRequest
 
 FEW = 24
 """Maximum tokens of a sequence to catch up on, if it drafts in every step."""
 
-WIDEST, STEP = 5, 8
-"""Up to WIDEST rows a sequence, all calls of a draft are padded to one width, and the padding is removed
-afterwards. Calls of the same width reuse llama.cpp's graph; building a graph takes as long as ten rows. For
-several sequences the width is a multiple of STEP."""
+WIDEST = 5
+"""A sequence's rows up to which the first pass of a draft is padded, so that it is of one shape: building
+a graph takes as long as ten rows."""
 
 KEPT = 128
 """Maximum unused hidden rows that a copy of a sequence id keeps."""
@@ -80,15 +81,11 @@ class MtpDrafter(HiddenDrafter):
         """Drafts of at most `depth` tokens for `most` sequences at once. Sequence ids below `slots` run; the
         others hold copies.
 
-        The head sees at most the last `span` tokens of a sequence, and at least half of them. All calls of a
-        draft have one width if that is at most `widest` a sequence, see WIDEST.
+        The head sees at most the last `span` tokens of a sequence, and at least half of them. The first pass
+        of a draft is padded to up to `widest` rows a sequence, see WIDEST.
         """
         super().__init__(context, window, slots)
         self.depth, self.most, self._span, self._widest = depth, most, span, widest
-        self._decodes = GroupMeans()
-        """Seconds of a decode, by number of sequences."""
-        self._besides = GroupMeans()
-        """Seconds of a draft without its decodes: catching up, and removing guessed entries."""
 
     def copy(self, source: int, target: int) -> None:
         """Copy the state of `source` to `target`, without unused rows further back than KEPT."""
@@ -116,42 +113,32 @@ class MtpDrafter(HiddenDrafter):
         state = self._states[request.slot]
         return state.fed < state.end
 
-    def cost(self, n: int, depth: int) -> float:
-        """Seconds of a decode for each token, and of the rest of a draft."""
-        return depth * self._decodes.of(n) + self._besides.of(n)
-
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
-        """Draft for all requests together, each with its own sampler and noise. Each must pass `can_draft`.
-
-        Raises NoMemorySlot if the head's cache is full, LlamaError, or FloatingPointError if its logits are
-        unusable. Then the requests' slots start anew, and other ids continue from their hidden rows.
-        """
-        started, n = perf_counter(), len(requests)
+    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+        """Draft for all requests together. After an error other ids continue from their hidden rows."""
         states = (self._states[request.slot] for request in requests)
-        waiting = sum(state.end - state.fed for state in states)
+        self._typical = sum(state.end - state.fed for state in states) <= FEW * len(requests)
         try:
-            drafts = self._draft(requests)
+            return self._begin(requests)
         except Exception:
             self._recover(requests)
             raise
-        if waiting <= FEW * n:
-            decoding = max(map(len, drafts)) * self._decodes.of(n)
-            self._besides.add(n, max(0.0, perf_counter() - started - decoding))
-        return [Draft(tokens, kind=self.name) for tokens in drafts]
 
     def measure(self) -> None:
-        """Time decodes for one sequence and for more. The input is arbitrary, since it does not affect the
-        time."""
+        """Time drafts of one token and of several, for one sequence and for more. The input is arbitrary,
+        since it does not affect the time."""
         n, hidden = 1, np.zeros_like(self._context.input_hidden[:1])
         while n <= min(self.most, self._context.n_ubatch):
-            width = 2 if self._widest and n == 1 else 0
-            for turn in range(4):
-                started = perf_counter()
-                parts = [Part(slot, turn, [0], hidden) for slot in range(n)]
-                self._context.best(self._feed(parts, width))
-                self._context.hidden(n)
-                self._decodes.add(n, perf_counter() - started)
-            self._context.clear()
+            depths = sorted({1, min(self.depth, 4)})
+            for _ in range(4):
+                spent = []
+                for depth in depths:
+                    started = perf_counter()
+                    self._run([Part(slot, 0, [0], hidden) for slot in range(n)], [None] * n, depth).read()
+                    self._context.clear()
+                    spent.append(perf_counter() - started)
+                self._first.add(n, spent[0])
+                if len(depths) > 1:
+                    self._further.add(n, max(0.0, spent[-1] - spent[0]) / (depths[-1] - 1))
             n *= 2
 
     def _recover(self, requests: ListLike[DraftRequest]) -> None:
@@ -162,57 +149,12 @@ class MtpDrafter(HiddenDrafter):
         for idle, state in self._states.items():  # they continue from the rows that they still have
             self._drop_entries(idle, state.start)
 
-    def _draft(self, requests: ListLike[DraftRequest]) -> list[list[int]]:
-        context, longest = self._context, max(request.limit for request in requests)
-        width, rows = self._catch_up(requests, longest)
-        drafts: list[list[int]] = [[] for _ in requests]
+    def _begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+        context = self._context
+        longest = min(max(request.limit for request in requests), MOST_QUEUED // len(requests))
+        parts = self._unread(requests, longest)
         samplers = [request.sequence.sampler.noise for request in requests]
-        ends = [len(request.sequence.tokens) for request in requests]
-        try:
-            for depth in range(longest):
-                started = perf_counter()
-                guesses = context.best(rows, samplers) if any(samplers) else context.best(rows)
-                for draft, sampler, guess in zip(drafts, samplers, guesses, strict=True):
-                    draft.append(guess)
-                    if sampler is not None:
-                        sampler.accept(guess)
-                if depth + 1 == longest:
-                    break
-                # those with shorter drafts go on, too: another number of rows is another graph
-                hidden = context.hidden(len(requests))
-                parts = [
-                    Part(request.slot, end + depth, draft[-1:], hidden[i : i + 1])
-                    for i, (request, end, draft) in enumerate(zip(requests, ends, drafts, strict=True))
-                ]
-                rows = self._feed(parts, width)
-                if depth:
-                    self._decodes.add(len(requests), perf_counter() - started)
-        finally:
-            for draft, sampler in zip(drafts, samplers, strict=True):
-                for token in reversed(draft):
-                    if sampler is not None:
-                        sampler.take_back(token)
-        if longest > 1:  # remove guessed entries; accepted tokens get theirs from the trunk
-            for request, end in zip(requests, ends, strict=True):
-                context.remove(request.slot, end)
-        return [draft[: request.limit] for draft, request in zip(drafts, requests, strict=True)]
-
-    def _catch_up(self, requests: ListLike[DraftRequest], longest: int) -> tuple[int, list[int]]:
-        """Feed the rows that the head has not read. Return the width of all further calls, 0 for as many rows
-        as are needed, and the index of each sequence's newest row."""
-        context, n, parts = self._context, len(requests), []
-        for request in requests:
-            state = self._states[request.slot]
-            tokens = request.sequence.tokens[state.fed + 1 :]
-            parts.append(Part(request.slot, state.fed + 1, tokens, state.between(state.fed, state.end)))
-        total, most = sum(len(part.tokens) for part in parts), min(context.n_batch, context.n_ubatch)
-        width = longest + 1 if n == 1 else -(-total // STEP) * STEP
-        if width > min(self._widest * n, most):
-            width = 0
-        if total > (width or most):
-            self._feed_all([part.cut(0, len(part.tokens) - 1) for part in parts])
-            parts = [part.cut(len(part.tokens) - 1, len(part.tokens)) for part in parts]
-        rows = self._feed(parts, width)
+        guesses = self._run(parts, samplers, longest)
         for part in parts:
             state = self._states[part.slot]
             state.start, state.fed, state.rows = state.end - 1, state.end, [part.hidden[-1:].copy()]
@@ -220,7 +162,83 @@ class MtpDrafter(HiddenDrafter):
                 kept = state.fed - self._span // 2
                 context.remove(part.slot, state.first + 1, kept + 1)
                 state.first = kept
-        return width, rows
+        return Guesses(
+            lambda: [draft[: one.limit] for draft, one in zip(guesses.read(), requests, strict=True)],
+            guesses.context,
+            guesses.rows,
+        )
+
+    def _unread(self, requests: ListLike[DraftRequest], longest: int) -> list[Part]:
+        """The rows that the head has not read, except those that are too many for the first pass of a draft:
+        they are fed now."""
+        parts, most = [], min(self._context.n_batch, self._context.n_ubatch)
+        for request in requests:
+            state = self._states[request.slot]
+            tokens = request.sequence.tokens[state.fed + 1 :]
+            parts.append(Part(request.slot, state.fed + 1, tokens, state.between(state.fed, state.end)))
+        total = sum(len(part.tokens) for part in parts)
+        if total > (self._width(len(parts), longest) or most):
+            self._feed_all([part.cut(0, len(part.tokens) - 1) for part in parts])
+            parts = [part.cut(len(part.tokens) - 1, len(part.tokens)) for part in parts]
+        return parts
+
+    def _width(self, n: int, longest: int) -> int:
+        """Rows of a draft's first pass, as many as a verification may add; 0 if it is not padded."""
+        fits = (longest + 1) * n <= min(self._context.n_batch, self._context.n_ubatch)
+        return (longest + 1) * n if fits and longest < self._widest else 0
+
+    def _run(self, parts: ListLike[Part], samplers: ListLike[RowSampler | None], longest: int) -> Guesses:
+        """Draft `longest` tokens behind each part, for all as many: another number of rows is another graph.
+        Entries of guesses are removed: accepted tokens get theirs from the trunk."""
+        context, n, queued = self._context, len(parts), self._context.queues
+
+        def choose(last: list[int]) -> None:
+            """Have tokens chosen from these rows of the next pass, and from all rows of those behind it."""
+            behind = range(context.n_batch, context.n_batch * longest, context.n_batch)
+            indices = [index for i, row in enumerate(last) for index in (row, *(at + i for at in behind))]
+            context.choose(indices, [one for one in samplers for _ in range(longest)], now=False)
+
+        rows = self._feed(parts, self._width(n, longest), before=choose if queued else None)
+        context.positions[:n] = ends = [part.first + len(part.tokens) for part in parts]
+        context.sequences[:n] = slots = [part.slot for part in parts]
+        context.outputs[:n] = 1
+        drafts: list[list[int]] = [[] for _ in parts]
+        try:
+            for depth in range(longest):
+                if not queued:
+                    guesses = context.best(rows, samplers)
+                    for draft, sampler, guess in zip(drafts, samplers, guesses, strict=True):
+                        draft.append(guess)
+                        if sampler is not None:
+                            sampler.accept(guess)
+                if depth + 1 == longest:
+                    break
+                if queued:
+                    chosen = np.arange(depth * n, (depth + 1) * n, dtype=np.int32)
+                    context.decode_next(chosen, np.array(rows, np.int32))
+                else:
+                    context.tokens[:n] = guesses
+                    context.input_hidden[:n] = context.hidden(rows[-1] + 1)[rows]
+                    context.decode(n)
+                rows = list(range(n))
+                context.positions[:n] += 1
+        finally:
+            for draft, sampler in zip(drafts, samplers, strict=True):
+                for token in reversed(draft):
+                    if sampler is not None:
+                        sampler.take_back(token)
+        if longest > 1:
+            for slot, end in zip(slots, ends, strict=True):
+                context.remove(slot, end)
+        if not queued:
+            return Guesses(lambda: drafts)
+
+        def read() -> list[list[int]]:
+            tokens = np.maximum(context.chosen(), 0).reshape(n, longest)  # an unusable row's is 0 there, too
+            return [[int(token) for token in draft] for draft in tokens]
+
+        places = np.arange(MOST_QUEUED, MOST_QUEUED + n * longest).reshape(n, longest)
+        return Guesses(read, context, places.tolist())
 
     def _feed_all(self, parts: ListLike[Part]) -> None:
         """Decode parts without outputs, in calls as large as possible."""
@@ -238,9 +256,17 @@ class MtpDrafter(HiddenDrafter):
         if call:
             self._feed(call, output=False)
 
-    def _feed(self, parts: ListLike[Part], width: int = 0, *, output: bool = True) -> list[int]:
+    def _feed(
+        self,
+        parts: ListLike[Part],
+        width: int = 0,
+        *,
+        output: bool = True,
+        before: Callable[[list[int]], None] | None = None,
+    ) -> list[int]:
         """Decode parts of sequences; return the index of the last row of each, which may be an output. The
-        last one is repeated up to `width` rows, whose entries are removed."""
+        last one is repeated up to `width` rows, whose entries are removed. `before` is called with the
+        indices before the pass begins."""
         context, n, last = self._context, 0, []
         for part in parts:
             end = n + len(part.tokens)
@@ -258,6 +284,8 @@ class MtpDrafter(HiddenDrafter):
             context.input_hidden[n:end] = context.input_hidden[n - 1]
         context.outputs[:end] = 0
         context.outputs[last] = output
+        if before is not None:
+            before(last)
         context.decode(end)
         if end > n:
             context.remove(parts[-1].slot, behind)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .base import Draft, DraftRequest
+from qwen_serve.server.engine.batch import UNREAD
+
+from .base import Draft, DraftRequest, Guesses
 from .health import DrafterHealth
+from .hidden import HiddenDrafter
 from .hidden_rows import COLLECT, HiddenRows
 from .policy import Option, Policy, Step
+from .proposal import Proposal
 from .times import StepTimer
 
 if TYPE_CHECKING:
@@ -32,22 +36,6 @@ if TYPE_CHECKING:
 QUIET, SPARSE = 32, 8
 """Maximum steps for which no drafter is asked, if none may draft, and if a text has nothing to copy. Asking
 takes a considerable part of a short step."""
-
-
-@dataclass(slots=True)
-class Proposal:
-    """The drafts of the batch that is being computed."""
-
-    health: DrafterHealth
-    """The drafter that made them."""
-    kinds: list[str]
-    """The kind of draft of each chunk; "" for a chunk without a draft."""
-    exceeds_snapshots: bool
-    """Whether a draft is longer than a snapshot can roll back."""
-    rollback: float
-    """Seconds for the checkpoint and the rollback to it."""
-    seconds: float = 0.0
-    """Seconds that making the drafts took."""
 
 
 class Speculator:
@@ -176,6 +164,7 @@ class Speculator:
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
         if self._proposal is not None:
+            self._proposal.started = started
             self._proposal.seconds = self._clock() - started - self._proposal.rollback
         elif all(chunk.count == 1 for chunk in chunks):
             self._quiet = min(QUIET, *map(self._wait, self._drafters))
@@ -235,7 +224,7 @@ class Speculator:
             return None
         if drafter.instant:
             health.fruitless += 1
-            drafts = found[drafter.name] = self._ask(health, requests)
+            drafts = found[drafter.name] = health.propose(requests)
             kinds = [draft.kind if draft.kind in allowed and draft.tokens else "" for draft in drafts]
             option = Option(drafter, kinds, [len(draft.tokens) for draft in drafts])
         else:
@@ -264,10 +253,12 @@ class Speculator:
                 for request, length in zip(requests, plan.lengths, strict=True)
                 if length
             ]
-            answers = iter(self._ask(health, asked))
-            drafts = [next(answers) if length else Draft() for length in plan.lengths]
+            answers = iter(self._begin(batch, health, asked))
+            kind = min(plan.drafter.kinds)
+            drafts = [Draft(next(answers), kind) if length else Draft() for length in plan.lengths]
         for chunk, draft, length in zip(batch.chunks, drafts, plan.lengths, strict=True):
-            if tokens := chunk.sequence.sampler.validate(draft.tokens[:length]):
+            tokens = draft.tokens[:length]
+            if tokens := tokens if batch.guesses else chunk.sequence.sampler.validate(tokens):
                 batch.add_draft(chunk, tokens)
         if not any(chunk.draft for chunk in batch.chunks):
             return
@@ -280,14 +271,25 @@ class Speculator:
             return
         health.fruitless = 0
         kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
-        self._proposal = Proposal(health, kinds, exceeds_snapshots, self._clock() - started)
+        now = self._clock()
+        self._proposal = Proposal(health, kinds, exceeds_snapshots, now - started, now)
 
-    def _ask(self, health: DrafterHealth, requests: list[DraftRequest]) -> list[Draft]:
-        """Its drafts; empty ones if it fails."""
-        if (drafts := health.call(None, health.drafter.propose, requests)) is None:
-            return [Draft() for _ in requests]
-        health.succeeded()
-        return drafts
+    def _begin(self, batch: Batch, health: DrafterHealth, requests: list[DraftRequest]) -> list[list[int]]:
+        """The tokens of drafts of a drafter that is not instant. If they need not be known before they are
+        verified, they are UNREAD: the batch reads its `guesses` later."""
+        guesses = health.begin(requests)
+        if guesses.context is None or not all(one.sequence.sampler.takes_any for one in requests):
+            return guesses.read()
+
+        def read() -> list[list[int]]:
+            tokens = guesses.read()
+            if (proposal := self._proposal) is not None:
+                proposal.seconds = self._clock() - proposal.started - proposal.rollback
+            return tokens
+
+        batch.guesses = Guesses(read, guesses.context, guesses.rows)
+        drafted = zip(requests, guesses.rows, strict=True)
+        return [[UNREAD] * min(one.limit, len(rows)) for one, rows in drafted]
 
     # --- after a step --------------------------------------------------------------------------------------
 
@@ -362,8 +364,11 @@ class Speculator:
             if proposal.exceeds_snapshots:
                 policy.rollback.add(proposal.rollback)
             self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
+            depth = max(len(chunk.draft) for chunk in chunks)
+            if isinstance(drafter, HiddenDrafter):
+                drafter.took(sum(map(bool, proposal.kinds)), depth, proposal.seconds)
             # a prompt is read only once, so that time does not predict the cost of the next draft
-            expected = drafter.cost(n, max(len(chunk.draft) for chunk in chunks))
+            expected = drafter.cost(n, depth)
             spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
             spent += proposal.rollback
             if n == 1 and not drafter.instant:  # nor does the time to build a graph that is kept

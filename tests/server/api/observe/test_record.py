@@ -42,7 +42,7 @@ def test_how_long_it_waited_and_why_is_told(start: Start, lines: pytest.LogCaptu
 
     def submit(*arguments: Any, **options: Any) -> Any:
         generation = before(*arguments, **options)
-        timings = generation.timings
+        timings = generation.request.timings
         timings.submitted, timings.waited_for, timings.preempted = timings.started - 1.5, "a slot", 2
         return generation
 

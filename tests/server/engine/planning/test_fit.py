@@ -150,10 +150,10 @@ def test_snapshots_and_checkpoints_make_room_for_each_other(
 @pytest.mark.parametrize(
     ("changes", "ubatch", "batch"),
     [
-        ({}, 2048, 8192),
+        ({}, 2304, 8192),
         ({"ubatch_size": 512}, 512, 2048),
         ({"ubatch_size": 16, "parallel": 100}, 16, 100),
-        ({"batch_size": 3000}, 2048, 3000),
+        ({"batch_size": 3000}, 2304, 3000),
         ({"n_gpu_layers": 0}, 512, 2048),
         ({"n_gpu_layers": 0, "ubatch_size": 128}, 128, 2048),
         ({"n_gpu_layers": 0, "ubatch_size": 4096}, 4096, 4096),

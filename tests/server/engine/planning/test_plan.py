@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qwen_serve.llamacpp import Context, Model, supports_gpu
+from qwen_serve.llamacpp import HAS_STATE_F16, Context, Model, supports_gpu
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 from qwen_serve.llamacpp.mtp import MtpContext
@@ -32,6 +32,8 @@ ON_GPU = [
     pytest.mark.skipif(not supports_gpu(), reason="no GPU, or llama-cpp-python built without CUDA"),
 ]
 
+F16_STATES = pytest.mark.skipif(not HAS_STATE_F16, reason="llama.cpp has no patch state-f16")
+
 
 @pytest.mark.parametrize(
     "changes",
@@ -43,6 +45,8 @@ ON_GPU = [
         {"speculation": "both", "snapshots": 0},
         {"speculation": "draft", "draft_window": 64},
         {"ubatch_size": 64, "flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"},
+        pytest.param({"speculation": "both", "state_type": "f16"}, marks=F16_STATES),
+        pytest.param({"speculation": "ngram", "state_type": "f16", "operands": 4}, marks=F16_STATES),
         {"deterministic": True, "ctx_size": 4 * 1000, "flash_attn": "off", "speculation": "off"},
         pytest.param({"n_gpu_layers": -1}, marks=ON_GPU),
         pytest.param({"n_gpu_layers": 5, "ctx_size": 8192}, marks=ON_GPU),
@@ -115,6 +119,16 @@ def test_the_default_plan_gives_eight_sequences_16k_each_on_a_24_gb_card(card: A
     assert gpu.materializing == (2 * state if by_head else 0)
     assert (gpu.compute, host.compute) == (300 * MIB, 20 * MIB)
     assert "NVIDIA A10G" in str(plan)
+
+
+def test_states_in_f16_take_half(card: Any) -> None:
+    card(23 * GIB)
+    whole, half = (four_b_plan(state_type=kind, speculation="off") for kind in ("f32", "f16"))
+    # a 4B: 24 layers with 32 heads of 128 x 128
+    n_states = whole.usages[0].states // whole.spec.state
+    assert whole.spec.state_in(whole.settings) - half.spec.state_in(half.settings) == 24 * 32 * 128 * 128 * 2
+    assert half.usages[0].states == n_states * half.spec.state_in(half.settings)
+    assert "f16, 26" in str(half)
 
 
 def test_layers_that_stay_on_the_host_keep_their_cache_there(card: Any) -> None:

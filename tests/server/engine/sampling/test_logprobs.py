@@ -110,13 +110,13 @@ async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Refe
             await ask_all(engine, noise)
             for prompt, generation in zip(prompts, generations, strict=True):
                 answer = await tokens_of(generation)
-                logprobs = generation.logprobs
+                logprobs = generation.request.logprobs
                 assert logprobs is not None
                 if generation.finish_reason == "stop":
                     answer.append(logprobs.tokens[-1].token)
                     assert answer[-1] in engine.vocab.eog_ids
                 check(reference, prompt, answer, logprobs)
-                assert generation.cached_tokens == 0
+                assert generation.request.cached_tokens == 0
         assert engine.stats().running == 0
 
 
@@ -140,12 +140,12 @@ async def test_where_rows_are_sampled(nano_f32: Path, reference: Reference, para
         answers = [await tokens_of(generation) for generation in generations]
         assert answers == [answer.tokens for answer in without]
         for prompt, answer, generation in zip(prompts, answers, generations, strict=True):
-            told = generation.logprobs
+            told = generation.request.logprobs
             assert told is not None
             if generation.finish_reason == "stop":
                 answer.append(told.tokens[-1].token)
             check(reference, prompt, answer, told)
-        assert sum(generation.drafts.accepted for generation in generations) > 0
+        assert sum(generation.request.drafts.accepted for generation in generations) > 0
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ async def test_of_a_bridge_out_of_the_thoughts(
         answer = await tokens_of(generation)
         assert tuple(answer[17:21]) == bridge
         assert len(answer) == 60
-        assert generation.logprobs is not None
-        assert max(entry.rank for entry in generation.logprobs.tokens[17:21]) > TOP
-        check(reference, prompt, answer, generation.logprobs)
+        assert generation.request.logprobs is not None
+        assert max(entry.rank for entry in generation.request.logprobs.tokens[17:21]) > TOP
+        check(reference, prompt, answer, generation.request.logprobs)
 
 
 async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Reference) -> None:
@@ -179,9 +179,9 @@ async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Refere
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
         generation = submit(engine, Request(prompt, 200, params=params))
         answer = await tokens_of(generation)
-        assert generation.drafts.accepted > 0, "nothing was drafted: this proves nothing"
-        assert generation.logprobs is not None
-        check(reference, prompt, answer, generation.logprobs)
+        assert generation.request.drafts.accepted > 0, "nothing was drafted: this proves nothing"
+        assert generation.request.logprobs is not None
+        check(reference, prompt, answer, generation.request.logprobs)
 
 
 async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
@@ -213,8 +213,8 @@ async def test_of_constrained_answers(nano_f32: Path, reference: Reference, shar
         generation = engine.submit(GenerateRequest(engine.prompt(prompt), asked, 60, constraint=constraint))
         answer = await tokens_of(generation)
         assert answer == plain
-        assert generation.logprobs is not None
-        check(reference, prompt, answer, generation.logprobs)
+        assert generation.request.logprobs is not None
+        check(reference, prompt, answer, generation.request.logprobs)
 
 
 async def test_no_token_is_generated_for_the_prompt_alone(nano_f32: Path, reference: Reference) -> None:
@@ -224,9 +224,9 @@ async def test_no_token_is_generated_for_the_prompt_alone(nano_f32: Path, refere
         generation = submit(engine, Request(prompt, 0, params=params))
         assert await tokens_of(generation) == []
         assert generation.finish_reason == "length"
-        assert generation.logprobs is not None
-        assert generation.logprobs.tokens == []
-        check(reference, prompt, [], generation.logprobs)
+        assert generation.request.logprobs is not None
+        assert generation.request.logprobs.tokens == []
+        check(reference, prompt, [], generation.request.logprobs)
 
 
 async def test_a_cached_prompt_is_read_again_and_leaves_its_state(nano_f32: Path) -> None:
@@ -237,7 +237,7 @@ async def test_a_cached_prompt_is_read_again_and_leaves_its_state(nano_f32: Path
         generation = submit(engine, Request(prompt, 2, params=params))
         await tokens_of(generation)
         await idle(engine)
-        return generation.cached_tokens
+        return generation.request.cached_tokens
 
     with running(nano_f32, **EXACT) as engine:
         assert await cached(engine, SamplingParams(ignore_eos=True, prompt_logprobs=0)) == 0
@@ -254,8 +254,8 @@ async def test_preemption_loses_none(nano_f32: Path, reference: Reference) -> No
         generations = [submit(engine, Request(prompt, 200, params=params)) for prompt in prompts]
         for prompt, generation in zip(prompts, generations, strict=True):
             answer = await tokens_of(generation)
-            assert generation.logprobs is not None
-            check(reference, prompt, answer, generation.logprobs)
+            assert generation.request.logprobs is not None
+            check(reference, prompt, answer, generation.request.logprobs)
         assert engine.stats().preemptions > 0, "nobody was preempted: this proves nothing"
 
 

@@ -76,8 +76,9 @@ async def test_the_guard_ends_circles(mix: str, nano_f32: Path) -> None:
         for prompt in PROMPTS[:2]:
             generation = engine.submit(GenerateRequest(engine.prompt(prompt), GREEDY, 400, thinking=limits))
             tokens = [token async for new in generation for token in new]
-            assert generation.thinking is not None
-            assert generation.thinking.tokens == (tokens.index(BRIDGE[2]) if BRIDGE[2] in tokens else 400)
+            watch = generation.request.thinking
+            assert watch is not None
+            assert watch.tokens == (tokens.index(BRIDGE[2]) if BRIDGE[2] in tokens else 400)
             if BRIDGE[2] in tokens:
                 end = tokens.index(BRIDGE[2]) - 2
                 assert end % STRIDE == 0

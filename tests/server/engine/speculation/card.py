@@ -11,7 +11,7 @@ import numpy as np
 
 from qwen_serve.server.engine.batch import Batch, Chunk, Placement
 from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
-from qwen_serve.server.engine.speculation.base import Draft, DraftRequest
+from qwen_serve.server.engine.speculation.base import DraftRequest, Guesses
 from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter
 from qwen_serve.server.engine.speculation.policy import Policy
@@ -189,14 +189,14 @@ class Head(HiddenDrafter):
     def can_draft(self, request: DraftRequest) -> bool:
         return True
 
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
         if self.error is not None:
             raise self.error
         rounds = max(request.limit for request in requests)
         self.rounds += rounds
         self._card.now += rounds * self.seconds + self.reads
         self.reads = 0.0
-        return [Draft([1] * request.limit, "mtp") for request in requests]
+        return Guesses(lambda: [[1] * request.limit for request in requests])
 
     def cost(self, n: int, depth: int) -> float:
         return depth * self.seconds

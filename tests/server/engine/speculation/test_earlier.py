@@ -101,7 +101,7 @@ async def test_an_answer_that_was_given_before_is_drafted_for_the_same_tenant_on
                 request = Request(prompt, 60, scheduling=SchedulingParams(tenant=tenant))
                 generation = submit(engine, request)
                 assert [token async for new in generation for token in new] == expected
-                drafted.append(generation.drafts.accepted)
+                drafted.append(generation.request.drafts.accepted)
     assert drafted[0] == drafted[1] == drafted[2], "without a history"
     assert drafted[3:5] == drafted[:2], "the first answer of each tenant"
     assert drafted[5] > drafted[4] + 10

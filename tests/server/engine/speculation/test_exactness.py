@@ -105,12 +105,27 @@ MIXES: dict[str, dict[str, Any]] = {
         "prefill_budget": 7,
     },
     "scripted, too few cells": {"speculation": "ngram", "draft_always": True, "ctx_size": 512},
+    "scripted, operands": {"speculation": "ngram", "draft_always": True, "operands": 5},
+    "scripted, operands for all, small steps": {
+        "speculation": "ngram",
+        "draft_always": True,
+        "operands": 14,
+        "batch_size": 200,
+        "ubatch_size": 16,
+        "prefill_budget": 7,
+    },
+    "scripted, operands, too few cells": {
+        "speculation": "ngram",
+        "draft_always": True,
+        "operands": 5,
+        "ctx_size": 512,
+    },
     "drafter": {"speculation": "draft", "draft_always": True},
     "drafter and others": {"speculation": "both", "draft_always": True, "draft_window": 64},
     "drafter, heard now and then": {"speculation": "draft", "draft_always": True},
     "drafter, a reduced vocabulary": {"speculation": "draft", "draft_always": True},
 }
-QUICK = ["text", "scripted, small steps", "drafter and others"]
+QUICK = ["text", "scripted, small steps", "scripted, operands, too few cells", "drafter and others"]
 
 
 @pytest.mark.parametrize("mix", slow_but(QUICK, MIXES))

@@ -148,7 +148,7 @@ def test_what_was_published_does_not_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["can_draft", "propose", "cost", "collect", "rolled_back", "pause", "forget"]
+    "method", ["can_draft", "begin", "cost", "took", "collect", "rolled_back", "pause", "forget"]
 )
 def test_whatever_a_head_raises_costs_drafts_alone(method: str) -> None:
     for index in range(30):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -54,7 +55,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     context = engine.components.context
     tell(engine.components.runner, "launch", lambda batch: f"launch {batch.n_tokens}")
-    steps = engine._taking  # noqa: SLF001 - when it sends tokens off is the subject
+    steps = engine._step_loop  # noqa: SLF001 - when it sends tokens off is the subject
     tell(steps, "_flush", lambda: "tell" if engine._unsent else "")  # noqa: SLF001 - seen between two steps
     tell(context, "wait", lambda: "wait")
     tell(context, "hidden", lambda n: f"{n} rows")
@@ -170,19 +171,24 @@ async def test_they_read_the_same_as_at_once(
 
 def record(drafter: Any, seen: list[Any], patch: pytest.MonkeyPatch) -> None:
     """The rows that it is given, and what it drafts."""
-    collect, propose = drafter.collect, drafter.propose
+    collect, begin = drafter.collect, drafter.begin
 
     def collected(slot: int, start: int, rows: Any, most: int) -> None:
         seen.append((slot, start, rows.tobytes()))
         collect(slot, start, rows, most)
 
-    def proposed(requests: Any) -> Any:
-        drafts = propose(requests)
-        seen.append(drafts)
-        return drafts
+    def begun(requests: Any) -> Any:
+        guesses = begin(requests)
+
+        def read() -> list[list[int]]:
+            tokens = guesses.read()
+            seen.append(tokens)
+            return tokens
+
+        return replace(guesses, read=read)
 
     patch.setattr(drafter, "collect", collected)
-    patch.setattr(drafter, "propose", proposed)
+    patch.setattr(drafter, "begin", begun)
 
 
 # --- what is deferred --------------------------------------------------------------------------------------

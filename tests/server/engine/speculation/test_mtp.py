@@ -32,7 +32,9 @@ class Head:
 
     n_batch = n_ubatch = 16
 
-    def __init__(self) -> None:
+    def __init__(self, *, queues: bool = False) -> None:
+        self.queues = queues
+        """Whether tokens are read where they were chosen, and hidden rows where they were computed."""
         self.tokens, self.positions = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
         self.sequences, self.outputs = np.zeros(self.n_batch, int), np.zeros(self.n_batch, int)
         self.input_hidden = np.zeros((self.n_batch, WIDTH), np.float32)
@@ -43,7 +45,15 @@ class Head:
         self.widths: list[int] = []
         """Of the calls."""
         self._out: dict[int, tuple[int, int]] = {}
-        """Token and position, by index in the batch."""
+        """Token and position of outputs, by index in the batch."""
+        self._positions: list[int] = []
+        """Of the last batch."""
+        self._wanted: list[tuple[int, Recorded | None]] = []
+        self._chosen: list[int] = []
+        """By request."""
+        self._by_pass: list[int] = []
+        self._passes = 0
+        """Of the last requests."""
 
     def decode(self, n: int) -> None:
         if self.error is not None:
@@ -60,6 +70,30 @@ class Head:
             mine[position] = int(self.tokens[i]), float(self.input_hidden[i, 0])
             if self.outputs[i]:
                 self._out[i] = int(self.tokens[i]), position
+        self._positions = [int(position) for position in self.positions[:n]]
+        self._by_pass += [token + 1 for token, _ in self._out.values()]
+        for place, (index, sampler) in enumerate(self._wanted):
+            if index // self.n_batch == self._passes:
+                self._chosen[place] = self._out[index % self.n_batch][0] + 1
+                if sampler is not None:
+                    sampler.seen.append([*sampler.accepted])
+        self._passes += 1
+
+    def choose(
+        self, indices: list[int], samplers: ListLike[Recorded | None] = (), *, now: bool = True
+    ) -> None:
+        assert not now
+        self._wanted = list(zip(indices, samplers, strict=True))
+        self._chosen, self._by_pass, self._passes = [-1] * len(indices), [], 0
+
+    def chosen(self) -> list[int]:
+        return self._chosen
+
+    def decode_next(self, rows: np.ndarray, hidden: np.ndarray) -> None:
+        n, before = len(rows), self._positions
+        self.tokens[:n] = [self._by_pass[row] for row in rows]
+        self.input_hidden[:n] = [[before[index] + GUESSED] * WIDTH for index in hidden]
+        self.decode(n)
 
     def best(self, rows: list[int], samplers: ListLike[Recorded | None] = ()) -> list[int]:
         assert set(rows) == set(self._out), "outputs of one pass"
@@ -69,8 +103,8 @@ class Head:
         return [self._out[i][0] + 1 for i in rows]
 
     def hidden(self, n: int) -> np.ndarray:
-        assert n == len(self._out)
-        return np.array([[position + GUESSED] * WIDTH for _, position in self._out.values()], np.float32)
+        assert not self.queues
+        return np.array([[position + GUESSED] * WIDTH for position in self._positions[:n]], np.float32)
 
     def copy(self, source: int, target: int, start: int = -1) -> None:
         self.entries[target] = dict(self.entries[source])
@@ -97,9 +131,9 @@ class Head:
             assert entry == (text[position], position - 1)
 
 
-@pytest.fixture
-def head() -> Head:
-    return Head()
+@pytest.fixture(params=[False, True], ids=["in turn", "queued"])
+def head(request: pytest.FixtureRequest) -> Head:
+    return Head(queues=request.param)
 
 
 def drafter(head: Head, window: int = 64, widest: int = 0, span: int = 10**6) -> MtpDrafter:
@@ -305,13 +339,13 @@ def test_it_is_what_the_speculator_expects(head: Head) -> None:
     assert mtp.cost(1, 4) > mtp.cost(1, 2) > 0
 
 
-def test_calls_for_a_lone_sequence_are_of_one_width(head: Head) -> None:
+def test_first_passes_of_drafts_are_of_one_width(head: Head) -> None:
     """The rows that make it up come after those that count, and leave nothing behind."""
     mtp, one = drafter(head, widest=5), running(list(range(100, 111)))
     mtp.collect(0, 0, rows(0, 10))
     [guesses] = draft(mtp, (one, 3))
     assert guesses == [111, 112, 113]
-    assert head.widths == [9, 4, 4, 4], "the first call reads the prompt"
+    assert head.widths == [9, 4, 1, 1], "the first call reads the prompt"
     head.check(0, one.tokens)
     for accepted in (0, 3, 1):
         head.widths.clear()
@@ -319,7 +353,7 @@ def test_calls_for_a_lone_sequence_are_of_one_width(head: Head) -> None:
         one.tokens += [*guesses[:accepted], 200 + accepted]
         [guesses] = draft(mtp, (one, 3))
         assert guesses == [one.tokens[-1] + n for n in (1, 2, 3)]
-        assert head.widths == [4, 4, 4]
+        assert head.widths == [4, 1, 1]
         assert sorted(head.entries[0]) == list(range(1, len(one.tokens)))
         head.check(0, one.tokens)
     head.widths.clear()
@@ -414,7 +448,7 @@ def test_each_token_is_drawn_as_the_request_would_after_those_before_it(head: He
     for text in (one, two):
         mtp.collect(text.slot or 0, 0, rows(0, len(text.tokens) - 1))
     assert draft(mtp, (one, 3), (two, 1)) == [[6, 7, 8], [10]]
-    assert sampler.seen == [[], [6], [6, 7]]
+    assert sampler.seen == [[], [], []] if head.queues else [[], [6], [6, 7]]
     assert other.seen[0] == []
     assert sampler.accepted == other.accepted == []
     for text in (one, two):

@@ -178,9 +178,9 @@ def usage(served: ServedRequest, reply: Reply) -> dict[str, Any]:
     """Token usage so far. As in Anthropic's API, `input_tokens` excludes cached tokens."""
     generation = reply.generation
     return {
-        "input_tokens": generation.prompt_tokens - generation.cached_tokens,
+        "input_tokens": generation.request.prompt_length - generation.request.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": generation.cached_tokens,
+        "cache_read_input_tokens": generation.request.cached_tokens,
         "output_tokens": generation.completion_tokens,
         "service_tier": TIERS[served.service_tier],
     }

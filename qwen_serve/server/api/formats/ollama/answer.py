@@ -14,7 +14,7 @@ from qwen_serve.server.api.formats import completions
 from qwen_serve.server.api.formats.ollama.request import NAMES
 from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.logprobs import ChatLogprobs
-from qwen_serve.server.api.request import awake, on_thread
+from qwen_serve.server.api.request import ensure_loaded, on_thread
 from qwen_serve.server.api.sse import EventWriter, encode
 from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
 
@@ -77,7 +77,7 @@ async def loaded(context: RequestContext, model: str, nothing: Shape) -> Respons
     """Answers a request without a prompt, which asks only to load the model."""
     settings = context.service.settings
     known_model(settings, model)
-    await awake(context)
+    await ensure_loaded(context)
     name = model or settings.model_id
     return JSONResponse({"model": name, **moment(), **nothing, "done": True, "done_reason": "load"})
 
@@ -153,7 +153,7 @@ class OllamaWriter(EventWriter):
         503 if the server cut it short."""
         generation = self._generation
         reason = self._served.check(self._answer.finish_reason)
-        timings = generation.generation.timings
+        timings = generation.request.timings
         times = timings.queue_ms, timings.prefill_ms, timings.decode_ms
         waited, read, wrote = (int(1e6 * milliseconds) for milliseconds in times)
         return {
@@ -161,7 +161,7 @@ class OllamaWriter(EventWriter):
             "done_reason": "length" if reason == "length" else "stop",
             "total_duration": waited + read + wrote,
             "load_duration": 0,
-            "prompt_eval_count": generation.prompt_tokens,
+            "prompt_eval_count": generation.request.prompt_length,
             "prompt_eval_duration": read,
             "eval_count": generation.completion_tokens,
             "eval_duration": wrote,

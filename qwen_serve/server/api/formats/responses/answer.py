@@ -144,11 +144,13 @@ class Answer(EventWriter):
     def _usage(self) -> dict[str, Any]:
         generation = self._reply.generation
         return {
-            "input_tokens": generation.prompt_tokens,
-            "input_tokens_details": prompt_details(generation.cached_tokens, generation.image_tokens),
+            "input_tokens": generation.request.prompt_length,
+            "input_tokens_details": prompt_details(
+                generation.request.cached_tokens, generation.request.pictures.n_rows
+            ),
             "output_tokens": generation.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens or 0},
-            "total_tokens": generation.prompt_tokens + generation.completion_tokens,
+            "total_tokens": generation.request.prompt_length + generation.completion_tokens,
         }
 
 

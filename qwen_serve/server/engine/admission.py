@@ -13,7 +13,7 @@ REMEMBERED = 32
 LONGEST_RETRY_S = 60
 
 
-class Places:
+class AdmissionControl:
     """Places for running and waiting requests: `parallel` plus `max_queue` for all tenants together.
 
     If all places are taken, only tenants that hold at least an equal part of them are refused. The others may

@@ -1,0 +1,84 @@
+"""Contexts of drafters, whose rows are guesses. Where rows are chosen on the device, so that nobody waits for
+the host, the next pass may read a token, and the trunk may verify it, before the host knows it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .context import Context
+from .row_sampler import UNCHECKED, UNKNOWN, Filters, RowRequest, RowSampler
+from .row_steps import HAS_QUEUE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+
+class DrafterContext(Context):
+    """A context that chooses tokens of drafts: with `choose`, behind a pass or before it, and `chosen`."""
+
+    @cached_property
+    def queues(self) -> bool:
+        """Whether tokens may be read where they are chosen: by this context's next pass, and by the
+        trunk's."""
+        if not HAS_QUEUE or self.row_steps is None:
+            return False
+        none, one = np.zeros(0, np.int32), np.zeros(1, np.int32)
+        able = self.row_steps.read_next(one) and self._reads_hidden(one)
+        self.row_steps.read_next(none)
+        self._reads_hidden(none)
+        return able
+
+    def choose(
+        self, indices: Sequence[int], samplers: Sequence[RowSampler | None] = (), *, now: bool = True
+    ) -> None:
+        """Begin to choose a token from each row: the best one, or what the sampler in its place, if it is
+        one, would choose. Rows that follow each other with the same sampler are for one token after the
+        other; it does not count the tokens before them. Logits may be -inf: some drafters have fewer tokens.
+
+        With `now` they are rows of the last batch, all of one pass, and `indices` are those of the batch.
+        Otherwise they are rows of the next batch and, k times `n_batch` further, of the k-th one behind it.
+        Needs `queues` then.
+        """
+        assert self.row_steps is not None
+        each = [*(samplers or [None] * len(indices)), None]
+        requests = [
+            RowRequest(
+                self._greedy if one is None else one,
+                n_top=UNCHECKED,
+                draft=UNKNOWN if one is not None and one is following else -1,
+            )
+            for one, following in pairwise(each)
+        ]
+        self.row_steps.begin(requests, indices, now=now)
+
+    def chosen(self) -> list[int]:
+        """The tokens, in the order of `choose`; -1 for an unusable row. Waits for them."""
+        assert self.row_steps is not None
+        return self.row_steps.results().tokens
+
+    def best(self, indices: Sequence[int], samplers: Sequence[RowSampler | None] = ()) -> list[int]:
+        """`choose` and `chosen`; without the row sampler the best tokens. Waits for the device."""
+        if self.row_steps is None:
+            return [int(token) for token in self.logits(len(indices)).argmax(axis=1)]
+        self.choose(indices, samplers)
+        return self.chosen()
+
+    def decode_next(self, rows: npt.NDArray[np.int32], hidden: npt.NDArray[np.int32]) -> None:
+        """`decode` as many tokens as there are `rows`, each read from a row that is being chosen: they count
+        on over the batches of `choose`. Its hidden row is that of a token of the last batch, by its index.
+        Raises as `decode` does."""
+        self._reads_hidden(hidden)
+        self.decode(len(rows), next_rows=rows)
+
+    def _reads_hidden(self, rows: npt.NDArray[np.int32]) -> bool:
+        return True
+
+    @cached_property
+    def _greedy(self) -> RowSampler:
+        return RowSampler(Filters(("best",)), self._n_vocab)
