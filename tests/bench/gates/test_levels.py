@@ -9,6 +9,7 @@ import pytest
 
 from qwen_serve.bench.gates import levels
 from qwen_serve.bench.gates.levels import DEEP, Measured, Tried, changed, measure, print_depth, print_texts
+from qwen_serve.convert import cli
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.kld import OWN, Candidate, compare, compare_all
 from qwen_serve.convert.recipes import load_recipe
@@ -97,7 +98,7 @@ def test_a_recipe_is_a_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         asked.append(words)
         return 0
 
-    monkeypatch.setattr(levels.cli, "main", noted)
+    monkeypatch.setattr(cli, "main", noted)
     recipe = "quant_recipes/neighbours/bartowski-Q4_K_M.toml"
     path = levels.convert(NANO, tmp_path, recipe, None, RUNTIME)
     assert path == tmp_path / "nano-bartowski-Q4_K_M.gguf"
