@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from qwen_serve.bench.cli import main
-from qwen_serve.bench.engine import memory
+from qwen_serve.bench.errors import BenchError
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
+    import memory
 
 
 def test_larger_cards_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +26,6 @@ def test_larger_cards_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2.5 * quantized < whole
 
 
-def test_an_unknown_quant_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["engine", "memory", "--quants", "Q9"]) == 1
-    assert "--quants Q9: known are" in capsys.readouterr().err
+def test_an_unknown_quant_is_named() -> None:
+    with pytest.raises(BenchError, match="--quants Q9: known are"):
+        memory.memory(quants=("Q9",))

@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import re
+import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,26 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from qwen_serve.bench.cli import main
 from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
 from qwen_serve.bench.gates.score import WORKLOAD, GateScore
 from qwen_serve.bench.store import Run
-from qwen_serve.bench.submission.rules import (
-    LARGEST_IMAGE,
-    checkpoint_parameters,
-    gates_rule,
-    offline_rule,
-    parameters_rule,
-    size_rule,
-)
-from qwen_serve.bench.submission.service import Service
 
-NANO = Path(__file__).parents[3] / "models" / "nano"
+ROOT = Path(__file__).parents[3]
+NANO = ROOT / "models" / "nano"
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "scripts"))
+    import script
+    from submission.rules import (
+        LARGEST_IMAGE,
+        checkpoint_parameters,
+        gates_rule,
+        offline_rule,
+        parameters_rule,
+        size_rule,
+    )
+    from submission.service import Service
+    from submit import submit
 
 
 class FakeService:
@@ -299,25 +305,48 @@ esac
 # --- the command -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def run(*words: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["submit", *words])
+        script.run(submit)
+
+    return run
+
+
 def test_the_command(
-    fake: FakeService, image: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Callable[..., None],
+    fake: FakeService,
+    image: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["submit", str(image), "--skip", "gates,parameters,offline"]
-    assert main([*command, "--check-only"]) == 0
+    words = [str(image), "--skip", "gates,parameters,offline"]
+    command(*words, "--check-only")
     assert not fake.asked
-    assert main(command) == 1
-    assert "SUBMIT_URL" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="SUBMIT_URL"):
+        command(*words)
     for name, value in {"URL": fake.url, "KEY": "secret", "TEAM": "t"}.items():
         monkeypatch.setenv(f"SUBMIT_{name}", value)
-    assert main(command) == 0
+    command(*words)
     assert "image.tar.gz: queued" in capsys.readouterr().out
     assert fake.state == "queued"
 
 
-def test_a_broken_rule_keeps_it_here(image: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["submit", str(image), "--skip", "offline"]) == 1
-    assert "gates, parameters: not kept; nothing was uploaded" in capsys.readouterr().err
-    assert main(["submit", str(image), "--skip", "luck"]) == 1
-    assert "--skip luck: want some of size" in capsys.readouterr().err
-    assert main(["submit", "nothing.tar.gz"]) == 1
-    assert "docker save" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--skip", "offline"), "gates, parameters: not kept; nothing was uploaded"),
+        (("--skip", "luck"), "--skip luck: want some of size"),
+    ],
+)
+def test_a_broken_rule_keeps_it_here(
+    command: Callable[..., None], image: Path, words: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        command(str(image), *words)
+
+
+def test_an_image_that_is_not_there(command: Callable[..., None]) -> None:
+    with pytest.raises(SystemExit, match="docker save"):
+        command("nothing.tar.gz")

@@ -1,4 +1,4 @@
-"""Timings of the engine's operations become rows of the store."""
+"""Ways to draft, compared in turns, become rows of the store."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -7,62 +7,10 @@ import pytest
 
 from qwen_serve.bench.cli import main
 from qwen_serve.bench.engine import drafts
-from qwen_serve.bench.engine.sampling import KINDS
-from qwen_serve.bench.store import Results, load
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
+from qwen_serve.bench.store import load
 from qwen_serve.server.engine import Engine, Prompt
 
 TEXT = Path(__file__).parents[3] / "README.md"
-
-
-def cells(results: Results, metric: str) -> dict[str, int]:
-    rows = results.of(metric=metric)
-    assert (rows["value"] > 0).all()
-    return {str(cell): len(group) for cell, group in rows.groupby("cell")}
-
-
-def test_sampling(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--rows", "1,2", "--times", "2", "--out", str(tmp_path)]
-    assert main(["engine", "sampling", str(nano_f32), *options]) == 0
-    results = load([tmp_path])
-    found = cells(results, "step_time")
-    ways = ["whole rows, argmax on the host"]
-    if HAS_ROW_SAMPLER:
-        ways += [f"{place}, {kind}" for place in ("host", "device") for kind in KINDS]
-    for way in ways:
-        assert found[f"{way}, 1 rows"] == found[f"{way}, 2 rows"] == 2
-    assert "median" in capsys.readouterr().out
-
-
-def test_prefix_cache(nano_f32: Path, tmp_path: Path) -> None:
-    options = ["--resident", "64,128", "--piece", "64", "--ubatch", "64", "--times", "2"]
-    assert main(["engine", "prefix-cache", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
-    results = load([tmp_path])
-    steps, copies = cells(results, "step_time"), cells(results, "copy_time")
-    assert all(steps[f"1 sequence beside {resident} cells"] == 2 for resident in (0, 64, 128))
-    assert copies == {
-        "share 64 tokens": 3,
-        "remove 64 tokens": 3,
-        "save 64 tokens": 3,
-        "restore 64 tokens": 2,
-    }
-
-
-def test_a_file_that_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    for name, message in (("no.gguf", "no.gguf: no such file"), ("x.gguf", "error: ")):
-        assert main(["engine", "sampling", str(tmp_path / name), "--out", str(tmp_path / "store")]) == 1
-        assert message in capsys.readouterr().err
-
-
-def test_grammar(nano_f32: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--sequences", "1,2", "--tokens", "8", "--times", "2"]
-    assert main(["engine", "grammar", str(nano_f32), *options, "--out", str(tmp_path)]) == 0
-    results = load([tmp_path])
-    found = cells(results, "step_time")
-    ways = ("free", "a text", "nested lists")
-    assert all(found[f"{n} answers, greedy, {way}"] == 2 for n in (1, 2) for way in ways)
-    assert "times as long as free" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``qwen-bench engine recipe``: a searched recipe for a model of the family that is too large to probe."""
+"""``python scripts/recipe.py``: a searched recipe for a model of the family that is too large to probe."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
+
+from script import run
 
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.models.header import float_tensors, quantized_tensors, write_header
@@ -51,10 +53,10 @@ def recipe(
     like: str = "Q4_K_M",
     target_size: str | None = None,
     out: Path | None = None,
-) -> int:
+) -> None:
     """A recipe for a larger model, from the measurements of a smaller one's search.
 
-    - `qwen-bench engine recipe --base nano-F16.gguf --record nano.search.json --shape 27b`
+    - `python scripts/recipe.py --base nano-F16.gguf --record nano.search.json --shape 27b`
 
     Parameters
     ----------
@@ -92,7 +94,7 @@ def recipe(
         size = "" if target_size is None else f" --target-size {target_size}"
         options = f"--base {base.name} --record {record.name} --shape {shape} --like {like}{size}"
         evidence = Evidence(
-            command=f"qwen-bench engine recipe {options}",
+            command=f"python scripts/recipe.py {options}",
             date=time.strftime("%Y-%m-%d", time.gmtime()),
             source=base.stem,
             llama_cpp_python=LLAMA_VERSION,
@@ -105,7 +107,6 @@ def recipe(
         with replacing(out) as part:
             write_recipe(made, part)
         print(f"wrote {out}")
-    return 0
 
 
 def roles_table(
@@ -131,3 +132,7 @@ def roles_table(
 def _bits(layout: Layout, types: Mapping[str, Type], names: list[str]) -> str:
     of = [m for m in layout.matrices if m.name in set(names)]
     return f"{8 * sum(m.n_bytes(types[m.name]) for m in of) / sum(m.elements for m in of):.2f}"
+
+
+if __name__ == "__main__":
+    run(recipe)

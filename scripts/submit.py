@@ -1,15 +1,16 @@
-"""``qwen-bench submit``: checks the rules, then uploads."""
+"""``python scripts/submit.py``: checks the rules, then uploads."""
 
 import os
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from script import run
+from submission.rules import check, gates_rule, offline_rule, parameters_rule, size_rule
+from submission.service import Service
 
 from qwen_serve.bench.arguments import comma_separated
 from qwen_serve.bench.errors import BenchError
-from qwen_serve.bench.submission.rules import check, gates_rule, offline_rule, parameters_rule, size_rule
-from qwen_serve.bench.submission.service import Service
 from qwen_serve.bench.terminal import Bar, Table
 from qwen_serve.convert.progress import BYTES
 
@@ -28,10 +29,10 @@ def submit(
     skip: Annotated[tuple[str, ...], comma_separated(str)] = (),
     start_timeout: float = 600.0,
     check_only: Annotated[bool, Parameter(negative=())] = False,
-) -> int:
+) -> None:
     """Check the competition's rules for an image, upload it and submit it.
 
-    - `qwen-bench submit image.tar.gz --model model.gguf --original Qwen/Qwen3.5-4B --check-only`
+    - `python scripts/submit.py image.tar.gz --model model.gguf --original Qwen/Qwen3.5-4B --check-only`
 
     The environment variables SUBMIT_URL, SUBMIT_KEY and SUBMIT_TEAM name the service, your key and your team.
     The same command continues an interrupted upload.
@@ -71,11 +72,14 @@ def submit(
     if broken := [rule.name for rule in rules if not rule.kept]:
         raise BenchError(f"{', '.join(broken)}: not kept; nothing was uploaded")
     if check_only:
-        return 0
+        return
     if missing := [f"{name} ({what})" for name, what in SETTINGS.items() if not os.environ.get(name)]:
         raise BenchError(f"set {', '.join(missing)} in the environment")
     service = Service(*(os.environ[name] for name in SETTINGS))
     with Bar(image.name, total=image.stat().st_size, unit=BYTES) as bar:
         state = service.hand_in(image, name or image.name, bar.advance)
     print(f"{image.name}: {state}")
-    return 0
+
+
+if __name__ == "__main__":
+    run(submit)

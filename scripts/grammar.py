@@ -1,4 +1,4 @@
-"""``qwen-bench engine grammar``: costs of constrained output."""
+"""``python scripts/grammar.py``: costs of constrained output."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,10 +7,11 @@ from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
+from script import run
 
 from qwen_serve.bench.analysis.statistics import interval
-from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
-from qwen_serve.bench.engine.recording import Recorder, recorded
+from qwen_serve.bench.arguments import Positive, Positives
+from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.terminal import Cell, Table
 from qwen_serve.server.chat.formats import compose, json_format
 from qwen_serve.server.engine import (
@@ -58,12 +59,11 @@ def grammar(
     sequences: Positives = (1, 64),
     tokens: Positive = 64,
     times: Positive = 5,
-    store: StoreOptions = StoreOptions(),
-) -> int:
+) -> None:
     """Compare steps of concurrent answers without constraints and with JSON schemas, in milliseconds, in
     turns.
 
-    - `qwen-bench engine grammar models/nano-Q4_K_M.gguf --sequences 1,8`
+    - `python scripts/grammar.py models/nano-Q4_K_M.gguf --sequences 1,8`
 
     Parameters
     ----------
@@ -76,24 +76,23 @@ def grammar(
     times
         Number of turns.
     """
-    settings = {"sequences": sequences, "tokens": tokens, "times": times}
-    with recorded(gguf, "grammar", "grammar", store, settings) as (_, recorder):
-        options: dict[str, Any] = {"parallel": max(sequences), "ctx_size": max(sequences) * (tokens + 128)}
-        engine = Engine(EngineSettings(model=gguf, speculation="off", prefix_cells=0, **options))
-        engine.start()
-        engine.wait_ready()
-        choosing = _watch(engine)
-        try:
-            grammars = {
-                name: engine.grammars.compile(
-                    compose(json_format(schema, "schema", flexible=False), thinking=False)
-                ).result()
-                for name, schema in SCHEMAS.items()
-            }
-            asyncio.run(_compare(engine, grammars, choosing, recorder, sequences, tokens, times))
-        finally:
-            engine.close()
-    return 0
+    if not gguf.is_file():
+        raise BenchError(f"{gguf}: no such file")
+    options: dict[str, Any] = {"parallel": max(sequences), "ctx_size": max(sequences) * (tokens + 128)}
+    engine = Engine(EngineSettings(model=gguf, speculation="off", prefix_cells=0, **options))
+    engine.start()
+    engine.wait_ready()
+    choosing = _watch(engine)
+    try:
+        grammars = {
+            name: engine.grammars.compile(
+                compose(json_format(schema, "schema", flexible=False), thinking=False)
+            ).result()
+            for name, schema in SCHEMAS.items()
+        }
+        asyncio.run(_compare(engine, grammars, choosing, sequences, tokens, times))
+    finally:
+        engine.close()
 
 
 def _watch(engine: Engine) -> list[float]:
@@ -122,7 +121,6 @@ async def _compare(
     engine: Engine,
     grammars: dict[str, Grammar],
     choosing: list[float],
-    recorder: Recorder,
     counts: Positives,
     tokens: int,
     times: int,
@@ -141,14 +139,19 @@ async def _compare(
                     if turn:
                         seconds[way].append(took)
                         chosen[way].append(1000 * float(np.median(choosing)))
-                        cell = f"{n} answers, {draw}, {way}"
-                        recorder.add(cell, turn, "step_time", 1000 * took)
-                        recorder.add(cell, turn, "sample_time", chosen[way][-1])
             for way in grammars:
                 cost = interval(np.log(seconds[way]) - np.log(seconds[FREE]))
+                step = 1000 * float(np.median(seconds[way]))
                 more = 1000 / n * float(np.median(np.subtract(chosen[way], chosen[FREE])))
-                lines.append([n, draw, way, str(cost), round(more, 1)])
-    columns = ["answers", "draw", "kept to", "step, times as long as free", "more processor us/token"]
+                lines.append([n, draw, way, step, str(cost), round(more, 1)])
+    columns = [
+        "answers",
+        "draw",
+        "kept to",
+        "step, ms",
+        "step, times as long as free",
+        "more processor us/token",
+    ]
     Table(columns, lines, title="cost of a grammar").print()
 
 
@@ -167,3 +170,7 @@ async def _answer(
 
     await asyncio.gather(*map(one, range(n)))
     return float(np.median(np.diff(moments)))
+
+
+if __name__ == "__main__":
+    run(grammar)

@@ -1,10 +1,11 @@
-"""``qwen-bench engine sampling``: what ways to sample add to a step."""
+"""``python scripts/sampling.py``: what ways to sample add to a step."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
-from qwen_serve.bench.engine.recording import make_context, recorded
+from script import loaded, make_context, run
+
+from qwen_serve.bench.arguments import Positive, Positives
 from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.row_sampler import Place
 from qwen_serve.server.engine import SamplingParams, Vocab
@@ -32,12 +33,11 @@ def sampling(
     *,
     rows: Positives = (1, 8, 64),
     times: Positive = 10,
-    store: StoreOptions = StoreOptions(),
-) -> int:
+) -> None:
     """Time a step until a token of each sequence is on the host, by what its requests ask for, in
     milliseconds.
 
-    - `qwen-bench engine sampling model.gguf --rows 1,64`
+    - `python scripts/sampling.py model.gguf --rows 1,64`
 
     Rows are sampled on the device, by the host's threads, or copied to the host for an argmax. Without our
     sampler in llama.cpp, only the last is timed.
@@ -51,12 +51,12 @@ def sampling(
     times
         Timed steps of each case.
     """
-    settings, most = {"rows": rows, "times": times}, max(rows)
-    with recorded(gguf, "sampling", "sampling", store, settings) as (model, recorder):
+    most = max(rows)
+    with loaded(gguf) as (model, timings):
 
         def each(what: str, step: Callable[[int], object]) -> None:
             for n in sorted(rows):
-                recorder.time(f"{what}, {n} rows", lambda n=n: step(n), times)  # type: ignore[misc]
+                timings.time(f"{what}, {n} rows", lambda n=n: step(n), times)  # type: ignore[misc]
 
         for place in (None, Place.HOST, Place.DEVICE):
             context = make_context(model, n_seq=most, n_ctx=CELLS_EACH * most, row_sampling=place)
@@ -64,7 +64,7 @@ def sampling(
                 if place is None:
                     each("whole rows, argmax on the host", lambda n: _argmax(context, n))  # noqa: B023
                 elif context.row_steps is None:
-                    recorder.run.note("this llama.cpp has no row sampler")
+                    print("this llama.cpp has no row sampler")
                     break
                 else:
                     for what, params in KINDS.items():
@@ -72,7 +72,6 @@ def sampling(
                         each(f"{place.name.lower()}, {what}", step)
             finally:
                 context.close()
-    return 0
 
 
 def _argmax(context: Context, n: int) -> None:
@@ -93,3 +92,7 @@ def _step(context: Context, model: Model, params: SamplingParams, most: int) -> 
         return context.row_steps.results().tokens
 
     return step
+
+
+if __name__ == "__main__":
+    run(sampling)

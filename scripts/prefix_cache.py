@@ -1,11 +1,12 @@
-"""``qwen-bench engine prefix-cache``: costs of keeping, sharing and restoring states."""
+"""``python scripts/prefix_cache.py``: costs of keeping, sharing and restoring states."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from qwen_serve.bench.arguments import Positive, Positives, StoreOptions
-from qwen_serve.bench.engine.recording import UNTIMED, Recorder, make_context, recorded
+from script import UNTIMED, Timings, loaded, make_context, run
+
+from qwen_serve.bench.arguments import Positive, Positives
 from qwen_serve.llamacpp import Model
 
 STREAMS = 8
@@ -20,7 +21,7 @@ RESTORES = 3
 class Bench:
     """A context whose sequences share one pool of cells, and the number of tokens of each sequence."""
 
-    def __init__(self, model: Model, recorder: Recorder, *, cells: int, sequences: int, ubatch: int) -> None:
+    def __init__(self, model: Model, timings: Timings, *, cells: int, sequences: int, ubatch: int) -> None:
         self.context = make_context(
             model,
             n_ctx=cells,
@@ -29,7 +30,7 @@ class Bench:
             n_ubatch=ubatch,
             n_outputs=max(16, sequences),
         )
-        self._recorder = recorder
+        self._timings = timings
         self._lengths = [0] * sequences
 
     def run(self, sequences: Sequence[int], length: int = 1, rows: int = 1) -> float:
@@ -60,11 +61,11 @@ class Bench:
         rows: int = 1,
         forget: bool = False,
     ) -> None:
-        """Record several runs after some untimed ones. ``forget``: remove the sequences after each run."""
+        """Add several runs after some untimed ones. ``forget``: remove the sequences after each run."""
         for round in range(1 - UNTIMED, times + 1):
             spent = self.run(sequences, length, rows)
             if round >= 1:
-                self._recorder.add(cell, round, "step_time", spent)
+                self._timings.add(cell, spent)
             for sequence in sequences if forget else ():
                 self.remove(sequence)
 
@@ -90,12 +91,11 @@ def prefix_cache(
     piece: Positive = 8192,
     ubatch: Positive = 512,
     times: Positive = 20,
-    store: StoreOptions = StoreOptions(),
-) -> int:
+) -> None:
     """Time decode steps by the number of occupied cells that they do not use, prompts, and copying, saving
     and restoring a sequence, in milliseconds.
 
-    - `qwen-bench engine prefix-cache model.gguf --resident 8192,65536`
+    - `python scripts/prefix_cache.py model.gguf --resident 8192,65536`
 
     The defaults of the prefix cache's settings are based on these figures.
 
@@ -112,21 +112,19 @@ def prefix_cache(
     times
         Timed steps of each case.
     """
-    settings = {"resident": resident, "piece": piece, "ubatch": ubatch, "times": times}
-    with recorded(gguf, "prefix-cache", "prefix cache", store, settings) as (model, recorder):
-        _measure(model, recorder, sorted(resident), piece, ubatch, times)
-    return 0
+    with loaded(gguf) as (model, timings):
+        _measure(model, timings, sorted(resident), piece, ubatch, times)
 
 
 def _measure(
-    model: Model, recorder: Recorder, resident: Sequence[int], piece: int, ubatch: int, times: int
+    model: Model, timings: Timings, resident: Sequence[int], piece: int, ubatch: int, times: int
 ) -> None:
-    """Record steps by the number of cells that checkpoints occupy, and costs of sharing, saving and restoring
+    """Time steps by the number of cells that checkpoints occupy, and costs of sharing, saving and restoring
     one."""
     pieces = resident[-1] // piece
     first = STREAMS + 4
     cells = resident[-1] + piece + 256 * first + 4 * 2048
-    bench = Bench(model, recorder, cells=cells, sequences=first + pieces, ubatch=ubatch)
+    bench = Bench(model, timings, cells=cells, sequences=first + pieces, ubatch=ubatch)
     every = range(STREAMS)
     try:
         prompt, holder, twin = STREAMS, STREAMS + 1, STREAMS + 2
@@ -135,23 +133,19 @@ def _measure(
         bench.time(f"prompt of {ubatch}", [prompt], max(1, times // 5), length=ubatch, forget=True)
         bench.fill(holder, piece)
         saved = bench.context.save(holder)
-        recorder.add(f"save {piece} tokens", 1, "copy_size", saved.nbytes / 2**20)
-        for round in range(1, RESTORES + 1):
+        print(f"{piece} tokens are {saved.nbytes / 2**20:.1f} MiB")
+        for _ in range(RESTORES):
             for what, action in (
                 ("share", lambda: bench.copy(holder, twin)),
                 ("remove", lambda: bench.remove(twin)),
                 ("save", lambda: bench.context.save(holder)),
             ):
-                recorder.once(f"{what} {piece} tokens", action, round, metric="copy_time")
+                timings.once(f"{what} {piece} tokens", action)
         bench.remove(holder)
         for count in range(pieces + 1):
             if count:
-                recorder.once(
-                    f"restore {piece} tokens",
-                    lambda at=first + count - 1: bench.context.restore(at, saved),  # type: ignore[misc]
-                    count,
-                    metric="copy_time",
-                )
+                at = first + count - 1
+                timings.once(f"restore {piece} tokens", lambda: bench.context.restore(at, saved))  # noqa: B023
             if count * piece in (0, *resident):
                 beside = f"beside {count * piece} cells"
                 bench.time(f"1 sequence {beside}", [0], times)
@@ -159,3 +153,7 @@ def _measure(
                 bench.time(f"16 rows of a sequence {beside}", [0], times, length=16, rows=16)
     finally:
         bench.context.close()
+
+
+if __name__ == "__main__":
+    run(prefix_cache)

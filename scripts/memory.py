@@ -1,4 +1,4 @@
-"""``qwen-bench engine memory``: which quant and which context fit on a card, by the server's own plan.
+"""``python scripts/memory.py``: which quant and which context fit on a card, by the server's own plan.
 
 The plan needs a GGUF's header alone, so no model is needed. Compute buffers are those that llama.cpp reserves
 without a GPU, for the same passes.
@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
+
+from script import run
 
 from qwen_serve.bench.arguments import comma_separated
 from qwen_serve.bench.errors import BenchError
@@ -40,11 +42,11 @@ def memory(
     quants: Annotated[tuple[str, ...], comma_separated(str)] = QUANTS,
     cards: Annotated[tuple[int, ...], comma_separated(int)] = (24, 40, 48, 80),
     parallel: Annotated[tuple[int, ...], comma_separated(int)] = (1, 8),
-) -> int:
+) -> None:
     """Which quant and which context fit on a card of so many GB, by the server's own plan.
 
-    - `qwen-bench engine memory --shape 27b`
-    - `qwen-bench engine memory --shape 35b-a3b --cards 24,32 --parallel 1,4`
+    - `python scripts/memory.py --shape 27b`
+    - `python scripts/memory.py --shape 35b-a3b --cards 24,32 --parallel 1,4`
 
     Parameters
     ----------
@@ -61,7 +63,6 @@ def memory(
         known = ", ".join((*known_recipes(), *FLOAT_TYPES))
         raise BenchError(f"--quants {wrong[0]}: known are {known}")
     fits_table(shape, quants, cards, parallel).print()
-    return 0
 
 
 def fits_table(shape: str, quants: Sequence[str], cards: Sequence[int], parallel: Sequence[int]) -> Table:
@@ -112,3 +113,7 @@ def _plan(path: Path, n_bytes: int, parallel: int) -> MemoryPlan | None:
             return wide
         cells = max(least, padded(cells * 31 // 32) - CELL_PADDING)
     return plan
+
+
+if __name__ == "__main__":
+    run(memory)
