@@ -157,7 +157,7 @@ GATES ?= results
 submission: image $(VENV)/.bench ## build the image, check the competition's rules, upload it
 	$(CONTAINER) save -o image.tar '$(IMAGE)'
 	gzip -f image.tar
-	$(PY) -m qwen_serve.bench submit image.tar.gz --model '$(BAKED)' $(if $(MMPROJ),--model '$(MMPROJ)') --original '$(SRC)' --gates '$(GATES)' $(ARGS)
+	$(PY) scripts/submit.py image.tar.gz --model '$(BAKED)' $(if $(MMPROJ),--model '$(MMPROJ)') --original '$(SRC)' --gates '$(GATES)' $(ARGS)
 
 #: Test
 # one more than there are cores, since a third of the tests wait for a server or a browser; long tests compute

@@ -56,7 +56,7 @@ WITHOUT_CHECKOUT = {"docs/installation.md"}
 ELSEWHERE = {
     r"^make ": "its targets and variables are looked up; CI runs the targets that test",
     r"\bdocker\b": "docker",
-    r"^export SUBMIT|^qwen-bench submit": "hands an image in; tests/bench/submission",
+    r"^export SUBMIT|^python scripts/submit\.py": "hands an image in; tests/bench/scripts",
     r"^pip |^qwen-serve setup": "builds llama.cpp; tests/test_packaging.py, tests/server/test_setup_llama.py",
     r"^qwen-bench build|^BIN/|llama-server": "llama.cpp's own programs; tests/bench/servers",
     r"^qwen-bench build synthetic|BF16\.gguf|\bF16\.words|[ =]Q4_K_M\.gguf": "a synthetic 4B of gigabytes",

@@ -195,7 +195,7 @@ def test_make_submission(tmp_path: Path) -> None:
     said = dry_run(tmp_path, "submission", "VARIANT=exact", "SRC=some/where/Mine", "IMAGE=mine").stdout
     steps = [shlex.split(line) for line in said.splitlines()]
     build, save = ([step for step in steps if step[:2] == ["docker", verb]] for verb in ("build", "save"))
-    (submit,) = [step for step in steps if "submit" in step]
+    (submit,) = [step for step in steps if "scripts/submit.py" in step]
     assert "MODEL=models/Mine-F16.gguf" in build[0]
     assert build[0][-2] == save[0][-1] == "mine"
     options = dict(pairwise(submit))

@@ -107,21 +107,9 @@ COMMANDS = {
         "Cost of the engine's parts, without a server; the lower bound of a card.",
         parts={
             "drafts": Command("Each way to draft, in turns.", "qwen_serve.bench.engine.drafts:drafts"),
-            "grammar": Command("Cost of a schema.", "qwen_serve.bench.engine.grammar:grammar"),
-            "sampling": Command("Cost of each way to sample.", "qwen_serve.bench.engine.sampling:sampling"),
-            "prefix-cache": Command(
-                "Cost of keeping and sharing states.", "qwen_serve.bench.engine.prefix_cache:prefix_cache"
-            ),
             "kv-cache": Command(
                 "Types of the KV cache: bytes, time, divergence, retrieval over long distances.",
                 "qwen_serve.bench.engine.kv_cache:kv_cache",
-            ),
-            "memory": Command(
-                "Which quant and which context fit on a card.", "qwen_serve.bench.engine.memory:memory"
-            ),
-            "recipe": Command(
-                "A recipe for a larger model, from a smaller one's search.",
-                "qwen_serve.bench.engine.recipe:recipe",
             ),
             "roofline": Command(
                 "Predicted time of a request on a card.",
@@ -143,28 +131,7 @@ COMMANDS = {
             )
         },
     ),
-    "submit": Command(
-        "Check an image against the competition's rules, and upload it.",
-        "qwen_serve.bench.submission.submit:submit",
-    ),
 }
-
-RENAMED = {
-    "compare": "report --compare",
-    "paired": "quality paired",
-    "perplexity": "quality perplexity",
-    "draft-cost": "engine drafts",
-    "grammar-cost": "engine grammar",
-    "sampling-cost": "engine sampling",
-    "prefix-cost": "engine prefix-cache",
-    "kv-cache": "engine kv-cache",
-    "roofline": "engine roofline",
-    "synthetic": "build synthetic",
-    "clients": "conformance clients",
-    "variants": "sweep variants",
-}
-"""Former name of a command -> its name now."""
-
 
 GROUPS = {
     "Measure a server": ("latency", "throughput", "peers", "start", "experiment", "record"),
@@ -172,7 +139,7 @@ GROUPS = {
     "Measure a model's quality": ("quality", "sweep"),
     "Measure the engine": ("engine",),
     "Results": ("report",),
-    "Build": ("build", "submit"),
+    "Build": ("build",),
 }
 """Heading in the help -> commands."""
 
@@ -259,13 +226,9 @@ def help_without_extras(asked: str | None, missing: str | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit status: the command's, 1 after a BenchError, 130 after Ctrl-C, 2
-    for a renamed command. Exits with 143 after SIGTERM and with 2 for wrong options.
-    """
+    """Run a command line and return its exit status: the command's, 1 after a BenchError, 130 after Ctrl-C.
+    Exits with 143 after SIGTERM and with 2 for wrong options."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in RENAMED:
-        print(f"error: {words[0]}: it is now `qwen-bench {RENAMED[words[0]]}`", file=sys.stderr)
-        return 2
     try:
         with ended_by_sigterm():
             status = make_app(words)(words)

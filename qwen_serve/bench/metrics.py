@@ -63,14 +63,11 @@ METRICS: dict[str, Metric] = {
     "resident_memory": Metric("MiB", "lower", "resident memory of the server"),
     "aborted": Metric("requests", None, "streams given up by the client"),
     # --- of the engine without a server
-    "copy_time": Metric("ms", "lower", "copying, saving or restoring a sequence"),
-    "copy_size": Metric("MiB", None, "a saved sequence"),
     # --- of a type of the KV cache
     "kv_bytes": Metric("bytes", "lower", "keys and values of a token, all layers"),
     "retrieved": Metric("%", "higher", "tokens of random numbers foreseen when they come again"),
     # --- of single passes of the engine, for a batch of sequences
     "step_time": Metric("ms", "lower", "time of a step"),
-    "sample_time": Metric("ms", "lower", "processor time to choose the tokens of a step"),
     # --- of a quality gate, or one of its subtasks
     "score": Metric("%", "higher", "score"),
     "score_low": Metric("%", None, "lower end of the score's 95% interval"),

@@ -346,8 +346,8 @@ def parser() -> argparse.ArgumentParser:
         "--target-kld",
         metavar="NATS",
         type=number,
-        help="largest mean KL divergence from the unquantized model; finds the smallest file (with --for the "
-        "fastest)",
+        help="largest mean KL divergence from the unquantized model, on text that it writes; finds the "
+        "smallest file (with --for the fastest)",
     )
     auto.add_argument(
         "--target-ms",

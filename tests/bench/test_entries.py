@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_serve.bench.cli import COMMANDS, RENAMED, main, make_app
+from qwen_serve.bench.cli import COMMANDS, main, make_app
 from tests.marks import slow_but
 from tests.processes import run
 
@@ -55,13 +55,6 @@ def test_the_help_begins_with_examples_that_the_command_takes(name: str) -> None
         assert words[: len(name.split())] == name.split()
         _, bound, *_ = make_app(words).parse_args(words, exit_on_error=False)
         assert bound.arguments or bound.kwargs
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_says_the_new_one(old: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([old, "models/nano.gguf"]) == 2
-    assert f"error: {old}: it is now `qwen-bench {RENAMED[old]}`" in capsys.readouterr().err
-    assert RENAMED[old].partition(" --")[0] in NAMES
 
 
 def test_help_names_all_and_an_unknown_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

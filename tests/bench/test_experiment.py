@@ -146,6 +146,6 @@ async def test_the_texts_to_be_made_for_one_are_long_enough(
 def test_an_unknown_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "nothing"]) == 1
     assert (
-        "there are card, card-quick, dflash, hackathon, hackathon-one-card, llama-server, nano, "
+        "there are card, card-quick, dflash, drafts, hackathon, hackathon-one-card, llama-server, nano, "
         "sampling, three-servers, verify" in capsys.readouterr().err
     )

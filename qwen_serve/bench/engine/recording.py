@@ -1,17 +1,16 @@
 """Common parts of the engine's measurements: the model, timing, and rows in the store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from qwen_serve.bench.arguments import StoreOptions
 from qwen_serve.bench.errors import BenchError
 from qwen_serve.bench.report.views import show
 from qwen_serve.bench.store import Run
-from qwen_serve.llamacpp import Context, ContextOptions, Model, devices, supports_gpu
+from qwen_serve.llamacpp import Model, devices, supports_gpu
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.server.engine.errors import EngineError
 
@@ -26,21 +25,6 @@ class Recorder:
     run: Run
     subject: str
     workload: str
-
-    def time(self, cell: str, action: Callable[[], object], times: int) -> None:
-        """Run ``action`` untimed, then time it ``times`` times; each time is a round."""
-        for _ in range(UNTIMED):
-            action()
-        for round in range(1, times + 1):
-            self.once(cell, action, round)
-
-    def once(
-        self, cell: str, action: Callable[[], object], round: int = 1, *, metric: str = "step_time"
-    ) -> None:
-        """Run ``action`` once and record its time, in milliseconds."""
-        started = perf_counter()
-        action()
-        self.add(cell, round, metric, 1000 * (perf_counter() - started))
 
     def add(self, cell: str, round: int, metric: str, value: float) -> None:
         """Record a value."""
@@ -75,21 +59,3 @@ def recorded(
             yield model, Recorder(run, gguf.stem, workload)
         finally:
             model.close()
-
-
-def make_context(model: Model, *, n_seq: int, n_ctx: int, **options: Any) -> Context:
-    """A context like the engine's, with f16 keys and values and one thread."""
-    given = {"n_batch": 512, "n_ubatch": 512, "n_outputs": n_seq, **options}
-    return Context(
-        model,
-        ContextOptions(
-            n_ctx=n_ctx,
-            n_seq=n_seq,
-            threads=1,
-            threads_batch=1,
-            flash_attn="auto",
-            type_k="f16",
-            type_v="f16",
-            **given,
-        ),
-    )

@@ -298,7 +298,7 @@ class Engine:
                     self._request_cancel(sequence)
 
     def _add(self, sequence: Sequence, request: GenerateRequest) -> None:
-        if sequence.done is not None:
+        if sequence not in self._open:
             return
         params, thinking, dry = request.params, sequence.thinking, self.dries.of(request.params)
         sampler = Sampler(params, self.vocab, request.prompt.ids, request.constraint, thinking, dry)
@@ -315,7 +315,7 @@ class Engine:
 
     def _end(self, sequence: Sequence, done: FinishReason | Exception) -> None:
         """End a request between two steps, in any state; do nothing if it has already ended."""
-        if sequence.done is None:
+        if sequence in self._open:
             sequence.done = done
             self._scheduler.remove(sequence, failed=isinstance(done, Exception))
             self._finish(sequence)

@@ -25,10 +25,8 @@ Attention multiplies other sequences' cells and free cells by 0, and a value tha
 So unusable logits do not tell which sequence caused them. The cells are cleared, and the running sequences
 start again, each alone until it has a token. A sequence that gets none even alone is the cause and fails.
 
-On a hybrid model llama.cpp reads the weights once for each distinct token count of a step's sequences, since
-the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes,
-sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a
-prompt, attention would read a mask of all sequences' cells for each of its tokens.
+A step whose sequences have different token counts is one pass with the patch ragged-passes, else one for each
+count. Decodes have steps of their own: beside a chunk of a prompt, attention would read a mask of all cells.
 """
 
 from __future__ import annotations
@@ -262,9 +260,8 @@ class Scheduler:
         now = perf_counter()
         self.waiting.steps += 1
         news: list[Sequence] = []
-        finished: list[Sequence] = []
         recomputed: list[Sequence] = []
-        alone, usable = not batch.dropped, True
+        steady, usable = not batch.dropped, True
         for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
             if sequence in batch.dropped:
@@ -273,8 +270,8 @@ class Scheduler:
                 sequence.computed = computed
             if result.error is not None:
                 if sequence.quarantined or not result.recompute:
-                    sequence.done = result.error
-                    finished.append(sequence)
+                    sequence.done, steady = result.error, False
+                    news.append(sequence)
                     if ahead is not None:
                         ahead.drop(sequence)
                     self.remove(sequence, failed=True)
@@ -302,19 +299,19 @@ class Scheduler:
             new = [*result.tokens, *result.forced] if result.forced else result.tokens
             new = sequence.extend(new, self._ends)
             self.generated_tokens += len(new)
-            alone = alone and len(new) == 1  # no forced tokens
-            (finished if sequence.done else news).append(sequence)
+            news.append(sequence)
+            steady = steady and len(new) == 1 and not sequence.done  # no forced tokens
             if sequence.done:
                 sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
-        steady = alone and not (finished or recomputed) and batch.is_decode
+        steady = steady and not recomputed and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
         for sequence in recomputed:
             if sequence in self.running:
                 self._preempt(sequence)
         if not usable:
             self._quarantine()
-        return news + finished
+        return news
 
     # --- the parts of schedule -----------------------------------------------------------------------------
 

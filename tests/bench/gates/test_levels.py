@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from qwen_serve.bench.gates import levels
 from qwen_serve.bench.gates.levels import DEEP, Measured, Tried, changed, measure, print_depth, print_texts
+from qwen_serve.convert import cli
 from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.kld import OWN, Candidate, compare, compare_all
+from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.llamacpp import HAS_STATE_F16
 from qwen_serve.llamacpp.evaluation import Runtime
 
 import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
+ROOT = Path(__file__).parents[3]
+NANO = ROOT / "models" / "nano"
 
 
 def test_a_change_has_the_interval_of_its_chunks() -> None:
@@ -87,3 +89,27 @@ def test_what_was_measured_is_not_measured_again(
         assert np.array_equal(one.divergence[OWN], again.divergence[OWN])
     measure(base, files, {OWN: ids[:, :128]}, RUNTIME)
     assert len(asked) == 1, "another text"
+
+
+def test_a_recipe_is_a_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def noted(words: list[str]) -> int:
+        asked.append(words)
+        return 0
+
+    monkeypatch.setattr(cli, "main", noted)
+    recipe = "quant_recipes/neighbours/bartowski-Q4_K_M.toml"
+    path = levels.convert(NANO, tmp_path, recipe, None, RUNTIME)
+    assert path == tmp_path / "nano-bartowski-Q4_K_M.gguf"
+    assert levels.compensate(NANO, tmp_path, "Q2_K", None, RUNTIME) == tmp_path / "Q2_K" / "nano-Q2_K.gguf"
+    first, second = (dict(pairwise(words)) for words in asked)
+    assert (first["--recipe"], first["--src"]) == (recipe, str(NANO))
+    assert (second["--quant"], second["--method"]) == ("Q2_K", "compensated")
+    assert second["--src"] == str(tmp_path / "nano-F16.gguf"), "the same file for both methods"
+    assert second["--calibration"] == str(tmp_path / "nano.calibration.txt")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "quant_recipes").rglob("*.toml")), ids=lambda path: path.stem)
+def test_every_bundled_recipe_is_one(path: Path) -> None:
+    assert load_recipe(path).about
