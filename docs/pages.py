@@ -90,6 +90,9 @@ def settings_page() -> str:
         "key of the TOML file that `--config` names (`ctx_size = 8192`). A flag takes precedence over the "
         "environment, the environment over the file, and the file over a [variant](variants.md) "
         "(`--variant`). `--print-settings` prints the settings in effect as such a file, with their sources.",
+        "What is on or off has two flags, `--thinking` and `--no-thinking`; elsewhere it is `true` or "
+        "`false`. Lists are separated by commas. An unknown name is an error that suggests a similar one. "
+        "[Serving](serving.md#settings) says which setting to use for what.",
     ]
     for title, about, settings in described_settings():
         rows = [

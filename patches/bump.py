@@ -43,7 +43,7 @@ CMAKE = [
 ]
 GONE = {"upstream has it", "dropped"}
 DONE = {"merged", "by hand", "as solved before"} | GONE
-CHECKS = "qwen_serve.llamacpp.inside_model"
+CHECKS = "qwen_serve.llamacpp.abi_checks_model"
 """The module that says whether a llama.cpp is as Python expects it."""
 
 

@@ -44,7 +44,6 @@ declare -A off=(
     [seq-own-cells]=LLAMA_SEQ_ALL_CELLS=1
     [n-kv-steps]=LLAMA_N_KV_PAD_256=1
     [attention-own-cells]=GGML_CUDA_FA_DENSE=1
-    [kq-mask-in-place]=LLAMA_KQ_MASK_WHOLE=1
     [kv-window]=LLAMA_KV_NO_WINDOW=1
     [kv-gather]=LLAMA_KV_NO_GATHER=1
     [kq-mask-bits]=LLAMA_KQ_MASK_BITS=0
@@ -231,7 +230,7 @@ crossover() {
 held() {
     local step set
     : >"$out/held.jsonl"
-    for step in $(steps none n-kv-steps attention-own-cells kq-mask-in-place kv-window full); do
+    for step in $(steps none n-kv-steps attention-own-cells kv-window kq-mask-bits full); do
         set=$(switches "$step") || continue
         # shellcheck disable=SC2086
         env $set "$bin/held-speed" "$step" "$model" 0,131072 1,8,64 >>"$out/held.jsonl" 2>"$out/held.log" ||

@@ -30,6 +30,11 @@ function(llama_native_sources)
         endforeach()
     endforeach()
 
+    # the CPU's targets link it, and so find what ggml-cpu's files include, too
+    if(TARGET ggml-base)
+        target_include_directories(ggml-base PUBLIC $<BUILD_INTERFACE:${LLAMA_NATIVE_DIR}/ggml/src>)
+    endif()
+
     # each by itself, outside of libllama's unity build
     file(GLOB sources CONFIGURE_DEPENDS ${LLAMA_NATIVE_DIR}/src/*.cpp)
     if(sources)

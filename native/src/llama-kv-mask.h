@@ -19,14 +19,6 @@
 //
 // a row costs the memory that it fills and the cells of its own sequence, whatever other sequences hold
 
-// what lies in a mask's memory since the last time, a bit for each cell of a row
-struct llama_kq_mask_last {
-    const void * data = nullptr; // nullptr - nothing is known
-    int64_t      n_kv = 0;
-
-    std::vector<std::vector<uint64_t>> rows;
-};
-
 // columns that are some of the cells, in ascending order
 struct llama_kq_mask_columns {
     struct word {
@@ -83,8 +75,6 @@ struct llama_kq_mask_args {
     int64_t n_stream;
     int64_t n_tps; // tokens per stream
 
-    llama_kq_mask_last * last = nullptr; // only what has changed is written
-
     uint32_t start = 0; // the cell of the first column, a multiple of 64
 
     const llama_kq_mask_columns * columns = nullptr; // the cells of the columns, instead of those from start on
@@ -94,16 +84,15 @@ struct llama_kq_mask_args {
 using llama_kq_mask_bits = uint32_t;
 
 // n is a multiple of 64
-[[maybe_unused]] static void llama_kq_mask_expand(
-        const uint64_t * bits, size_t n_words, int64_t n, llama_kq_mask_bits * dst, uint64_t * /*last*/, bool /*known*/) {
+[[maybe_unused]] static void llama_kq_mask_expand(const uint64_t * bits, size_t n_words, int64_t n, llama_kq_mask_bits * dst) {
     const size_t n_own = std::min<size_t>(n_words, n / 64);
     if (n_own) { std::memcpy(dst, bits, 8 * n_own); }
     std::memset(dst + 2 * n_own, 0, n / 8 - 8 * n_own);
 }
 
-// writes 0 for set bits and -INF for clear ones, n values. last: the bits of what is there, or will be if it is not known
+// writes 0 for set bits and -INF for clear ones, n values
 template <typename T>
-static void llama_kq_mask_expand(const uint64_t * bits, size_t n_words, int64_t n, T * dst, uint64_t * last, bool known) {
+static void llama_kq_mask_expand(const uint64_t * bits, size_t n_words, int64_t n, T * dst) {
     // the values of 8 bits
     static const auto lut = [] {
         std::array<std::array<T, 8>, 256> res;
@@ -117,12 +106,8 @@ static void llama_kq_mask_expand(const uint64_t * bits, size_t n_words, int64_t 
 
     size_t w = 0;
     for (int64_t j = 0; j < n; j += 64, ++w) {
-        const uint64_t b = w < n_words ? bits[w] : 0;
-        if (last) {
-            if (known && last[w] == b) { continue; }
-            last[w] = b;
-        }
-        const int64_t n_vals = std::min<int64_t>(64, n - j);
+        const uint64_t b      = w < n_words ? bits[w] : 0;
+        const int64_t  n_vals = std::min<int64_t>(64, n - j);
         if (b == 0) {
             std::fill(dst + j, dst + j + n_vals, drop);
         } else if (n_vals == 64) {
@@ -154,36 +139,23 @@ static void llama_kq_mask_full(const llama_kq_mask_args & args, T * data) {
     };
     std::unordered_map<llama_seq_id, picture> pictures;
 
-    const size_t n_rows = args.n_stream * args.n_tps;
-
-    auto * last = args.last;
-
-    const bool known = last && last->data == data && last->n_kv == args.n_kv && last->rows.size() == n_rows;
-    if (last && !known) {
-        last->data = data;
-        last->n_kv = args.n_kv;
-        last->rows.assign(n_rows, std::vector<uint64_t>((args.n_kv + 63) / 64));
-    }
-
     const size_t w0 = args.start / 64;
 
     std::vector<uint64_t> packed;
 
-    const auto expand = [&](const std::vector<uint64_t> & bits, T * row, uint64_t * last_row) {
+    const auto expand = [&](const std::vector<uint64_t> & bits, T * row) {
         if (args.columns) {
             args.columns->pack(bits, packed);
-            llama_kq_mask_expand(packed.data(), packed.size(), args.n_kv, row, last_row, known);
+            llama_kq_mask_expand(packed.data(), packed.size(), args.n_kv, row);
             return;
         }
         const size_t n_skip = std::min(w0, bits.size());
-        llama_kq_mask_expand(bits.data() + n_skip, bits.size() - n_skip, args.n_kv, row, last_row, known);
+        llama_kq_mask_expand(bits.data() + n_skip, bits.size() - n_skip, args.n_kv, row);
     };
 
     for (int64_t i = 0; i < args.n_stream * args.n_tps; ++i) {
         const llama_seq_id seq_id = ubatch.seq_id[i][0];
         const llama_pos    p1     = ubatch.pos[i];
-
-        uint64_t * last_row = last ? last->rows[i].data() : nullptr;
 
         const auto & cells   = args.v_cells.at(args.seq_to_stream[seq_id]);
         const auto & seq_pos = cells.seq_pos_get(seq_id);
@@ -192,7 +164,7 @@ static void llama_kq_mask_full(const llama_kq_mask_args & args, T * data) {
         T * row = data + args.n_kv * i / (std::is_same_v<T, llama_kq_mask_bits> ? 32 : 1);
 
         if (!causal) {
-            expand(all, row, last_row);
+            expand(all, row);
             continue;
         }
 
@@ -233,7 +205,7 @@ static void llama_kq_mask_full(const llama_kq_mask_args & args, T * data) {
                 const int64_t cell = pic.cells[pic.n_seen][2];
                 pic.bits[cell / 64] |= 1ull << (cell % 64);
             }
-            expand(pic.bits, row, last_row);
+            expand(pic.bits, row);
             continue;
         }
 
@@ -241,7 +213,7 @@ static void llama_kq_mask_full(const llama_kq_mask_args & args, T * data) {
 
         if (next == seq_pos.end() && found == seqs.end()) {
             // the usual case when generating
-            expand(all, row, last_row);
+            expand(all, row);
         } else {
             if (found == seqs.end() || found->second.pos > p1) {
                 found = seqs.insert_or_assign(seq_id, seen{ p1, all }).first;
@@ -252,7 +224,7 @@ static void llama_kq_mask_full(const llama_kq_mask_args & args, T * data) {
                 }
                 found->second.pos = p1;
             }
-            expand(found->second.bits, row, last_row);
+            expand(found->second.bits, row);
         }
     }
 }
@@ -263,8 +235,6 @@ static void llama_kq_mask_part(const llama_kq_mask_args & args, T * data) {
     const auto & ubatch = args.ubatch;
 
     const uint32_t n_swa = args.n_swa;
-
-    if (args.last) { args.last->data = nullptr; }
 
     const T keep = llama_cast<T>(0.0f);
     const T drop = llama_cast<T>(-INFINITY);

@@ -48,7 +48,10 @@ static uint64_t lowest_kept(std::vector<row_token> & tokens, uint64_t need, Weig
 // The tokens that are left: those of the row from `low` to `high`, or a list.
 class row_choice {
 public:
-    row_choice(const llama_row_request & request, int32_t n_real) : params(request.params), position(request.position), n_real(n_real) {}
+    row_choice(const llama_row_request & request, int32_t n_real, int32_t n_vocab) :
+        params(request.params), position(request.position), n_real(n_real), n_vocab(n_vocab) {}
+
+    int32_t surprise = 0; // of token(), with Mirostat
 
     void whole(const float * logits) {
         row  = logits;
@@ -66,7 +69,7 @@ public:
                     top_n_sigma();
                     break;
                 case LLAMA_ROW_OP_TOP_K:
-                    top_k();
+                    top_k(params.top_k);
                     break;
                 case LLAMA_ROW_OP_TEMPERATURE:
                     scale = params.scale;
@@ -85,6 +88,15 @@ public:
                     break;
                 case LLAMA_ROW_OP_BEST:
                     return greedy();
+                case LLAMA_ROW_OP_DYNATEMP:
+                    scale = dynamic_scale();
+                    break;
+                case LLAMA_ROW_OP_MIROSTAT:
+                    top_k(mirostat_k());
+                    return surprising(draw());
+                case LLAMA_ROW_OP_MIROSTAT_V2:
+                    mirostat_v2();
+                    return surprising(draw());
             }
         }
         return draw();
@@ -95,7 +107,7 @@ private:
 
     const llama_row_params & params;
     const uint64_t           position;
-    const int32_t            n_real;
+    const int32_t            n_real, n_vocab;
     const float *            row = nullptr; // NULL: the list
     float                    low = LOWEST, best = NONE;
     float                    scale = LRS_LOG2_E;
@@ -165,25 +177,87 @@ private:
         return lrs_key_id(key);
     }
 
-    void top_k() {
-        const size_t k = params.top_k;
+    // the n best keys, in any order
+    std::vector<uint64_t> best_keys(size_t n) const {
+        std::vector<uint64_t> keys;
         if (row) {
-            // at least k logits reach the k-th highest of the blocks' best, and few exceed it
+            // at least n logits reach the n-th highest of the blocks' best, and few exceed it
             std::vector<float> blocks;
             for (int32_t start = 0; start + BLOCK <= n_real; start += BLOCK) { blocks.push_back(highest(row + start, BLOCK)); }
             float least = low;
-            if (blocks.size() > 2 * k && best == *std::max_element(blocks.begin(), blocks.end())) {
-                std::nth_element(blocks.begin(), blocks.begin() + (k - 1), blocks.end(), std::greater<float>());
-                least = blocks[k - 1];
+            if (blocks.size() > 2 * n && best == *std::max_element(blocks.begin(), blocks.end())) {
+                std::nth_element(blocks.begin(), blocks.begin() + (n - 1), blocks.end(), std::greater<float>());
+                least = std::max(low, blocks[n - 1]);
             }
-            collect(least);
+            for (int32_t i = 0; i < n_real; i++) {
+                if (row[i] >= least && row[i] <= best) { keys.push_back(lrs_key(lrs_order(row[i]), i)); }
+            }
+        } else {
+            for (const auto & t : tokens()) { keys.push_back(t.key); }
         }
-        std::vector<row_token> & list = tokens();
-        if (list.size() > k) {
-            std::nth_element(
-                    list.begin(), list.begin() + (k - 1), list.end(), [](const row_token & x, const row_token & y) { return x.key > y.key; });
-            list.resize(k);
+        return best_of(std::move(keys), n);
+    }
+
+    static std::vector<uint64_t> best_of(std::vector<uint64_t> keys, size_t n) {
+        if (keys.size() > n) {
+            std::nth_element(keys.begin(), keys.begin() + (n - 1), keys.end(), std::greater<uint64_t>());
+            keys.resize(n);
         }
+        return keys;
+    }
+
+    static uint64_t lowest(const std::vector<uint64_t> & keys) { return *std::min_element(keys.begin(), keys.end()); }
+
+    // `least`, or less so that min_keep tokens are kept
+    uint64_t or_less(uint64_t least) const { return params.min_keep > 1 ? std::min(least, lowest(best_keys(params.min_keep))) : least; }
+
+    // from here on only tokens with at least this key are left, as a list
+    void keep_from(uint64_t least) {
+        if (row) { collect(lrs_logit(least >> 32)); }
+        keep([&](const row_token & t) { return t.key >= least; });
+    }
+
+    void top_k(size_t k) { keep_from(lowest(best_keys(k))); }
+
+    size_t count() const { return row ? total_count(part()) : tokens().size(); }
+
+    float dynamic_scale() {
+        uint64_t total = row ? total_mass(part()) : weigh(), moments = row ? total_moments(part()) : 0;
+        if (!row) {
+            for (const auto & t : tokens()) { moments += lrs_moment(distance(t), t.mass); }
+        }
+        return lrs_dynamic_scale(params, count(), total, moments, scale);
+    }
+
+    uint32_t mirostat_k() const {
+        std::vector<uint64_t> keys = best_keys(LRS_MIROSTAT_M);
+        std::sort(keys.begin(), keys.end(), std::greater<uint64_t>());
+        uint64_t products = 0, squares = 0;
+        for (size_t i = 0; i + 1 < keys.size(); i++) {
+            const uint32_t near = lrs_distance(lrs_logit(keys[i] >> 32), best, scale), far = lrs_distance(lrs_logit(keys[i + 1] >> 32), best, scale);
+            products += lrs_zipf_step(i) * (far - near);
+            squares += lrs_zipf_step(i) * lrs_zipf_step(i);
+        }
+        return lrs_mirostat_k(params.mu, products, squares, n_vocab);
+    }
+
+    void mirostat_v2() {
+        const uint32_t reach = lrs_mirostat_reach(params.mu, row ? total_mass(part()) : weigh());
+        if (row) {
+            const float highest = best;
+            low                 = lowest_logit([&](float logit) { return lrs_distance(logit, highest, scale) <= reach; });
+        } else {
+            keep([&](const row_token & t) { return distance(t) <= reach; });
+        }
+    }
+
+    int32_t surprising(int32_t token) {
+        float logit = row ? row[token] : 0;
+        for (const auto & t : tokens()) {
+            if (!row && (int32_t) lrs_key_id(t.key) == token) { logit = t.logit; }
+        }
+        surprise = lrs_surprise(row ? total_mass(part()) : weigh()) + (int32_t) lrs_distance(logit, best, scale);
+        return token;
     }
 
     static uint64_t mass_of(const row_token & t) { return t.mass; }
@@ -192,12 +266,12 @@ private:
         const auto     as_is  = [](uint32_t far) { return far; };
         const auto     key_of = [&](int32_t i, uint32_t) { return lrs_key(lrs_order(row[i]), i); };
         const uint64_t least  = row ? lowest_of_row(params.top_p, as_is, key_of) : lowest_kept(tokens(), lrs_part(weigh(), params.top_p), mass_of);
-        if (row && lrs_key_id(least) == UINT32_MAX) { // does not cut between equal logits
-            low = lrs_logit(least >> 32);
+        const uint64_t kept   = or_less(least);
+        if (row && lrs_key_id(kept) == UINT32_MAX) { // does not cut between equal logits
+            low = lrs_logit(kept >> 32);
             return;
         }
-        if (row) { collect(lrs_logit(least >> 32)); }
-        keep([&](const row_token & t) { return t.key >= least; });
+        keep_from(kept);
     }
 
     // The lowest key of the best tokens of the row that have this part of its mass. rank_of(distance) is lower for better
@@ -240,11 +314,13 @@ private:
     }
 
     void min_p() {
-        if (row) {
-            const float highest = best;
-            low                 = lowest_logit([&](float logit) { return lrs_distance(logit, highest, scale) <= params.min_p; });
+        const float    highest = best;
+        const float    lowest  = lowest_logit([&](float logit) { return lrs_distance(logit, highest, scale) <= params.min_p; });
+        const uint64_t least = (uint64_t) lrs_order(lowest) << 32, kept = or_less(least);
+        if (row && kept == least) {
+            low = lowest;
         } else {
-            keep([&](const row_token & t) { return distance(t) <= params.min_p; });
+            keep_from(kept);
         }
     }
 
@@ -287,7 +363,12 @@ private:
         thread_local std::vector<row_token> ordered;
         ordered = tokens();
         for (auto & t : ordered) { t.key = key_of(t); }
-        const uint64_t least = lowest_kept(ordered, lrs_part(total, params.typical), mass_of);
+        uint64_t least = lowest_kept(ordered, lrs_part(total, params.typical), mass_of);
+        if (params.min_keep > 1) {
+            std::vector<uint64_t> keys;
+            for (const auto & t : ordered) { keys.push_back(t.key); }
+            least = std::min(least, lowest(best_of(std::move(keys), params.min_keep)));
+        }
         keep([&](const row_token & t) { return key_of(t) >= least; });
         find_best();
     }
@@ -295,8 +376,15 @@ private:
     void typical_of_row(uint32_t mean) {
         const auto               rank_of = [=](uint32_t far) { return ~lrs_typical_order(far, mean); };
         const auto               key_of  = [=](int32_t i, uint32_t far) { return lrs_key(lrs_typical_order(far, mean), i); };
-        const uint64_t           least   = lowest_of_row(params.typical, rank_of, key_of);
+        uint64_t                 least   = lowest_of_row(params.typical, rank_of, key_of);
         std::vector<row_token> & list    = tokens();
+        if (params.min_keep > 1) {
+            std::vector<uint64_t> keys;
+            for (int32_t i = 0; i < n_real; i++) {
+                if (row[i] >= low && row[i] <= best) { keys.push_back(key_of(i, lrs_distance(row[i], best, scale))); }
+            }
+            least = std::min(least, lowest(best_of(std::move(keys), params.min_keep)));
+        }
         list.clear();
         for (int32_t i = 0; i < n_real; i++) {
             if (row[i] >= low && row[i] <= best && key_of(i, lrs_distance(row[i], best, scale)) >= least) {
@@ -320,10 +408,14 @@ private:
             collect(low);
             weigh();
         }
-        uint64_t lowest = UINT64_MAX;
+        uint64_t lowest = UINT64_MAX, above = 0;
         for (const auto & t : tokens()) {
-            if (t.mass >= least) { lowest = std::min(lowest, t.key); }
+            if (t.mass >= least) {
+                lowest = std::min(lowest, t.key);
+                above++;
+            }
         }
+        if (params.min_keep > 1 && tokens().size() + 1 < above + params.min_keep) { return; }
         keep([&](const row_token & t) { return t.mass < least || t.key <= lowest; });
         find_best();
     }

@@ -54,6 +54,12 @@ LLAMA_ROW_HOT static uint64_t total_mass(row_part part) {
     return sum;
 }
 
+LLAMA_ROW_HOT static int32_t total_count(row_part part) {
+    int32_t n = 0;
+    for (int32_t i = 0; i < part.n; i++) { n += part.logits[i] >= part.low && part.logits[i] <= part.high; }
+    return n;
+}
+
 LLAMA_ROW_HOT static uint64_t total_moments(row_part part) {
     uint64_t sum = 0;
     for (int32_t i = 0; i < part.n; i++) {

@@ -45,7 +45,7 @@ static void score(const float * logits, const llama_row_request & row, llama_row
     }
 }
 
-static int32_t choose(const float * logits, const llama_row_request & row, int32_t n_real) {
+static int32_t choose(const float * logits, const llama_row_request & row, int32_t n_real, int32_t n_vocab, int32_t & surprise) {
     thread_local std::vector<float> changed;
     if (row.n_edits || row.mask) {
         changed.assign(logits, logits + n_real);
@@ -62,9 +62,11 @@ static int32_t choose(const float * logits, const llama_row_request & row, int32
         }
         logits = changed.data();
     }
-    row_choice choice(row, n_real);
+    row_choice choice(row, n_real, n_vocab);
     choice.whole(logits);
-    return choice.token();
+    const int32_t token = choice.token();
+    surprise            = choice.surprise;
+    return token;
 }
 
 static void sample(const llama_row_request & row, const float * logits, llama_row_result & result, int32_t n_vocab, int32_t n_real) {
@@ -77,7 +79,7 @@ static void sample(const llama_row_request & row, const float * logits, llama_ro
     const row_scan found = row.n_top == LLAMA_ROW_UNCHECKED ? row_scan{ false, false } : scan(logits, n_vocab);
     result.status        = found.unusable ? LLAMA_ROW_NOT_FINITE : found.zeros ? LLAMA_ROW_ZERO : LLAMA_ROW_OK;
     if (result.status) { return; }
-    result.token = row.scored >= 0 ? row.scored : choose(logits, row, n_real);
+    result.token = row.scored >= 0 ? row.scored : choose(logits, row, n_real, n_vocab, result.surprise);
     if (result.token < 0) {
         result.status = LLAMA_ROW_NONE_LEFT;
     } else if (row.n_top >= 0) {
@@ -155,6 +157,18 @@ LLAMA_ROW_API int32_t llama_row_sampler_penalties(
         }
     }
     return (int32_t) i;
+}
+
+// Begins Mirostat, whose op is in the params.
+LLAMA_ROW_API void llama_row_sampler_mirostat(llama_row_sampler * sampler, float tau, float eta) {
+    sampler->tau = tau;
+    sampler->eta = eta;
+    sampler->set_mu(2 * tau);
+}
+
+// Takes the surprise of a token that was chosen.
+LLAMA_ROW_API void llama_row_sampler_observe(llama_row_sampler * sampler, int32_t surprise) {
+    sampler->set_mu(sampler->mu - sampler->eta * (surprise / (float) (1 << LRS_Q) - sampler->tau));
 }
 
 LLAMA_ROW_API void llama_row_sampler_set_active(llama_row_sampler * sampler, int32_t penalties, bool active) {

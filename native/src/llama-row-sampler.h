@@ -27,6 +27,9 @@ enum llama_row_op : uint8_t {
     LLAMA_ROW_OP_MIN_P,
     LLAMA_ROW_OP_XTC,
     LLAMA_ROW_OP_BEST, // the best token, with no draw
+    LLAMA_ROW_OP_DYNATEMP,
+    LLAMA_ROW_OP_MIROSTAT, // the last one, as is the next
+    LLAMA_ROW_OP_MIROSTAT_V2,
 };
 
 #define LLAMA_ROW_MAX_OPS 8
@@ -42,6 +45,10 @@ struct llama_row_params {
     uint32_t xtc_least; // probability from which it removes, in 2^-32
     float    n_sigma;
     float    scale;                  // log2(e) / temperature, from LLAMA_ROW_OP_TEMPERATURE on; before it, log2(e)
+    int32_t  min_keep;               // tokens that typical, top_p, min_p and XTC leave, if there are so many
+    float    temp_low, temp_range;   // dynamic temperature: at no entropy, and how much is added at the greatest
+    uint32_t exponent;               // of the entropy's share, Q16
+    int32_t  mu;                     // of Mirostat, Q24
     uint8_t  ops[LLAMA_ROW_MAX_OPS]; // 0 ends them
 };
 
@@ -165,6 +172,51 @@ LRS_FN uint32_t lrs_sigma(uint64_t n, uint64_t sum, uint64_t squares, float n_si
     }
     const float reach = (float) (uint32_t) root * n_sigma;
     return reach < 4194304.0f ? (uint32_t) (int32_t) reach : 1u << 22;
+}
+
+// --- dynamic temperature and Mirostat ----------------------------------------------------------------------------
+
+LRS_FN int64_t lrs_log2(uint64_t x);
+
+// What has to be added to the distances of tokens so that they are surprises: of tokens with these masses together, Q24.
+LRS_FN int32_t lrs_surprise(uint64_t masses) { return (int32_t) ((lrs_log2(masses) - ((int64_t) LRS_ONE << 32)) >> (32 - LRS_Q)); }
+
+// The scale at a temperature between the least and the greatest, by the entropy's share of that of n equally likely tokens.
+LRS_FN float lrs_dynamic_scale(const llama_row_params & params, uint64_t n, uint64_t masses, uint64_t moments, float scale) {
+    if (n < 2) { return scale; }
+    const uint64_t entropy = lrs_surprise(masses) + (uint64_t) lrs_mean_distance(moments, masses);
+    const uint64_t share   = (entropy << 30) / (uint64_t) (lrs_log2(n) >> (32 - LRS_Q)); // Q30
+    const uint64_t less    = share < 1 ? 30ull << LRS_Q : share >= 1ull << 30 ? 0 : (uint64_t) ((30ll << 32) - lrs_log2(share)) >> (32 - LRS_Q);
+    const uint64_t far     = (less * params.exponent) >> 16;
+    const uint64_t power   = lrs_mass(far < LRS_FAR ? (uint32_t) far : LRS_FAR);
+    const float    part    = lrs_mul((float) (uint32_t) (power >> (LRS_ONE - 24)), 1.0f / 16777216.0f);
+    const float    temp    = params.temp_low + lrs_mul(params.temp_range, part);
+    return lrs_div(LRS_LOG2_E, temp > 1e-9f ? temp : 1e-9f);
+}
+
+// The greatest distance of tokens that are no more surprising than mu.
+LRS_FN uint32_t lrs_mirostat_reach(int32_t mu, uint64_t masses) {
+    const int64_t reach = (int64_t) mu - lrs_surprise(masses);
+    return reach < 0 ? 0 : reach < LRS_FAR ? (uint32_t) reach : LRS_FAR;
+}
+
+#define LRS_MIROSTAT_M 100 // tokens from which Mirostat's first version estimates Zipf's exponent
+
+// log2((i + 2) / (i + 1)), Q16
+LRS_FN uint64_t lrs_zipf_step(uint32_t i) { return (uint64_t) (lrs_log2((uint64_t) (i + 2) << 32) - lrs_log2((uint64_t) (i + 1) << 32)) >> 16; }
+
+// How many tokens the first version keeps (Basu et al. 2021, equation 8). `products`: sum of the steps times the differences of
+// distances (Q40), `squares`: of the steps (Q32).
+LRS_FN uint32_t lrs_mirostat_k(int32_t mu, uint64_t products, uint64_t squares, uint32_t n_vocab) {
+    const int64_t  s    = squares ? (int64_t) ((products << 8) / squares) : 0; // the exponent, Q16
+    const int64_t  some = s - (1 << 16), eps = some ? some : 1;
+    const int64_t  size  = eps < 0 ? -eps : eps;
+    const int64_t  far   = (size * (lrs_log2(n_vocab) >> (32 - LRS_Q))) >> 16; // eps log2(n_vocab), Q24
+    const uint64_t rest  = (1ull << LRS_ONE) - lrs_mass(far < LRS_FAR ? (uint32_t) far : LRS_FAR);
+    const int64_t  below = ((lrs_log2(rest ? rest : 1) - ((int64_t) LRS_ONE << 32)) >> (32 - LRS_Q)) + (eps < 0 ? far : 0);
+    const int64_t  log_k = ((((lrs_log2(size) - (16ll << 32)) >> (32 - LRS_Q)) + mu - below) * (1 << 16)) / (s > 0 ? s : 1);
+    if (log_k <= 0) { return 1; }
+    return log_k < 30ll << LRS_Q ? (uint32_t) lrs_mass((uint32_t) (((int64_t) LRS_ONE << LRS_Q) - log_k)) : 1u << 30;
 }
 
 // --- noise -------------------------------------------------------------------------------------------------------
@@ -295,9 +347,11 @@ struct llama_row_result {
     int32_t  token; // -1 without LLAMA_ROW_OK
     int32_t  rank;  // 1 for the likeliest token; of equally likely ones the lowest id comes first
     int32_t  n_top;
-    float    logit; // of the token, as the model computed it
-    float    best;  // of the likeliest token
-    uint64_t mass;  // of the whole row, padding included, in 2^-44 of the likeliest token's
+    float    logit;    // of the token, as the model computed it
+    float    best;     // of the likeliest token
+    int32_t  surprise; // of the token among those that Mirostat left, Q24
+    int32_t  unused;
+    uint64_t mass; // of the whole row, padding included, in 2^-44 of the likeliest token's
     int32_t  top[LLAMA_ROW_MAX_TOP];
     float    top_logits[LLAMA_ROW_MAX_TOP];
 };
@@ -319,7 +373,7 @@ struct llama_row_launch {
 
 #define LLAMA_ROW_MOST    64   // rows that are sampled together
 #define LLAMA_ROW_QUEUED  1024 // rows whose tokens other passes may read
-#define LLAMA_ROW_SCRATCH (LLAMA_ROW_MOST * (140 << 10))
+#define LLAMA_ROW_SCRATCH (LLAMA_ROW_MOST * (210 << 10))
 
 // Begins the launch behind what the backend computes, or with NULL waits for the last one. Found by the name
 // "ggml_backend_cuda_sample_rows" in the backend's registry. Returns false if the device cannot.

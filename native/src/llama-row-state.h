@@ -32,7 +32,8 @@ struct llama_row_sampler {
 
     llama_row_params                    params;
     int32_t                             n_real;
-    uint64_t                            position = 0; // tokens of the answer
+    uint64_t                            position = 0;             // tokens of the answer
+    float                               mu = 0, tau = 0, eta = 0; // of Mirostat
     std::vector<entry>                  entries;
     std::unordered_map<int32_t, size_t> places;
     std::vector<uint32_t>               allowed; // a bit a token; empty: all
@@ -56,6 +57,11 @@ struct llama_row_sampler {
         if (each.last_n < 0) { return; }
         each.seen.push_back(token);
         if ((int32_t) each.seen.size() > each.last_n) { of(each.seen[each.seen.size() - 1 - each.last_n]).count[i]--; }
+    }
+
+    void set_mu(float value) {
+        mu        = value;
+        params.mu = (int32_t) (std::min(std::max(value, -100.0f), 100.0f) * (1 << LRS_Q));
     }
 
     void accept(int32_t token) {

@@ -205,22 +205,11 @@ static bool check_mask(const llama_kq_mask_args & args, const std::string & what
     llama_kq_mask_fill(args, have.data());
     kq_mask_ref(args, want.data());
 
-    // memory that keeps the last mask
-    static std::vector<T>     kept(1 << 20);
-    static llama_kq_mask_last last;
-    GGML_ASSERT(n <= kept.size());
-
-    llama_kq_mask_args args_last = args;
-    args_last.last               = &last;
-    llama_kq_mask_fill(args_last, kept.data());
-
     for (size_t i = 0; i < n; ++i) {
-        for (const T & value : { have[i], kept[i] }) {
-            if (std::memcmp(&value, &want[i], sizeof(T)) != 0) {
-                fprintf(stderr, "%s: token %d, cell %d: %f, not %f\n", what.c_str(), (int) (i / args.n_kv), (int) (i % args.n_kv),
-                        (double) llama_cast<float>(value), (double) llama_cast<float>(want[i]));
-                return false;
-            }
+        if (std::memcmp(&have[i], &want[i], sizeof(T)) != 0) {
+            fprintf(stderr, "%s: token %d, cell %d: %f, not %f\n", what.c_str(), (int) (i / args.n_kv), (int) (i % args.n_kv),
+                    (double) llama_cast<float>(have[i]), (double) llama_cast<float>(want[i]));
+            return false;
         }
     }
 
@@ -259,28 +248,20 @@ static bool check_mask(const llama_kq_mask_args & args, const std::string & what
     }
     if (cells.empty()) { return true; }
 
-    static std::vector<T>     kept_columns(1 << 20);
-    static llama_kq_mask_last last_columns;
-
     llama_kq_mask_args args_columns = args;
     args_columns.columns            = &columns;
     args_columns.n_kv               = cells.size() + rnd(0, 70);
     have.assign(args_columns.n_kv * args.n_tps, llama_cast<T>(7.0f));
-    GGML_ASSERT(have.size() <= kept_columns.size());
     llama_kq_mask_fill(args_columns, have.data());
-    args_columns.last = &last_columns;
-    llama_kq_mask_fill(args_columns, kept_columns.data());
 
     const T drop = llama_cast<T>(-INFINITY);
 
     for (size_t i = 0; i < have.size(); ++i) {
         const size_t j      = i % args_columns.n_kv;
         const T &    wanted = j < cells.size() ? want[args.n_kv * (i / args_columns.n_kv) + cells[j]] : drop;
-        for (const T & value : { have[i], kept_columns[i] }) {
-            if (std::memcmp(&value, &wanted, sizeof(T)) != 0) {
-                fprintf(stderr, "%s: token %d, column %d\n", what.c_str(), (int) (i / args_columns.n_kv), (int) j);
-                return false;
-            }
+        if (std::memcmp(&have[i], &wanted, sizeof(T)) != 0) {
+            fprintf(stderr, "%s: token %d, column %d\n", what.c_str(), (int) (i / args_columns.n_kv), (int) j);
+            return false;
         }
     }
     return true;
@@ -361,7 +342,6 @@ static bool fuzz() {
                     /*.n_kv            =*/rnd(0, 1) ? n_cells : (int64_t) rnd(used, n_cells),
                     /*.n_stream        =*/n_stream,
                     /*.n_tps           =*/n_tps,
-                    /*.last            =*/nullptr,
                 };
                 if (k < 6) {
                     args.swa_type = LLAMA_SWA_TYPE_NONE;

@@ -24,6 +24,8 @@ struct kind {
     int                  endless = 0; // tokens whose bias is infinite, every other one's below 0
     int                  mask    = 0; // one of so many tokens may be chosen
     bool                 scored = false, within = false;
+    int                  min_keep = 0;
+    double               mu = 10, range = 0, exponent = 1;
 };
 
 static std::mt19937_64 rng(7);
@@ -40,6 +42,11 @@ static llama_row_params params_of(const kind & k) {
     p.xtc_least           = part(0.1);
     p.n_sigma             = k.sigma;
     p.scale               = (float) (LRS_LOG2_E / k.temperature);
+    p.min_keep            = k.min_keep;
+    p.temp_low            = (float) std::max(0.0, k.temperature - k.range);
+    p.temp_range          = (float) (k.temperature + k.range) - p.temp_low;
+    p.exponent            = (uint32_t) (k.exponent * 65536);
+    p.mu                  = (int32_t) (k.mu * (1 << LRS_Q));
     std::copy(k.ops.begin(), k.ops.end(), p.ops);
     return p;
 }
@@ -90,7 +97,10 @@ static std::vector<kind> kinds() {
         P       = LLAMA_ROW_OP_TOP_P,
         MIN     = LLAMA_ROW_OP_MIN_P,
         XTC     = LLAMA_ROW_OP_XTC,
-        BEST    = LLAMA_ROW_OP_BEST
+        BEST    = LLAMA_ROW_OP_BEST,
+        DYNAMIC = LLAMA_ROW_OP_DYNATEMP,
+        MIRO    = LLAMA_ROW_OP_MIROSTAT,
+        MIRO_2  = LLAMA_ROW_OP_MIROSTAT_V2
     };
     std::vector<kind> all;
     const auto        add = [&](const char * name, std::vector<uint8_t> ops, auto set) {
@@ -147,6 +157,27 @@ static std::vector<kind> kinds() {
     };
     add("everything", { SIGMA, K, T, TYPICAL, P, MIN, XTC }, everything);
     add("another order", { T, P, TYPICAL, MIN, XTC, K, SIGMA }, everything);
+    for (double exponent : { 0.0, 0.7, 100.0 }) {
+        add("dynamic temperature", { DYNAMIC }, [&](kind & k) { k.range = 0.5, k.exponent = exponent; });
+        add("top_k, dynamic temperature", { K, DYNAMIC, P },
+                [&](kind & k) { k.range = 5, k.exponent = exponent, k.top_k = 1 + (int) exponent, k.top_p = 0.9; });
+    }
+    for (int n : { 2, 40, 1025, 300000 }) {
+        add("min_keep", { P }, [&](kind & k) { k.top_p = 0.3, k.min_keep = n; });
+        add("min_keep", { MIN }, [&](kind & k) { k.min_p = 0.5, k.min_keep = n; });
+        add("min_keep", { TYPICAL }, [&](kind & k) { k.typical = 0.2, k.min_keep = n; });
+        add("min_keep", { K, XTC }, [&](kind & k) { k.xtc = 1, k.top_k = 5, k.min_keep = n; });
+        add("min_keep", { XTC }, [&](kind & k) { k.xtc = 1, k.min_keep = n; });
+        add("everything, min_keep", { SIGMA, K, DYNAMIC, TYPICAL, P, MIN, XTC }, [&](kind & k) { everything(k), k.range = 0.5, k.min_keep = n; });
+    }
+    for (double mu : { -3.0, 3.0, 60.0 }) {
+        for (uint8_t op : { MIRO, MIRO_2 }) {
+            add("mirostat", { op }, [&](kind & k) { k.mu = mu; });
+            add("cold mirostat, log-probabilities", { T, op }, [&](kind & k) { k.mu = mu, k.temperature = 0.6, k.n_top = 20; });
+            add("mirostat, edits, mask", { T, op }, [&](kind & k) { k.mu = mu, k.temperature = 1.5, k.presence = 1, k.bias = 20, k.mask = 4; });
+            add("mirostat, narrow mask", { DYNAMIC, op }, [&](kind & k) { k.mu = mu, k.range = 1, k.mask = 30000, k.n_top = 3; });
+        }
+    }
     for (int top_k : { 1000, 1024, 1025, 100000 }) {
         add("many", { K, P }, [&](kind & k) { k.top_k = top_k, k.top_p = 0.9; });
     }
@@ -176,7 +207,7 @@ static std::vector<float> random_rows(bool broken) {
 }
 
 static bool same(const llama_row_result & a, const llama_row_result & b, bool scored) {
-    if (a.status != b.status || a.token != b.token) { return false; }
+    if (a.status != b.status || a.token != b.token || a.surprise != b.surprise) { return false; }
     if (!scored || a.status) { return true; }
     const bool row = a.rank == b.rank && a.n_top == b.n_top && a.logit == b.logit && a.best == b.best && a.mass == b.mass;
     return row && !memcmp(a.top, b.top, a.n_top * 4) && !memcmp(a.top_logits, b.top_logits, a.n_top * 4);

@@ -138,6 +138,9 @@ class PromptOptions:
     """Text file from which distinct prompts are cut instead; no part is used twice."""
     seed: int = 0
     """Seed of the generated prompts."""
+    recount: bool = True
+    """Count answers with the tokenizer, too; the lower count is verified. What random weights write has other
+    tokens than those that were generated, so only the server can count them."""
     stop_at_eos: Annotated[bool, Parameter(negative=())] = False
     """Let answers to generated prompts end at the end-of-sequence token (default: ignore_eos)."""
 
@@ -145,4 +148,10 @@ class PromptOptions:
         """The settings that a manifest records."""
         made = {"text": str(self.text)} if self.text is not None else {"prompts": self.prompts}
         tokenizer = {"tokenizer": self.tokenizer} if self.tokenizer is not None else {}
-        return {**made, **tokenizer, "seed": self.seed, "stop_at_eos": self.stop_at_eos}
+        return {
+            **made,
+            **tokenizer,
+            "seed": self.seed,
+            "recount": self.recount,
+            "stop_at_eos": self.stop_at_eos,
+        }

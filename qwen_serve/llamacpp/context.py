@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from . import inside, layers, operands
+from . import abi_checks, layers, operands
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .log import reason, tapped_log
@@ -120,7 +120,7 @@ class Context:
         self._ring_rows = np.zeros(0, np.int32)
         """Ring rows of the last batch that filled the ring, in the batch's order."""
         self._fills_ring = False
-        self._stashes: dict[int, npt.NDArray[np.uint8]] = {}
+        self._on_device: dict[int, npt.NDArray[np.uint8]] = {}
         """llama.cpp's host-side data about states in its device buffers, by sequence."""
         n = self.n_batch
         self.tokens: npt.NDArray[np.int32] = np.zeros(n, np.int32)
@@ -278,7 +278,7 @@ class Context:
         next decode, or as long as `keeps_rows` says. Waits for the device."""
         pointer = llama_cpp_ext.llama_get_embeddings_nextn(self._handle)
         if not self._hidden_found:
-            inside.require([inside.hidden_rows(self._handle, 4 * self._n_reserved * self._n_vocab)])
+            abi_checks.require([abi_checks.hidden_rows(self._handle, 4 * self._n_reserved * self._n_vocab)])
             self._hidden_found = True
         return matrix(ctypes.addressof(pointer.contents), n_tokens, self._n_embd)
 
@@ -364,21 +364,21 @@ class Context:
             self._snapshots.gone(sequence)
         return bool(C.llama_memory_seq_rm(self._memory, sequence, start, end))
 
-    def stash(self, sequence: int) -> None:
+    def save_on_device(self, sequence: int) -> None:
         """Copy a sequence's recurrent state to a device buffer, of which llama.cpp keeps one for each id.
 
         Waits for the device, and for the copy.
         """
-        self._stashes[sequence] = self._save(sequence, ON_DEVICE)
+        self._on_device[sequence] = self._save(sequence, ON_DEVICE)
 
-    def unstash(self, sequence: int) -> None:
-        """Restore the stashed state; `remove` then drops the cells of later tokens."""
-        self._load(sequence, self._stashes[sequence], ON_DEVICE)
+    def restore_on_device(self, sequence: int) -> None:
+        """Restore the state that `save_on_device` kept; `remove` then drops the cells of later tokens."""
+        self._load(sequence, self._on_device[sequence], ON_DEVICE)
 
     def _materialize(self, sequence: int) -> None:
         """Overwrite a sequence's newest state with the snapshot that it was rolled back to."""
-        self.stash(sequence)
-        self.unstash(sequence)
+        self.save_on_device(sequence)
+        self.restore_on_device(sequence)
 
     def save(self, sequence: int) -> npt.NDArray[np.uint8]:
         """A sequence's keys, values and recurrent state, copied to host memory. Waits for the device.

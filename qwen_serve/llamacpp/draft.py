@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 
-from .drafter import DrafterContext
+from .drafter import FIRST, DrafterContext
 from .errors import LlamaError, NoMemorySlot
 from .layers import set_ring_rows
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .context import Context
     from .context_options import ContextOptions
     from .model import Model
+    from .row_steps import RowSteps
 
 POSITION_AXES = 4
 """Axes of a position if the target's positions have several (M-RoPE); the last is ignored."""
@@ -42,6 +43,7 @@ class DraftContext(DrafterContext):
     ) -> None:
         super().__init__(model, options, other=trunk)
         C.llama_set_causal_attn(self._handle, causal)
+        self._trunk = trunk
         n = self.n_batch
         self.source = trunk.ring
         """The ring that rows are injected from, if there is one."""
@@ -62,6 +64,13 @@ class DraftContext(DrafterContext):
             seq_id=self._batch.seq_id,
             logits=self._nothing.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
+
+    def _is_read(self, steps: RowSteps) -> bool:
+        trunk = self._trunk.row_steps  # only the trunk reads its tokens
+        able = trunk is not None and trunk.read_next(FIRST, steps)
+        if trunk is not None:
+            trunk.read_next(FIRST[:0])
+        return able
 
     def inject(self, n: int) -> None:
         """Inject the first `n` rows of `injected`. Raises as `decode` does."""

@@ -16,7 +16,10 @@ from .row_steps import HAS_QUEUE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
+    from .row_steps import RowSteps
+
+FIRST = np.zeros(1, np.int32)
+"""To ask whether the first row could be read."""
 
 
 class DrafterContext(Context):
@@ -24,15 +27,11 @@ class DrafterContext(Context):
 
     @cached_property
     def queues(self) -> bool:
-        """Whether tokens may be read where they are chosen: by this context's next pass, and by the
-        trunk's."""
-        if not HAS_QUEUE or self.row_steps is None:
-            return False
-        none, one = np.zeros(0, np.int32), np.zeros(1, np.int32)
-        able = self.row_steps.read_next(one) and self._reads_hidden(one)
-        self.row_steps.read_next(none)
-        self._reads_hidden(none)
-        return able
+        """Whether tokens may be read where they are chosen, by the pass that needs them next."""
+        return HAS_QUEUE and self.row_steps is not None and self._is_read(self.row_steps)
+
+    def _is_read(self, steps: RowSteps) -> bool:
+        raise NotImplementedError
 
     def choose(
         self, indices: Sequence[int], samplers: Sequence[RowSampler | None] = (), *, now: bool = True
@@ -68,16 +67,6 @@ class DrafterContext(Context):
             return [int(token) for token in self.logits(len(indices)).argmax(axis=1)]
         self.choose(indices, samplers)
         return self.chosen()
-
-    def decode_next(self, rows: npt.NDArray[np.int32], hidden: npt.NDArray[np.int32]) -> None:
-        """`decode` as many tokens as there are `rows`, each read from a row that is being chosen: they count
-        on over the batches of `choose`. Its hidden row is that of a token of the last batch, by its index.
-        Raises as `decode` does."""
-        self._reads_hidden(hidden)
-        self.decode(len(rows), next_rows=rows)
-
-    def _reads_hidden(self, rows: npt.NDArray[np.int32]) -> bool:
-        return True
 
     @cached_property
     def _greedy(self) -> RowSampler:

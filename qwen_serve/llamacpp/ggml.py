@@ -28,7 +28,7 @@ def declare(name: str, result: Any, *arguments: Any) -> Any:
 
 
 class Tensor(ctypes.Structure):
-    """`struct ggml_tensor` of ggml.h; inside.py checks it."""
+    """`struct ggml_tensor` of ggml.h; abi_checks.py checks it."""
 
     _fields_ = [
         ("type", ctypes.c_int),

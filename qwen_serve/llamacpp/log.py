@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-from . import inside
+from . import abi_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -49,9 +49,9 @@ def _route_log(level: int, text: bytes, _user_data: object) -> None:
 
 @cache
 def set_up() -> None:
-    """Start llama.cpp's backends and redirect its log, once. Raises LlamaError if a check of inside.py
+    """Start llama.cpp's backends and redirect its log, once. Raises LlamaError if a check of abi_checks.py
     fails."""
-    inside.require(inside.LIBRARY)
+    abi_checks.require(abi_checks.LIBRARY)
     C.llama_log_set(_route_log, ctypes.c_void_p(0))
     C.llama_backend_init()
 

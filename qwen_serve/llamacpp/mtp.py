@@ -10,13 +10,14 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from .drafter import DrafterContext
+from .drafter import FIRST, DrafterContext
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from .context_options import ContextOptions
     from .model import Model
+    from .row_steps import RowSteps
 
 
 class MtpContext(DrafterContext):
@@ -42,6 +43,16 @@ class MtpContext(DrafterContext):
         """The hidden row of the token before each of `tokens`."""
         self._batch.embd = self.input_hidden.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
-    def _reads_hidden(self, rows: npt.NDArray[np.int32]) -> bool:
+    def decode_next(self, rows: npt.NDArray[np.int32], hidden: npt.NDArray[np.int32]) -> None:
+        """`decode` as many tokens as there are `rows`, each read from a row that is being chosen: they count
+        on over the batches of `choose`. Its hidden row is that of a token of the last batch, by its index.
+        Raises as `decode` does."""
         assert self.row_steps is not None
-        return self.row_steps.read_hidden(rows)
+        self.row_steps.read_hidden(hidden)
+        self.decode(len(rows), next_rows=rows)
+
+    def _is_read(self, steps: RowSteps) -> bool:
+        able = steps.read_next(FIRST) and steps.read_hidden(FIRST)
+        steps.read_next(FIRST[:0])
+        steps.read_hidden(FIRST[:0])
+        return able

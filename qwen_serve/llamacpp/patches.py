@@ -59,9 +59,9 @@ def _hidden() -> set[str]:
 
 LLAMA_VERSION: Final[str] = version("llama-cpp-python")
 
-READS_OWN_CELLS: Final = {"attention-own-cells", "kq-mask-in-place"} <= set(patches())
+READS_OWN_CELLS: Final = {"attention-own-cells", "kq-mask-bits"} <= set(patches())
 """Whether a step reads only the cells of its own sequences (on an NVIDIA GPU with F16 keys and values). The
-host then writes no mask for other sequences' cells."""
+host then writes a bit for each other cell, and the GPU makes the mask."""
 
 
 def amx_is_right() -> bool:

@@ -12,9 +12,8 @@ import ctypes
 import math
 import os
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,18 +21,16 @@ import numpy.typing as npt
 
 from . import ggml
 from .patches import ROW_SAMPLER, brings
+from .row_results import RESULT, RowResults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
-HAS_ROW_SAMPLER = brings(ROW_SAMPLER, "llama_sample_rows")
+HAS_ROW_SAMPLER = brings(ROW_SAMPLER, "llama_row_sampler_observe")
 """Whether this build has the sampler. Stock llama.cpp has not."""
 
 N_THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 """Threads that choose from whole rows."""
-
-MOST_TOP = 20
-"""Most likeliest tokens with log-probabilities (LLAMA_ROW_MAX_TOP)."""
 
 OPS = {
     "top_n_sigma": 1,
@@ -44,9 +41,12 @@ OPS = {
     "min_p": 6,
     "xtc": 7,
     "best": 8,
+    "temp_ext": 9,
+    "mirostat": 10,
+    "mirostat_v2": 11,
 }
 """Samplers by the names of llama.cpp, in any order, each at most once; `best` takes the best token, without a
-draw."""
+draw. `temp_ext` is dynamic temperature. Nothing comes after `best` and `mirostat`."""
 
 FAR = 63
 """Binary logarithms below the best token at which no token has a mass."""
@@ -73,21 +73,6 @@ class Place(IntEnum):
     """If the device has a sampler; otherwise the host."""
 
 
-class Status(IntEnum):
-    """What came of a row."""
-
-    OK = 0
-    NOT_FINITE = 1
-    ZERO = 2
-    NONE_LEFT = 3
-    """Rules and mask leave no token."""
-    MISSING = 4
-    """The row was not kept."""
-
-
-_STATUSES = tuple(Status)
-
-
 class _Params(ctypes.Structure):
     """`struct llama_row_params`."""
 
@@ -101,6 +86,11 @@ class _Params(ctypes.Structure):
         ("xtc_least", ctypes.c_uint32),
         ("n_sigma", ctypes.c_float),
         ("scale", ctypes.c_float),
+        ("min_keep", ctypes.c_int32),
+        ("temp_low", ctypes.c_float),
+        ("temp_range", ctypes.c_float),
+        ("exponent", ctypes.c_uint32),
+        ("mu", ctypes.c_int32),
         ("ops", ctypes.c_uint8 * 8),
     ]
 
@@ -123,21 +113,6 @@ class _Ask(ctypes.Structure):
     ]
 
 
-RESULT = np.dtype(
-    [
-        *((name, np.int32) for name in ("status", "token", "rank", "n_top")),
-        *((name, np.float32) for name in ("logit", "best")),
-        ("mass", np.uint64),
-        ("top", np.int32, MOST_TOP),
-        ("top_logits", np.float32, MOST_TOP),
-    ]
-)
-"""`struct llama_row_result`."""
-
-_LOG_ONE = 44 * math.log(2)
-"""Masses are in 2^-44 of the likeliest token's."""
-
-
 if HAS_ROW_SAMPLER:
     _P, _I32, _F32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     _init = ggml.quick("llama_row_sampler_init", _P, ctypes.POINTER(_Params), _I32)
@@ -148,6 +123,8 @@ if HAS_ROW_SAMPLER:
     _bad_word = ggml.quick("llama_row_sampler_bad_word", None, _P, _P, _I32)
     _penalties = ggml.quick("llama_row_sampler_penalties", _I32, _P, _F32, _F32, _F32, _I32, _P, _I32)
     _set_active = ggml.quick("llama_row_sampler_set_active", None, _P, _I32, ctypes.c_bool)
+    _mirostat = ggml.quick("llama_row_sampler_mirostat", None, _P, _F32, _F32)
+    _observe = ggml.quick("llama_row_sampler_observe", None, _P, _I32)
     _accept = ggml.quick("llama_row_sampler_accept", None, _P, _I32)
     _take_back = ggml.quick("llama_row_sampler_take_back", None, _P, _I32)
     _sample = ggml.declare("llama_row_sample", None, _P, _P, _P, _I32, _I32, _I32)
@@ -167,8 +144,14 @@ class Filters:
     top_n_sigma: float = 0.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.0
+    min_keep: int = 0
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    mirostat_tau: float = 0.0
+    mirostat_eta: float = 0.0
 
     def _struct(self) -> _Params:
+        coldest = max(0.0, self.temperature - self.dynatemp_range)
         made = _Params(
             seed=self.seed % 2**64,
             top_k=min(self.top_k, 2**31 - 1),
@@ -180,6 +163,10 @@ class Filters:
             n_sigma=self.top_n_sigma,
             # 0 takes the best; a smaller temperature would give the same
             scale=math.log2(math.e) / max(self.temperature, 1e-9),
+            min_keep=min(self.min_keep, ALWAYS),
+            temp_low=coldest,
+            temp_range=self.temperature + self.dynatemp_range - coldest,
+            exponent=int(min(self.dynatemp_exponent, 2**15) * 2**16),
         )
         made.ops[: len(self.ops)] = [OPS[name] for name in self.ops]
         return made
@@ -199,6 +186,7 @@ class RowSampler:
         self._n_real = n_real
         self._free = weakref.finalize(self, _free, self._handle)
         self._free.atexit = False  # llama.cpp may be unloaded by then
+        _mirostat(self._handle, filters.mirostat_tau, filters.mirostat_eta)
 
     def bias(self, biases: Iterable[tuple[int, float]]) -> None:
         """Add to the logits of tokens. Rules come in this order: bias, then bans; penalties are next."""
@@ -245,6 +233,10 @@ class RowSampler:
         """Take the next token of the answer."""
         _accept(self._handle, token)
 
+    def observe(self, surprise: int) -> None:
+        """Take the surprise of a token that Mirostat chose."""
+        _observe(self._handle, surprise)
+
     def take_back(self, token: int) -> None:
         """Undo the last `accept`, of this token."""
         _take_back(self._handle, token)
@@ -290,80 +282,6 @@ class RowRequest:
     draft: int = -1
     """The next request is for the row behind this token, with the same sampler; -1: there is none."""
     lowered: Lowered | None = None
-
-
-_NO_IDS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-
-
-@dataclass(slots=True, eq=False)
-class RowResult:
-    """The log-probabilities are those of the row as the model computed it, padding included.
-
-    Not frozen, since a frozen one takes twice as long to make.
-    """
-
-    status: Status
-    token: int
-    logprob: float = math.nan
-    rank: int = 0
-    """1 for the likeliest token; of equally likely ones the lowest id comes first."""
-    best: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_IDS)
-    """The likeliest tokens, best first; of equally likely ones the lowest id."""
-    best_logprobs: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
-
-    def differs(self, other: RowResult) -> bool:
-        """Whether any bit of it is another."""
-        same = (self.status, self.token, self.rank) == (other.status, other.token, other.rank)
-        same = same and np.array_equal(self.logprob, other.logprob, equal_nan=True)
-        pairs = ((self.best, other.best), (self.best_logprobs, other.best_logprobs))
-        return not (same and all(np.array_equal(*pair) for pair in pairs))
-
-
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Of all rows together."""
-
-    n_top: list[int]
-    """-1 where no log-probabilities are wanted."""
-    logprobs: list[float]
-    ranks: list[int]
-    top: npt.NDArray[np.float32]
-
-
-class RowResults:
-    """The results of a step's requests, in their order."""
-
-    def __init__(self, array: npt.NDArray[Any], whole: Callable[[int], npt.NDArray[np.float32]]) -> None:
-        self._array, self._whole = array, whole
-        self.statuses: list[int] = array["status"].tolist()
-        self.tokens: list[int] = array["token"].tolist()
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, i: int) -> RowResult:
-        n, token, status = self._scores.n_top[i], self.tokens[i], _STATUSES[self.statuses[i]]
-        if n < 0:
-            return RowResult(status, token)
-        found = self._scores
-        best = self._array["top"][i, :n], found.top[i, :n]
-        return RowResult(status, token, found.logprobs[i], found.ranks[i], *best)
-
-    @cached_property
-    def _scores(self) -> _Scores:
-        array = self._array
-        scored = array["mass"] > 0
-        sums = array["best"] + np.log(np.maximum(array["mass"], 1).astype(np.float64)) - _LOG_ONE
-        return _Scores(
-            np.where(scored, array["n_top"], -1).tolist(),
-            (array["logit"] - sums).astype(np.float32).tolist(),
-            array["rank"].tolist(),
-            (array["top_logits"] - sums[:, None]).astype(np.float32),
-        )
-
-    def whole(self, i: int) -> npt.NDArray[np.float32]:
-        """The row [n_vocab] of a request without a sampler, writable. Valid until the next step's."""
-        return self._whole(i)
 
 
 def asks(requests: Sequence[RowRequest], indices: Sequence[int], kept: list[Bits]) -> Any:

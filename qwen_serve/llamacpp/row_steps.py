@@ -11,7 +11,8 @@ from . import ggml
 from .errors import LlamaError
 from .memory import matrix
 from .patches import ROW_SAMPLER, brings
-from .row_sampler import HAS_ROW_SAMPLER, RESULT, RowResults, asks
+from .row_results import RESULT, RowResults
+from .row_sampler import HAS_ROW_SAMPLER, asks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

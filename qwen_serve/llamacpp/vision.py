@@ -14,10 +14,10 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from PIL import Image
 
+from .abi_checks import VISION_PARAMETERS, missing_fields
 from .context import PLANES
 from .errors import LlamaError, ModelLoadError
 from .gguf import Metadata, read_header
-from .inside import VISION_PARAMETERS, missing_fields
 from .log import _route_log, reason, set_up, tapped_log
 
 if TYPE_CHECKING:

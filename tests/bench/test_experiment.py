@@ -95,6 +95,14 @@ def test_those_that_come_along_can_be_run(name: str, capsys: pytest.CaptureFixtu
         assert bound.arguments or bound.kwargs
 
 
+def test_a_limit_is_shared_by_the_number_of_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment", "sampling", "--set", "url=x", "--limit", "130", "--dry-run"]) == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    each = [(words.count("--peer"), float(words[words.index("--limit") + 1])) for words in commands]
+    assert each == [(n, pytest.approx(10 * n)) for n, _ in each]
+    assert sum(n for n, _ in each) == 13
+
+
 class Words(Vocabulary):
     """A vocabulary in which each word is a token, as in the synthetic model's texts."""
 
@@ -138,6 +146,6 @@ async def test_the_texts_to_be_made_for_one_are_long_enough(
 def test_an_unknown_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiment", "nothing"]) == 1
     assert (
-        "there are card, card-quick, dflash, hackathon, hackathon-one-card, llama-server, nano, "
+        "there are card, card-quick, dflash, drafts, hackathon, hackathon-one-card, llama-server, nano, "
         "sampling, three-servers, verify" in capsys.readouterr().err
     )

@@ -10,15 +10,8 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from qwen_serve.llamacpp.row_sampler import (
-    HAS_ROW_SAMPLER,
-    Filters,
-    RowRequest,
-    RowResult,
-    RowSampler,
-    Status,
-    sample_rows,
-)
+from qwen_serve.llamacpp.row_results import RowResult, Status
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowRequest, RowSampler, sample_rows
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
 
@@ -51,6 +44,32 @@ KINDS: dict[str, dict[str, Any]] = {
         "xtc_probability": 0.4,
         "xtc_threshold": 0.1,
     },
+    "dynamic temperature": {
+        "ops": ("temp_ext", "top_p"),
+        "temperature": 0.9,
+        "dynatemp_range": 0.6,
+        "dynatemp_exponent": 0.7,
+        "top_p": 0.95,
+    },
+    "top_k, dynamic temperature": {
+        "ops": ("top_k", "temp_ext"),
+        "top_k": 30,
+        "temperature": 0.5,
+        "dynatemp_range": 0.5,
+        "dynatemp_exponent": 2.0,
+    },
+    "top_p, at least 25": {"ops": ("top_p",), "top_p": 0.1, "min_keep": 25},
+    "min_p, at least 5": {"ops": ("min_p",), "min_p": 0.9, "min_keep": 5},
+    "typical, at least 9": {"ops": ("typ_p",), "typical_p": 0.1, "min_keep": 9},
+    "XTC, at least 3": {
+        "ops": ("top_k", "xtc"),
+        "top_k": 5,
+        "xtc_probability": 1.0,
+        "xtc_threshold": 0.05,
+        "min_keep": 3,
+    },
+    "Mirostat": {"ops": ("temperature", "mirostat"), "temperature": 0.9, "mirostat_tau": 2.0},
+    "Mirostat 2": {"ops": ("temperature", "mirostat_v2"), "temperature": 1.2, "mirostat_tau": 2.5},
     "temperature last": {
         "ops": ("top_k", "top_p", "min_p", "temperature"),
         "top_k": 100,
@@ -78,7 +97,7 @@ def kept(logits: Row, coin: bool, **f: Any) -> dict[int, float]:
     """What the filters leave in double precision, and the probabilities; `coin`: whether XTC applies."""
     ids = np.lexsort((np.arange(len(logits)), -logits))
     values = logits[ids].astype(np.float64)
-    scale = 1.0
+    scale, least = 1.0, f.get("min_keep", 0)
 
     def chances() -> npt.NDArray[np.float64]:
         found = np.exp((values - values.max()) * scale)
@@ -92,16 +111,35 @@ def kept(logits: Row, coin: bool, **f: Any) -> dict[int, float]:
             keep[f["top_k"] :] = False
         elif op == "top_p":
             keep = np.cumsum(p) - p < f["top_p"]
+            keep[:least] = True
         elif op == "min_p":
             keep = p >= f["min_p"] * p.max()
+            keep[:least] = True
+        elif op == "temp_ext":
+            share = -(p * np.log(np.maximum(p, 1e-300))).sum() / math.log(len(p)) if len(p) > 1 else 1.0
+            low = max(0.0, f["temperature"] - f["dynatemp_range"])
+            span = f["temperature"] + f["dynatemp_range"] - low
+            scale = 1 / max(1e-9, low + span * share ** f["dynatemp_exponent"]) if len(p) > 1 else 1.0
+        elif op == "mirostat_v2":
+            keep = -np.log2(np.maximum(p, 1e-300)) <= 2 * f["mirostat_tau"]
+            keep[0] = True
+        elif op == "mirostat":
+            steps = np.log(np.arange(2, 101) / np.arange(1, 100))[: len(p) - 1]
+            falls = -np.diff(values[: len(steps) + 1]) * scale
+            s = (steps * falls).sum() / (steps**2).sum()
+            k = (s - 1) * 2 ** (2 * f["mirostat_tau"]) / (1 - len(logits) ** (1 - s))
+            keep[max(1, int(k ** (1 / s))) :] = False
         elif op == "top_n_sigma":
             keep = values >= values.max() - f["top_n_sigma"] * values.std()
         elif op == "typ_p":
             surprise = -np.log(p, where=p > 0, out=np.full_like(p, -800.0))
             order = np.argsort(np.abs(surprise - (p * surprise).sum()), kind="stable")
-            keep[order[np.cumsum(p[order]) - p[order] >= f["typical_p"]]] = False
+            out = np.cumsum(p[order]) - p[order] >= f["typical_p"]
+            out[:least] = False
+            keep[order[out]] = False
         elif coin:
-            above = np.count_nonzero(p >= f["xtc_threshold"])
+            above = int(np.count_nonzero(p >= f["xtc_threshold"]))
+            above = above if len(p) - above + 1 >= least else 0
             keep[: max(0, above - 1)] = False
         ids, values = ids[keep], values[keep]
     return dict(zip(ids.tolist(), chances().tolist(), strict=True))

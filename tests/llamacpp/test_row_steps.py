@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import Context
+from qwen_serve.llamacpp.row_results import Status
 from qwen_serve.llamacpp.row_sampler import (
     HAS_ROW_SAMPLER,
     Filters,
     Place,
     RowRequest,
     RowSampler,
-    Status,
     sample_rows,
 )
 from tests.contexts import exact_options

@@ -126,13 +126,13 @@ def test_a_part_has_the_steps_that_it_can_tell_apart(tmp_path: Path) -> None:
 
 def test_a_step_that_the_build_cannot_take_is_left_out(tmp_path: Path) -> None:
     """It is not measured under its name with a switch that has no effect."""
-    known = [name for name in VARIABLES if name != "LLAMA_KQ_MASK_WHOLE"]
-    steps = "attention-own-cells kq-mask-in-place -kq-mask-in-place 0016"
+    known = [name for name in VARIABLES if name != "LLAMA_KV_NO_WINDOW"]
+    steps = "attention-own-cells kv-window -kv-window 0016"
     done = measure(tmp_path, "waterfall", {"STEPS": steps}, known)
-    assert list(settings(tmp_path)) == ["kq-mask-in-place"]
+    assert list(settings(tmp_path)) == ["kv-window"]
     assert "step attention-own-cells is left out" in done.stderr
-    assert "step -kq-mask-in-place is left out" in done.stderr
-    assert "LLAMA_KQ_MASK_WHOLE" in done.stderr
+    assert "step -kv-window is left out" in done.stderr
+    assert "LLAMA_KV_NO_WINDOW" in done.stderr
     assert "step 0016 is left out: it is none of none, full, seq-own-cells" in done.stderr
 
 

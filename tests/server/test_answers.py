@@ -83,6 +83,28 @@ def test_sampled_on_the_device_too(nano_q4_k_m: Path, tmp_path: Path, budget: in
     assert found["compared"] > 300
 
 
+HARD: dict[str, dict[str, Any]] = {
+    "earlier answers": {"speculation": "ngram", "draft_history": 65_536},
+    "f32": {"speculation": "both", "cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"},
+}
+
+
+@pytest.mark.parametrize("way", HARD)
+def test_in_f32_and_with_drafts_from_earlier_answers_too(
+    nano_q4_k_m: Path, nano_f32: Path, tmp_path: Path, way: str
+) -> None:
+    model = nano_f32 if way == "f32" else nano_q4_k_m
+    how: dict[str, Any] = {"deterministic": True, "sampling": "device", "parallel": 8, "ctx_size": 8 * 640}
+    kept = {name: value for name, value in HARD[way].items() if name.startswith(("cache_type", "flash"))}
+    servers = {"alone": {**how, **kept, "speculation": "off", "prefix_cache": False}}
+    servers[way] = {**how, **HARD[way], "draft_always": True}
+    words = ["--requests", "44", "--levels", "8,5", "--aborts", "0.2"]
+    status, found = asked(model, tmp_path, servers, *words)
+    assert (status, found["errors"], found["differences"]) == (0, [], [])
+    drafts = found["servers"][way].values()
+    assert all(cell["drafted_tokens"] > cell["accepted_tokens"] > 0 for cell in drafts)
+
+
 def test_experts_too(nano_moe_q4_k_m: Path, tmp_path: Path) -> None:
     servers = {
         way: {"speculation": way, "draft_always": way != "off", "deterministic": True, "parallel": 16}

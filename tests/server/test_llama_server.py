@@ -73,6 +73,7 @@ def test_a_stream_tells_of_a_long_prompts_progress(
     for index in range(2):
         own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
         told = [chunk["prompt_progress"] for chunk in own if "prompt_progress" in chunk]
+        assert {*told[0]} == {"total", "cache", "processed", "time_ms"}
         processed = [each["processed"] for each in told]
         assert processed == sorted(processed)
         assert processed[-1] == told[-1]["total"] > 300

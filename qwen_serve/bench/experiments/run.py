@@ -29,7 +29,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from qwen_serve.bench.arguments import StoreOptions, comma_separated, named_values
+from qwen_serve.bench.arguments import Positive, StoreOptions, comma_separated, named_values
 from qwen_serve.bench.errors import BenchError, first_problem
 from qwen_serve.bench.servers.launch import PYTHON_PATH
 from qwen_serve.bench.store import manifests
@@ -105,6 +105,7 @@ def experiment(
     set: Annotated[tuple[str, ...], Parameter(negative=())] = (),
     part: Annotated[tuple[str, ...], comma_separated(str)] = (),
     option: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    limit: Positive | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Run a series of measurements that a TOML file describes. Finished parts in the store are not run again.
@@ -122,6 +123,9 @@ def experiment(
         Run only these parts, separated by commas.
     option
         Option that overrides the file's in every part, as NAME=VALUE, such as rounds=1; may be repeated.
+    limit
+        Seconds in all. Each part that compares servers gets a share by their number, after which it begins no
+        round.
     dry_run
         Print the commands without running them.
     """
@@ -136,6 +140,9 @@ def experiment(
     for one in described.parts:
         if part and one.name not in part:
             continue
+        if limit is not None:
+            shares = [len(other.peers) for other in described.parts if not part or other.name in part]
+            changed["limit"] = round(limit * len(one.peers) / max(1, sum(shares)), 1)
         words = described.words(one, variables, changed)
         words += ["--out", str(store.out / one.name)]
         words += ["--card", store.card] if store.card is not None else []

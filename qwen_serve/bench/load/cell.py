@@ -61,9 +61,14 @@ class PromptSource:
         return cls(await find_vocabulary(options.tokenizer, client, model), options)
 
     @property
+    def counter(self) -> Vocabulary | None:
+        """What counts the answers' tokens beside the server."""
+        return self.vocabulary if self.options.recount else None
+
+    @property
     def counted_by(self) -> str:
         """The source of the token counts."""
-        return self.vocabulary.source if self.vocabulary is not None else "the server's own usage"
+        return self.counter.source if self.counter is not None else "the server's own usage"
 
     async def prompts(self, kind: Kind | None = None) -> Prompts:
         """The source of prompts of a kind (default: the options')."""
@@ -174,7 +179,7 @@ class Cell:
                 sent = await open_loop(sender, jobs, self.rate, self.rng(round, "arrivals"), advance)
         rows = []
         for one in sent:
-            values = await values_of(one, self.source.vocabulary)
+            values = await values_of(one, self.source.counter)
             rows.append({name: value for name, value in values.items() if name in self.kept})
             if self.limits is not None:
                 rows[-1]["good"] = float(self.limits.kept_by(values))

@@ -98,7 +98,7 @@ class Sender:
             **self.target.fields,
         }
         if self.ignore_eos:
-            body["ignore_eos"] = True
+            body.setdefault("ignore_eos", True)
         if self.target.model is not None:
             body["model"] = self.target.model
         return body

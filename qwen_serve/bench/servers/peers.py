@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from qwen_serve.bench.analysis.statistics import DEFAULT_ROUNDS
 from qwen_serve.bench.arguments import SERVERS_GROUP, Natural, Positive, PromptOptions, StoreOptions
@@ -88,6 +89,8 @@ class Work:
     rounds: Positive = DEFAULT_ROUNDS
     """Rounds, in each of which every server is measured once. Fewer than 10 cannot settle differences below
     10%."""
+    limit: Annotated[float | None, Parameter(validator=Number(gt=0))] = None
+    """Seconds after which no further round begins (default: no limit). At least one is measured."""
     protocol: Protocol = "both"
     """latency: official repeats a prompt, distinct has another one each time, both is these two, images asks
     about pictures."""
@@ -120,7 +123,7 @@ class Work:
 
     def settings(self, load: LoadOptions) -> dict[str, Any]:
         """The settings of this workload, for the manifest."""
-        made: dict[str, Any] = {"workload": self.workload, "rounds": self.rounds}
+        made: dict[str, Any] = {"workload": self.workload, "rounds": self.rounds, "limit": self.limit}
         if self.workload == "latency":
             categories = [one.name for one in self.categories]
             made |= {"protocol": self.protocol, "categories": categories, "runs": self.runs}
@@ -188,7 +191,7 @@ async def peers(
             Contender.of(peer, setup, run, timeout=who.timeout, api_key=who.api_key) for peer in found
         ]
         try:
-            await Turns(run, contenders, reference, work.rounds, resident, make_cells).hold()
+            await Turns(run, contenders, reference, work.rounds, resident, make_cells, work.limit).hold()
         finally:
             show(run)
         if not len(run.results().of(metric=["latency", "ttft"])):

@@ -6,9 +6,10 @@ others continue.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Self
 
 from qwen_serve.bench import provenance
@@ -87,7 +88,10 @@ class Turns:
     rounds: int
     resident: bool
     make_cells: Callable[[Target], Awaitable[tuple[PromptSource, Sequence[Cell]]]]
+    limit: float | None = None
+    """Seconds after which no further round begins."""
     _cells: Sequence[Cell] = ()
+    _began: float = field(default_factory=monotonic)
 
     async def hold(self) -> None:
         """Start, measure and stop the servers. They are stopped even if an exception is raised."""
@@ -113,14 +117,14 @@ class Turns:
         await self._prepare(first.target)
         alive = sum(one.alive for one in self.contenders)
         with self._bar(self.rounds * alive) as bar:
-            for round in range(1, self.rounds + 1):
+            for round in self._rounds():
                 for turn, cell in enumerate(self._cells):
                     for contender in _from(self.contenders, round + turn):
                         await self._visit(contender, cell, round, bar, again=round > 1)
                 self._compare(round)
 
     async def _one_after_another(self) -> None:
-        for round in range(1, self.rounds + 1):
+        for round in self._rounds():
             for contender in _from(self.contenders, round):
                 await self._start(contender)
                 if contender.alive:
@@ -130,6 +134,13 @@ class Turns:
                             await self._visit(contender, cell, round, bar, again=False)
                 await contender.process.stop()
             self._compare(round)
+
+    def _rounds(self) -> Iterator[int]:
+        for round in range(1, self.rounds + 1):
+            if round > 1 and self.limit is not None and monotonic() - self._began > self.limit:
+                self.run.note(f"{round - 1} of {self.rounds} rounds began within {self.limit:g} s")
+                return
+            yield round
 
     async def _prepare(self, target: Target) -> None:
         if self._cells:

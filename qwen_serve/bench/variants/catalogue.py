@@ -54,12 +54,8 @@ GATES = (
 LEVELS = """\
 ## What `fast` was chosen from
 
-`fast` has the least predicted latency of the levels that meet three conditions:
-
-- They pass every gate.
-- They do not lose more items than they gain with p < 0.05, each level tested alone.
-- They use the types for which the patches have multi-row kernels (Q4_K, Q5_K, Q6_K). These kernels verify
-  drafts, which the prediction does not include.
+`fast` has the least predicted latency of the levels that pass every gate, do not lose more items than they
+gain with p < 0.05, and have multi-row kernels in the patches (Q4_K, Q5_K, Q6_K), which verify drafts.
 """
 NO_GATES = "Gates: none was recorded with these weights and settings."
 

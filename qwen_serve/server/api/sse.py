@@ -156,28 +156,24 @@ class EventStream(EventSourceResponse):
         """
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        writer = self._writer
         try:
-            last = await self._all_but_last(send)
+            if written := writer.begin():
+                await send({"type": "http.response.body", "body": written, "more_body": True})
+            async with aclosing(self._parts) as parts:
+                async for index, part in parts:
+                    if written := await writer.write(index, part):
+                        await send({"type": "http.response.body", "body": written, "more_body": True})
+            last = await writer.end()
         except Exception as error:
             # the status is sent already, so only an event can report the error; without [DONE] clients see
             # that the stream is incomplete
             self._error = answer = from_exception(error)
             if answer.status == 500:
                 logger.exception("a stream failed")
-            last = self._writer.failure(answer)
+            last = writer.failure(answer)
         self.active = False  # ends the pings
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _all_but_last(self, send: Send) -> bytes:
-        """Sends all events but the last, which it returns."""
-        writer = self._writer
-        if begun := writer.begin():
-            await send({"type": "http.response.body", "body": begun, "more_body": True})
-        async with aclosing(self._parts) as parts:
-            async for index, part in parts:
-                if written := await writer.write(index, part):
-                    await send({"type": "http.response.body", "body": written, "more_body": True})
-        return await writer.end()
 
 
 async def merge(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item | None], None]:

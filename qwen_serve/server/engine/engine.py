@@ -96,7 +96,7 @@ class Engine:
         self._error: str | None = None
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = 0
-        self._step_loop = StepLoop(components, self._profile, self._flush, self._relieve, self._wake)
+        self._step_loop = StepLoop(components, self._profile, self._flush, self._relieve)
         self._unsent: list[Sequence] = []
         """Sequences with tokens that are delivered while the device computes the next step."""
 
@@ -214,7 +214,6 @@ class Engine:
         if intact:
             self.components.write_prefixes()
             self.components.remember()
-        self._step_loop.close()
         self.components.close()
 
     def _wake(self) -> None:
@@ -242,7 +241,7 @@ class Engine:
         while not self._closing:
             if idle := self._inbox.empty():
                 busy = self._scheduler.running or self._scheduler.waiting or self._step_loop.ahead
-                if busy and not self._step_loop.waits:
+                if busy:
                     return True
                 self._flush()
                 self._speculator.catch_up()
@@ -299,7 +298,7 @@ class Engine:
                     self._request_cancel(sequence)
 
     def _add(self, sequence: Sequence, request: GenerateRequest) -> None:
-        if sequence.done is not None:
+        if sequence not in self._open:
             return
         params, thinking, dry = request.params, sequence.thinking, self.dries.of(request.params)
         sampler = Sampler(params, self.vocab, request.prompt.ids, request.constraint, thinking, dry)
@@ -316,7 +315,7 @@ class Engine:
 
     def _end(self, sequence: Sequence, done: FinishReason | Exception) -> None:
         """End a request between two steps, in any state; do nothing if it has already ended."""
-        if sequence.done is None:
+        if sequence in self._open:
             sequence.done = done
             self._scheduler.remove(sequence, failed=isinstance(done, Exception))
             self._finish(sequence)

@@ -16,7 +16,6 @@ from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
 from qwen_serve.llamacpp.vision import VisionTower
 
 from . import warmup
-from .batch import Batch
 from .encoder import PictureEncoder
 from .errors import DoesNotFit
 from .planning.contexts import (
@@ -37,15 +36,14 @@ from .planning.sequence_ids import SequenceIds
 from .planning.vision import MOST_TOKENS, WITHOUT
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
+from .rehearsal import Rehearsal
 from .reproducible import Reproducible, chunk_of, reproduced
 from .runner import Runner
-from .sampling import GrammarCompiler, Sampler, SamplingParams
+from .sampling import GrammarCompiler
 from .scheduler import Scheduler
-from .sequence import Sequence, SequenceStatus
 from .speculation import build_speculator
 from .states import StateStore
 from .ubatches import usual_pass
-from .verification import sample
 from .vocab import Vocab
 
 if TYPE_CHECKING:
@@ -171,11 +169,13 @@ class Components:
         if not settings.prefill_budget:
             log.debug("a step reads up to %d prompt tokens, %.1f us each", budget.tokens, 1e6 * budget.each)
         if drafts:
+            rehearsal = Rehearsal(context, self.runner, self.vocab, self.clock)
             self.speculator.measure(
-                self._rehearse,
+                rehearsal.verification,
                 MEASURING_GPU if on_gpu else MEASURING_CPU,
                 prompt=(prefill, prefill * budget.each),
                 known=known.step_times if known else None,
+                pace=rehearsal.pace if on_gpu else None,
             )
         self.stages.done("measuring")
         self.remember()
@@ -260,24 +260,6 @@ class Components:
         self.scheduler.reproducible, self.cache.chunk = found, found.chunk
         drafts, experts = settings.speculation != "off", self.plan.spec.has_experts
         log.info("deterministic: %s", found.told(drafts=drafts, experts=experts))
-
-    def _rehearse(self, n: int, rows: int) -> float:
-        """Seconds to verify `rows` - 1 arbitrary draft tokens for each of `n` new sequences."""
-        sampler = Sampler(SamplingParams(), self.vocab, [])
-        batch = Batch()
-        for slot in range(n):
-            sequence = Sequence([0], rows, sampler)
-            sequence.slot, sequence.status = slot, SequenceStatus.PREFILL
-            batch.add(sequence, 1)
-            batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
-        started = self.clock()
-        step = self.runner.launch(batch)
-        self.runner.sample(step)
-        sample(batch, self.runner.collect(step), self.vocab.eog_ids)
-        seconds = self.clock() - started
-        for slot in range(n):
-            self.context.remove(slot)
-        return seconds
 
     def close(self) -> None:
         """Free the contexts and the model. Idempotent."""

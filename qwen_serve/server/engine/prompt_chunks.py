@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .sequence import CHOOSING, PREFILL
+from .sequence import PREFILL
 from .ubatches import usual_pass
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PromptChunks:
         if not prompts:
             return
         prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]
-        decoding = bool(without) or any(one.ready or one.status is CHOOSING for one in self._running)
+        decoding = bool(without) or any(one.ready for one in self._running)
         budget = min(self._ubatch_size, prefill_budget.tokens) if decoding else self._ubatch_size
         if reproducible is not None and reproducible.chunk > 1:
             self._add_pieces(batch, prompts, reproducible, budget)

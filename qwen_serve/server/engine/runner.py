@@ -80,7 +80,8 @@ class Runner:
         rows = source = None
         decodes = batch.is_decode or batch.guesses is not None
         alone = behind is None and decodes and self._in_one_ubatch(batch)
-        if not (alone and self._context.runs_ahead):
+        in_order = self._context.ragged_passes or len(batch.chunks) == 1
+        if not (alone and in_order and self._context.runs_ahead):
             batch.read_drafts()
         if behind is not None and batch.is_decode:
             rows = self._follow(behind, batch)

@@ -25,10 +25,8 @@ Attention multiplies other sequences' cells and free cells by 0, and a value tha
 So unusable logits do not tell which sequence caused them. The cells are cleared, and the running sequences
 start again, each alone until it has a token. A sequence that gets none even alone is the cause and fails.
 
-On a hybrid model llama.cpp reads the weights once for each distinct token count of a step's sequences, since
-the recurrent layers need the same count from all sequences of a ubatch. With the patch ragged-passes,
-sequences of any lengths share a pass. Decodes have steps of their own, because together with a chunk of a
-prompt, attention would read a mask of all sequences' cells for each of its tokens.
+A step whose sequences have different token counts is one pass with the patch ragged-passes, else one for each
+count. Decodes have steps of their own: beside a chunk of a prompt, attention would read a mask of all cells.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from .adapters import AdapterRotation
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
 from .request_queue import RequestQueue
-from .sequence import CHOOSING, DECODE, PREFILL, SequenceStatus
+from .sequence import DECODE, PREFILL, SequenceStatus
 from .ubatches import usual_pass
 
 if TYPE_CHECKING:
@@ -184,11 +182,6 @@ class Scheduler:
             batch.draft_room = 0
         return batch
 
-    @property
-    def chooses(self) -> bool:
-        """Whether all running sequences wait for tokens that the host chooses."""
-        return all(one.choice is not None for one in self.running)
-
     def decoded(self, batch: Batch, seconds: float) -> None:
         """Tell the policy how many `seconds` a decode step took, from which it computes the cost of output
         tokens."""
@@ -212,10 +205,8 @@ class Scheduler:
                     continue
                 if sequence.sampler.may_force and len(self.running) == 1:
                     return None  # forced tokens are computed together
-                if not sequence.sampler.on_device:
-                    continue  # its token comes from the host
             elif not sequence.ready:
-                if self._prefills_left and not sequence.choice:
+                if self._prefills_left:
                     return None
                 continue
             elif not sequence.decoding or sequence.pending > 1:
@@ -259,22 +250,19 @@ class Scheduler:
         results: ListLike[SampleResult],
         held: ListLike[int],
         ahead: Batch | None = None,
-        late: ListLike[tuple[Chunk, SampleResult]] = (),
     ) -> list[Sequence]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
         Return those with news for their listeners.
 
         `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
-        batch `ahead`, which is already being computed, drops them. `late`: choices of the host's threads.
+        batch `ahead`, which is already being computed, drops them.
         """
         now = perf_counter()
         self.waiting.steps += 1
         news: list[Sequence] = []
-        finished: list[Sequence] = []
         recomputed: list[Sequence] = []
-        alone, usable = not batch.dropped, True
-        found = zip(batch.chunks, results, held, strict=True)
-        for chunk, result, computed in [*found, *((*one, one[0].sequence.computed) for one in late)]:
+        steady, usable = not batch.dropped, True
+        for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
             if sequence in batch.dropped:
                 continue
@@ -282,8 +270,8 @@ class Scheduler:
                 sequence.computed = computed
             if result.error is not None:
                 if sequence.quarantined or not result.recompute:
-                    sequence.done = result.error
-                    finished.append(sequence)
+                    sequence.done, steady = result.error, False
+                    news.append(sequence)
                     if ahead is not None:
                         ahead.drop(sequence)
                     self.remove(sequence, failed=True)
@@ -297,7 +285,7 @@ class Scheduler:
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
             if sequence.slot is not None:
-                sequence.status = CHOOSING if sequence.choice else DECODE if computed else PREFILL
+                sequence.status = DECODE if computed else PREFILL
             if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
             elif sequence.quarantined:
@@ -311,20 +299,19 @@ class Scheduler:
             new = [*result.tokens, *result.forced] if result.forced else result.tokens
             new = sequence.extend(new, self._ends)
             self.generated_tokens += len(new)
-            alone = alone and len(new) == 1  # no forced tokens
-            (finished if sequence.done else news).append(sequence)
+            news.append(sequence)
+            steady = steady and len(new) == 1 and not sequence.done  # no forced tokens
             if sequence.done:
                 sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
-        steady = alone and not (finished or recomputed or late) and batch.is_decode
-        steady = steady and all(one.choice is None for one in self.running)
+        steady = steady and not recomputed and batch.is_decode
         self._last = batch if steady and len(batch.chunks) == len(self.running) else None
         for sequence in recomputed:
             if sequence in self.running:
                 self._preempt(sequence)
         if not usable:
             self._quarantine()
-        return news + finished
+        return news
 
     # --- the parts of schedule -----------------------------------------------------------------------------
 
@@ -344,7 +331,7 @@ class Scheduler:
         self._admit()
         self._begin()
         self._choose(batch, prefill_first=self._prefills_left > 0)
-        while not batch.chunks and not self.chooses:  # no free cell for any prompt
+        while not batch.chunks:  # no free cell for any prompt
             self.preempt_youngest()
             self._choose(batch)
         reads = self._prefills_left and batch.chunks and not batch.chunks[0].sequence.ready
@@ -379,8 +366,6 @@ class Scheduler:
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.quarantined or self.running[0].quarantined):
-                return
-            if head is not None and head.choice:  # preempted while its token is chosen
                 return
             if head is None or not self._fits(head):
                 found = self.waiting.preemption(self._cache.can_suspend, head) if preempt else None

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from .pictures import NO_PICTURES, Layout
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from .sampling import Constraint, Logprobs, Sampler, SamplingParams, ThinkingLimits
     from .sampling.thinking import ThinkingWatch
 
@@ -58,11 +56,9 @@ class SequenceStatus(Enum):
     """It reads its prompt, or after a preemption all its tokens."""
     DECODE = "decode"
     """It has sampled a token since it got its slot, so its pending tokens are not prefill."""
-    CHOOSING = "choosing"
-    """The host chooses its next token (`choice`)."""
 
 
-PREFILL, DECODE, CHOOSING = SequenceStatus.PREFILL, SequenceStatus.DECODE, SequenceStatus.CHOOSING
+PREFILL, DECODE = SequenceStatus.PREFILL, SequenceStatus.DECODE
 """Module-level names, since looking up an enum's members is slow and happens many times a step."""
 
 
@@ -237,8 +233,6 @@ class Sequence:
     quarantined: bool = field(init=False, default=False)
     """Its logits, or those of another sequence of its step, were unusable: it runs alone until it has a
     token."""
-    choice: Future[Any] | None = field(init=False, default=None)
-    """Its next token, while a thread of the host chooses it (`Choices`)."""
     reused: int | None = field(init=False, default=None)
     """Prompt tokens found in the prefix cache at its first start; None before."""
     missed: CacheMiss | None = field(init=False, default=None)
@@ -292,7 +286,7 @@ class Sequence:
     @property
     def begun(self) -> bool:
         """Whether it takes part in steps."""
-        return self.status is DECODE or self.status is PREFILL or self.status is CHOOSING
+        return self.status is DECODE or self.status is PREFILL
 
     @property
     def ready(self) -> bool:
@@ -318,11 +312,8 @@ class Sequence:
         self.sampler, self.tokens = sampler, self.tokens.copy()
 
     def close(self) -> None:
-        """Free its sampler, as soon as no thread uses it. Idempotent."""
-        choice, self.choice = self.choice, None
-        if choice is not None:
-            choice.add_done_callback(lambda _: self.sampler.close())
-        elif self.sampler is not None:
+        """Free its sampler. Idempotent."""
+        if self.sampler is not None:
             self.sampler.close()
 
     @property

@@ -211,7 +211,7 @@ class PrefixCacheSettings(Section, title="prefix cache"):
     prefix_checkpoints: int = Field(0, ge=0)
     """maximum number of states in the prefix cache; each takes memory for a recurrent state, and a sequence
     id. 0: 32, or what fits. On an NVIDIA GPU with all layers, an F16 cache and the patches
-    attention-own-cells and kq-mask-in-place: as many as the 256 ids allow and as fit, with their cells, into
+    attention-own-cells and kq-mask-bits: as many as the 256 ids allow and as fit, with their cells, into
     half of the remaining memory"""
     prefix_cells: int = Field(0, ge=0)
     """maximum number of KV cells in the prefix cache, beside those of running sequences, which evict cached

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
 
-from .batch import Batch
-from .choices import Choices
 from .profile import kind_of
 from .verification import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from .batch import Batch
     from .loading import Components
     from .profile import StepProfile
     from .runner import Launched
@@ -30,9 +29,6 @@ class StepLoop:
     the device does not wait for the host between the two. If a sequence turns out to have ended in the first
     step, the second one still computes it, and drops the result. The sequence's slot is free for a third
     step, which the device computes after the second. Its last state includes the token that ended it.
-
-    Tokens of samplers that only the host has are chosen by its threads (`Choices`). Their sequences join a
-    step when these are known; the others' steps do not wait.
     """
 
     def __init__(
@@ -41,18 +37,17 @@ class StepLoop:
         profile: StepProfile,
         flush: Callable[[], None],
         relieve: Callable[[NoMemorySlot], None],
-        wake: Callable[[], None],
     ) -> None:
-        """`flush` delivers the tokens of the last step. `relieve` is called if a step finds no free cells,
-        `wake` by another thread when `waits` may have changed."""
+        """`flush` delivers the tokens of the last step. `relieve` is called if a step finds no free cells."""
         self._components, self._profile = components, profile
         self._scheduler, self._runner = components.scheduler, components.runner
         self._speculator, self._ends = components.speculator, components.vocab.eog_ids
         self._flush, self._relieve = flush, relieve
-        self._choices = Choices(wake)
         self._ahead: Launched | None = None
         self._done = 0.0
         """Time at which the last step was done, by the clock of steps."""
+        self._steady = False
+        """Whether it was a step of decodes, so that the next one follows at once."""
 
     @property
     def ahead(self) -> bool:
@@ -60,20 +55,9 @@ class StepLoop:
         added."""
         return self._ahead is not None
 
-    @property
-    def waits(self) -> bool:
-        """Whether nothing can be computed before the host has chosen tokens. It waits for all of them, so
-        that they share a step."""
-        scheduler = self._scheduler
-        idle = not (self._ahead or scheduler.waiting) and bool(scheduler.running) and scheduler.chooses
-        return idle and self._choices.pending
-
     def step(self, *, last: bool = False) -> tuple[Batch, list[Sequence]] | None:
         """Run a step; return its batch and the sequences with news, or None if there was none, for want of
-        cells or tokens. The batch is empty if the news are only of tokens that the host has chosen. With
-        `last` the next step is not launched."""
-        if self._ahead is None and (late := self._choices.take()):
-            return (empty := Batch()), self._scheduler.commit(empty, [], [], late=late)
+        cells. With `last` the next step is not launched."""
         step, self._ahead = self._ahead or self._launch(), None
         if step is None:
             return None
@@ -83,6 +67,7 @@ class StepLoop:
             step.at = self._components.clock()
             lap("propose")
         self._runner.sample(step)
+        self._speculator.learn()
         if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()
             lap("flush")
@@ -90,45 +75,36 @@ class StepLoop:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
         self._profile.overlaps &= rows is None or self._ahead is not None
-        late = self._choices.take()
-        begin = self._choices.begin if self._speculator.can_be_overtaken else None
-        sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None, begin=begin)
+        sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None)
         lap("sample")
         done = self._components.clock()
-        began = max(step.at, self._done)
+        before, steady = self._done, self._steady and not batch.prompt_tokens
+        began = max(step.at, before)
         seconds = done - began
+        self._steady = rows is not None and not batch.prompt_tokens
         self._scheduler.prefill_budget.add(batch.prompt_tokens, began, None if rows is None else done)
         if rows is not None:
             self._done = done
         if batch.is_decode:
             self._scheduler.decoded(batch, seconds)
-        recomputes = any(new.recompute for new in (*sampled, *(new for _, new in late)))
+        recomputes = any(new.recompute for new in sampled)
         if self._ahead is not None and recomputes:
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead, self._profile.overlaps = None, False
         ahead = None if self._ahead is None else self._ahead.batch
-        held = self._speculator.verify(batch, sampled, seconds)
+        held = self._speculator.verify(batch, sampled, seconds, done - before if steady else None)
         lap("verify")
-        news = self._scheduler.commit(batch, sampled, held, ahead, late)
+        news = self._scheduler.commit(batch, sampled, held, ahead)
         lap("commit")
         self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
         return batch, news
 
-    def close(self) -> None:
-        """End the threads. Idempotent."""
-        self._choices.close()
-
     def _launch(self) -> Launched | None:
-        """Launch the next step; None if there are no cells for it, or if all wait for the host's choices, of
-        which one is there then."""
+        """Launch the next step; None if there are no cells for it."""
         lap, scheduler, speculator = self._profile.lap, self._scheduler, self._speculator
         lap("receive")
         batch = scheduler.schedule()
         lap("schedule")
-        if not batch.chunks:
-            self._flush()
-            self._choices.wait()
-            return None
         # otherwise the tokens would wait for the step or for drafters
         if not self._components.device_runs_alone or speculator.catches_up(batch):
             self._flush()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
-from .batch import Placement
-from .sampling.rows import RawRows, SampledRows
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from collections.abc import Sequence as ListLike
 
     from qwen_serve.llamacpp.row_sampler import RowRequest
 
-    from .batch import Batch, Chunk
+    from .batch import Batch, Chunk, Placement
     from .sampling.rows import Rows
 
 
@@ -66,7 +62,6 @@ def sample(
     ends: frozenset[int],
     *,
     ahead: bool = False,
-    begin: Callable[[Chunk, Callable[[], SampleResult]], None] | None = None,
 ) -> list[SampleResult]:
     """For each chunk, the accepted tokens of its draft and the token after them.
 
@@ -75,8 +70,6 @@ def sample(
     section 2.3) and changes no sampler's output distribution. Nothing is accepted after one of `ends`, the
     tokens that end a generation. Sequences that the batch dropped get nothing, and nothing is drawn for them.
     `ahead`: the next step is being computed, so forced tokens come one by one.
-
-    `begin` begins a choice that the host makes beside others' tokens of the device; its result is empty.
     """
     if rows is None:
         return [SampleResult() for _ in batch.chunks]
@@ -84,33 +77,9 @@ def sample(
     for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
         if chunk.sequence in batch.dropped:
             found.append(SampleResult())
-        elif begin is None or not isinstance(rows, SampledRows) or not _host_chooses(chunk):
-            found.append(_sample(chunk, placement, rows, ends, ahead=ahead))
         else:
-            found.append(_begin(chunk, placement, rows, ends, begin))
+            found.append(_sample(chunk, placement, rows, ends, ahead=ahead))
     return found
-
-
-def _host_chooses(chunk: Chunk) -> bool:
-    """Whether the host chooses its token, and nothing else depends on that."""
-    one = chunk.sequence
-    return chunk.samples and not (one.sampler.on_device or chunk.draft or chunk.scored or one.quarantined)
-
-
-def _begin(
-    chunk: Chunk,
-    placement: Placement,
-    rows: SampledRows,
-    ends: frozenset[int],
-    begin: Callable[[Chunk, Callable[[], SampleResult]], None],
-) -> SampleResult:
-    """Begin to choose from a copy of the row, since the next step's is written over it."""
-    try:
-        copied = RawRows(rows.whole(placement.rows[0])[None].copy())
-    except RuntimeError as error:  # it was not kept
-        return SampleResult(error=error)
-    begin(chunk, partial(_sample, chunk, Placement([], [0]), copied, ends, ahead=True))
-    return SampleResult()
 
 
 def _sample(

@@ -1,8 +1,11 @@
-// The text of PDF files, by pdf.js, which is loaded when the first one is given. It fetches nothing and runs no script of theirs.
+// The text of PDF files, by pdf.js, which is loaded when the first one is given. It runs no script of a file and fetches nothing that a file names.
 
 import { GlobalWorkerOptions, getDocument } from "./vendor/pdf.min.mjs";
 
 GlobalWorkerOptions.workerSrc = new URL("./vendor/pdf.worker.min.mjs", import.meta.url).href;
+
+/** How the codes of Chinese, Japanese and Korean fonts map to characters: those that a file names are loaded. */
+const CMAPS = { cMapUrl: new URL("./vendor/cmaps/", import.meta.url).href, cMapPacked: true };
 
 const MAX_PAGES = 2000;
 
@@ -22,7 +25,7 @@ function linesOf(items) {
 
 /** The text of a PDF. Throws an Error that says why there is none. */
 export async function textOfPdf(data, name) {
-  const task = getDocument({ data, isEvalSupported: false, useWasm: false, useSystemFonts: false, disableFontFace: true, enableXfa: false, stopAtErrors: false, verbosity: 0 });
+  const task = getDocument({ data, ...CMAPS, isEvalSupported: false, useWasm: false, useSystemFonts: false, disableFontFace: true, enableXfa: false, stopAtErrors: false, verbosity: 0 });
   try {
     const pdf = await task.promise;
     if (pdf.numPages > MAX_PAGES) throw new Error(`“${name}” has more than ${MAX_PAGES} pages.`);

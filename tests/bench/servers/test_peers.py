@@ -329,6 +329,19 @@ def test_a_running_servers_requests_have_fields(tmp_path: Path) -> None:
     assert {len(values(found, "output_rate", subject=name)) for name in ("greedy", "drawn")} == {2}
 
 
+def test_no_round_begins_after_the_limit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One is measured in any case. Fields of a peer may let answers end, and the server counts alone."""
+    with FakeServer() as server:
+        peer = f'one={server.url} {{"ignore_eos": false}}'
+        options = ["--workload", "random", *MANY, "--rounds", "9", "--spot-checks", "0", *TOKENIZER]
+        found = compare(tmp_path, "--peer", peer, *options, "--limit", "0.001", "--no-recount")
+        asked = [body for _, body in server.requests if "prompt" in body]
+    assert not any(body["ignore_eos"] for body in asked)
+    assert len(values(found, "output_rate", subject="one")) == 2
+    assert not values(found, "recounted_tokens", subject="one")
+    assert "1 of 9 rounds began within 0.001 s" in capsys.readouterr().err
+
+
 def test_a_client_beside_is_not_measured(tmp_path: Path) -> None:
     with FakeServer(Script(token_delay=0.002)) as server:
         peer = f'{server.url} {{"top_k": 7}} beside {{"top_k": 9}}'

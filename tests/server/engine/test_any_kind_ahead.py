@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qwen_serve.llamacpp import SamplerChain
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
-from qwen_serve.server.engine import GenerateRequest, GenerationError, SamplingParams
+from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
-from tests.server.engine.helpers import Request, ask, ask_at_once, idle, random_prompt, running
+from tests.server.engine.helpers import Request, ask_at_once, random_prompt, running
 from tests.server.engine.launching import PLAIN, ahead
-from tests.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
@@ -44,6 +39,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "temperature": 0.8,
         "samplers": ("dry", "penalties", "temperature"),
     },
+    "mirostat": {"temperature": 1.0, "mirostat": 2},
+    "mirostat 1": {"temperature": 0.9, "mirostat": 1, "mirostat_tau": 3.0},
+    "dynamic temperature": {"temperature": 0.8, "top_k": 20, "dynatemp_range": 0.5},
+    "five tokens or more": {"temperature": 1.0, "top_p": 0.1, "min_p": 0.9, "min_keep": 5},
     "bias": {"logit_bias": ((300, 2.5), (301, -9.0))},
     "allowed": {"allowed_token_ids": tuple(range(256, 400))},
     "bad words": {"bad_words": ((300,), (301, 302))},
@@ -123,92 +122,3 @@ async def test_sixty_four_grammars_at_once(nano_f32: Path, more: dict[str, Any])
             rng.shuffle(order := [*range(64)])
             found = await ask_at_once(engine, [asked[i] for i in order])
             assert found == [alone[i] for i in order]
-
-
-MIROSTAT = SamplingParams(temperature=1.0, mirostat=2, seed=7, ignore_eos=True)
-
-
-async def test_what_the_host_samples_waits_alone(nano_f32: Path) -> None:
-    """Mirostat's request joins a step when its token is known; the others are in all of them."""
-    asked = batch("greedy", "greedy", "top_p alone", "greedy")
-    asked[3].params = MIROSTAT
-    with running(nano_f32, **PLAIN, async_scheduling=False, prefix_cache=False) as engine:
-        alone = [(await ask_at_once(engine, [one]))[0] for one in asked]
-        assert await ask_at_once(engine, asked) == alone
-    with ahead(nano_f32, prefix_cache=False) as (engine, launched):
-        assert await ask_at_once(engine, asked) == alone
-        assert launched["first"] + launched["again"] + launched["fewer"] >= N - 2
-
-
-class Held:
-    """Holds every draw of llama.cpp's samplers until `go`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go = threading.Event(), threading.Event()
-        draw = SamplerChain.draw
-
-        def held(*args: Any) -> int:
-            self.begun.set()
-            assert self.go.wait(120)
-            return draw(*args)
-
-        monkeypatch.setattr(SamplerChain, "draw", held)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    made = Held(monkeypatch)
-    yield made
-    made.go.set()
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
-async def test_a_slow_sampler_of_the_host_delays_no_other(
-    nano_f32: Path, held: Held, *, runs_ahead: bool
-) -> None:
-    """The others are answered, and one comes and is answered, before its first token is chosen."""
-    asked = batch("greedy", "the card's", "greedy", "greedy")
-    asked[3].params = MIROSTAT
-    with ahead(nano_f32, prefix_cache=False) as (engine, _):
-        engine.components.device_runs_alone = runs_ahead
-        slow = asyncio.create_task(ask(engine, asked[3]))
-        await asyncio.to_thread(held.begun.wait, 120)
-        others = await ask_at_once(engine, asked[:3])
-        assert [len(other.tokens) for other in others] == [N] * 3
-        assert not slow.done()
-        held.go.set()
-        assert len((await slow).tokens) == N
-        assert (await ask_at_once(engine, asked))[:3] == others
-
-
-async def test_leaving_while_the_host_chooses(nano_f32: Path, held: Held) -> None:
-    """The request's sampler is used until its thread is done; the slot is free at once."""
-    asked = batch("greedy", "greedy")
-    asked[1].params = MIROSTAT
-    with ahead(nano_f32, prefix_cache=False, parallel=2) as (engine, _):
-        prompt = engine.prompt(asked[1].prompt)
-        slow = [engine.submit(GenerateRequest(prompt, MIROSTAT, N)) for _ in range(2)]
-        await until(held.begun.is_set)
-        for one in slow:
-            one.cancel()
-        assert len((await ask(engine, asked[0])).tokens) == N
-        held.go.set()
-        assert len((await ask(engine, asked[1])).tokens) == N
-        await idle(engine)
-
-
-async def test_an_error_on_the_hosts_thread_fails_one_request(
-    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any) -> int:
-        raise RuntimeError("no token today")
-
-    asked = batch("greedy", "greedy", "greedy", "greedy")
-    with ahead(nano_f32, prefix_cache=False) as (engine, _):
-        alone = await ask_at_once(engine, asked)
-        asked[3].params = MIROSTAT
-        monkeypatch.setattr(SamplerChain, "draw", failing)
-        tasks = [asyncio.create_task(ask(engine, one)) for one in asked]
-        with pytest.raises(GenerationError, match="sampling failed: no token today"):
-            await tasks[3]
-        assert [await task for task in tasks[:3]] == alone[:3]

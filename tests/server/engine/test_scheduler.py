@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
-from qwen_serve.server.engine.batch import Batch, Chunk
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
 from qwen_serve.server.engine.reproducible import Reproducible
-from qwen_serve.server.engine.sampling import Sampler
-from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import (
-    NoSampler,
     advance,
     commit,
     counts,
@@ -371,24 +365,3 @@ def test_reproducible_rows_are_in_one_pass_or_each_in_its_own(alone: bool, order
     batch = advance(s)
     slots = [chunk.slot for chunk in batch.chunks]
     assert [sorted(slots).index(slot) for slot in slots] == order
-
-
-class AtTheHost(NoSampler):
-    on_device = may_force = False
-
-
-class OnTheDevice(AtTheHost):
-    on_device = True
-
-
-def test_a_step_behind_one_of_as_many_others() -> None:
-    """The host chooses the tokens of two sequences, which take turns in the steps behind each other."""
-    s, kinds = scheduler(), (OnTheDevice, AtTheHost, AtTheHost)
-    first, second, third = [Sequence([0], 10, cast(Sampler, kind())) for kind in kinds]
-    for one in (first, second, third):
-        s.add(one)
-    advance(s)
-    chunks = [Chunk(one, 1, samples=True) for one in (first, second)]
-    following = s.decodes_behind(Batch(chunks, n_tokens=2, n_rows=2), lambda _: True)
-    assert following is not None
-    assert {chunk.sequence for chunk in following.chunks} == {first, third}

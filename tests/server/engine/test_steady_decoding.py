@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp.row_sampler import RowResults, Status
+from qwen_serve.llamacpp.row_results import RowResults, Status
 from qwen_serve.llamacpp.row_steps import RowSteps
 from qwen_serve.server.engine import GenerateRequest, SamplingParams
 from qwen_serve.server.engine.runner import Runner

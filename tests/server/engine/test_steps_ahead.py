@@ -11,7 +11,8 @@ import pytest
 
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.errors import NoMemorySlot
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Status
+from qwen_serve.llamacpp.row_results import Status
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine import GenerateRequest, SamplingParams, ThinkingLimits
 from tests.server.engine.helpers import (
     Request,

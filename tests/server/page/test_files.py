@@ -9,17 +9,29 @@ import pytest
 from tests.server.api.conftest import Start
 from tests.server.page.driving import answered, bodies
 
+HELVETICA = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
+SONG = (
+    "<< /Type /Font /Subtype /Type0 /BaseFont /STSong-Light /Encoding /UniGB-UCS2-H /DescendantFonts [<< "
+    "/Type /Font /Subtype /CIDFontType0 /BaseFont /STSong-Light /CIDSystemInfo << /Registry (Adobe) "
+    "/Ordering (GB1) /Supplement 4 >> /FontDescriptor << /Type /FontDescriptor /FontName /STSong-Light "
+    "/Flags 4 /FontBBox [0 0 999 999] /ItalicAngle 0 /Ascent 800 /Descent 0 /StemV 90 >> >>] >>"
+)
+"""A font of Chinese that is named, not embedded, with UTF-16 as its encoding."""
 
-def pdf(*pages: str) -> bytes:
-    """A PDF with a page for each text, whose lines are shown in Helvetica."""
+
+def pdf(*pages: str, font: str = HELVETICA) -> bytes:
+    """A PDF with a page for each text, whose lines are shown in the font."""
     kids = " ".join(f"{3 + 2 * number} 0 R" for number in range(len(pages)))
     objects = [
         "<< /Type /Catalog /Pages 2 0 R >>",
         f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>",
     ]
-    font = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
     for number, text in enumerate(pages):
-        lines = "".join(f"({line}) Tj 0 -14 Td " for line in text.split("\n"))
+        codes = [
+            f"({one})" if font == HELVETICA else f"<{one.encode('utf-16-be').hex()}>"
+            for one in text.split("\n")
+        ]
+        lines = "".join(f"{line} Tj 0 -14 Td " for line in codes)
         shown = f"BT /F1 12 Tf 72 720 Td {lines}ET" if text else ""
         objects += [
             f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {4 + 2 * number} 0 R "
@@ -55,6 +67,18 @@ def test_a_pdf_is_sent_as_text_and_its_reader_loads_only_then(start: Start, page
     answered(page, "What is this?")
     want = "two.pdf\n\n```\n[Page 1]\n\nOne caf\u00e9\nand more\n\n[Page 2]\n\nTwo\n```\n\nWhat is this?"
     assert sent[0]["messages"][-1]["content"] == want
+
+
+def test_a_pdf_in_chinese_is_read_by_the_cmaps_that_it_names(start: Start, page: Any) -> None:
+    page.goto(start("</think>\n\nYes.").url)
+    sent = bodies(page)
+    loaded: list[str] = []
+    page.on("request", lambda request: loaded.append(request.url.rpartition("/")[2]))
+    give(page, "song.pdf", pdf("你好，世界", font=SONG), "application/pdf")
+    page.get_by_label("Remove song.pdf").wait_for()
+    answered(page, "What is this?")
+    assert "\n你好，世界\n" in sent[0]["messages"][-1]["content"]
+    assert 0 < sum(name.endswith(".bcmap") for name in loaded) < 5
 
 
 @pytest.mark.parametrize(

@@ -190,31 +190,47 @@ static __device__ __forceinline__ void gdn_invert_merge(float * T, const float *
 }
 
 // T, M [64, 64] and exp(b), exp(b[63] - b) [2*64] of each chunk, head and sequence; a block has the heads of one of q and k.
+// The chunk of a block, and its sequence.
+struct gdn_chunk {
+    int          sequence;
+    gdn_sequence seq;
+    int          chunk;
+    int          t0;
+    int          valid; // tokens, 0 or less: none
+};
+
+// The pointers are moved to the sequence's first token.
+template <int nthreads>
+static __device__ __forceinline__ gdn_chunk gdn_find_chunk(const int32_t * offsets, const int n_seqs, const int n_tokens, const int n_last,
+        const int64_t sq2, const int64_t sb2, const float *& q, const float *& k, const float *& g, const float *& beta) {
+    gdn_chunk res;
+    res.sequence = gdn_sequence_of_chunk<nthreads>(offsets, n_seqs, n_tokens, blockIdx.x, threadIdx.x);
+    res.seq      = gdn_find_sequence(offsets, res.sequence, n_tokens, n_last, 0);
+    res.chunk    = (int) blockIdx.x - res.seq.first_chunk;
+    res.t0       = res.chunk * GDN_C;
+    res.valid    = min(GDN_C, res.seq.n_tokens - res.t0);
+    q += res.seq.first * sq2;
+    k += res.seq.first * sq2;
+    g += res.seq.first * sb2;
+    beta += res.seq.first * sb2;
+    return res;
+}
+
 static __global__ void __launch_bounds__(128, 1) gated_delta_net_prepare(const float * q, const float * k, const float * g, const float * beta,
         float * T_d, float * M_d, float * E_d, const int32_t * offsets, const int n_seqs, const int n_last, const int H, const int neqk1,
         const int rq3, const int n_tokens, const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sb1, const int64_t sb2,
         const int64_t sb3, const float scale) {
     constexpr int nthreads = 128;
 
-    const int tid      = threadIdx.x;
-    const int head_k   = blockIdx.y;
-    const int sequence = gdn_sequence_of_chunk<nthreads>(offsets, n_seqs, n_tokens, blockIdx.x, tid);
+    const int tid                                = threadIdx.x;
+    const int head_k                             = blockIdx.y;
+    const auto [sequence, seq, chunk, t0, valid] = gdn_find_chunk<nthreads>(offsets, n_seqs, n_tokens, n_last, sq2, sb2, q, k, g, beta);
 
-    const gdn_sequence seq = gdn_find_sequence(offsets, sequence, n_tokens, n_last, 0);
-
-    const int chunk = (int) blockIdx.x - seq.first_chunk;
-    const int warp  = tid / 32;
-    const int lg    = tid % 32 / 4;
-    const int lt    = tid % 4;
-    const int t0    = chunk * GDN_C;
-    const int valid = min(GDN_C, seq.n_tokens - t0);
+    const int warp = tid / 32;
+    const int lg   = tid % 32 / 4;
+    const int lt   = tid % 4;
 
     if (valid <= 0) { return; }
-
-    q += seq.first * sq2;
-    k += seq.first * sq2;
-    g += seq.first * sb2;
-    beta += seq.first * sb2;
 
     extern __shared__ __align__(16) float gdn_smem[];
     float *                               sK = gdn_smem;
@@ -759,14 +775,11 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
         const int n_tokens, const int64_t sq1, const int64_t sq2, const int64_t sq3, const int64_t sb1, const int64_t sb2, const int64_t sb3,
         const float scale) {
 #ifdef GDN_HOPPER_AVAILABLE
-    const int tid      = threadIdx.x;
-    const int head_k   = blockIdx.y;
-    const int n_slots  = gridDim.x; // of chunks
-    const int sequence = gdn_sequence_of_chunk<256>(offsets, n_seqs, n_tokens, blockIdx.x, tid);
+    const int tid                                = threadIdx.x;
+    const int head_k                             = blockIdx.y;
+    const int n_slots                            = gridDim.x; // of chunks
+    const auto [sequence, seq, chunk, t0, valid] = gdn_find_chunk<256>(offsets, n_seqs, n_tokens, n_last, sq2, sb2, q, k, g, beta);
 
-    const gdn_sequence seq = gdn_find_sequence(offsets, sequence, n_tokens, n_last, 0);
-
-    const int chunk  = (int) blockIdx.x - seq.first_chunk;
     const int warp   = tid / 32;
     const int lane   = tid % 32;
     const int lg     = lane / 4;
@@ -774,15 +787,8 @@ static __global__ void __launch_bounds__(256, 2) gated_delta_net_hopper_prepare(
     const int group  = warp / 4; // has one of two heads
     const int tid_g  = tid % 128;
     const int warp_g = warp % 4;
-    const int t0     = chunk * GDN_C;
-    const int valid  = min(GDN_C, seq.n_tokens - t0);
 
     if (valid <= 0) { return; }
-
-    q += seq.first * sq2;
-    k += seq.first * sq2;
-    g += seq.first * sb2;
-    beta += seq.first * sb2;
 
     constexpr int     half_bytes = GDN_C * GDN_D * 2;
     constexpr int     tri_floats = GDN_C * GDN_LDT;

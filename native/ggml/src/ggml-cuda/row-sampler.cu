@@ -16,6 +16,8 @@ extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t, const llama_row_la
 #define RS_THREADS 1024
 #define RS_LIST    1024 // tokens that one block handles alone, one a thread
 #define RS_BINS    2048
+#define RS_WORDS   40
+#define RS_LISTS   8
 
 struct alignas(16) row_pair {
     uint64_t key, weight;
@@ -23,10 +25,10 @@ struct alignas(16) row_pair {
 
 // Between launches all of this is 0.
 struct row_scratch {
-    uint32_t barrier, ended, n_list[4];
-    uint64_t words[24]; // sums and maxima, each for one use
+    uint32_t barrier, ended, n_list[RS_LISTS];
+    uint64_t words[RS_WORDS]; // sums and maxima, each for one use
     uint32_t low[3][RS_BINS], high[3][RS_BINS], count[3][RS_BINS];
-    row_pair list[4][RS_LIST];
+    row_pair list[RS_LISTS][RS_LIST];
 };
 
 struct row_shared {
@@ -55,7 +57,8 @@ struct row_sampler {
     uint32_t typical_mean  = 0;
     float    typical_best = 0, typical_scale = 0;
     float    best = 0, scale = LRS_LOG2_E;
-    bool     raw = false; // for log-probabilities: no mask
+    bool     raw      = false; // for log-probabilities: no mask
+    int32_t  surprise = 0;
 
     __device__ row_sampler(row_shared & s, row_scratch & g, const float * logits, const llama_row_request & q, int n_vocab, int n_real) :
         s(s), g(g), logits(logits), q(q), n_vocab(n_vocab), n_real(n_real), n_blocks(gridDim.x), block(blockIdx.x) {}
@@ -150,11 +153,13 @@ struct row_sampler {
         __syncthreads();
     }
 
+    // weight 0: tokens alone are counted
     __device__ void count_in(uint32_t bin, uint64_t weight) {
+        atomicAdd(&s.count[bin], 1);
+        if (!weight) { return; }
         const uint32_t low = (uint32_t) weight, old = atomicAdd(&s.low[bin], low);
         const uint32_t high = (uint32_t) (weight >> 32) + (old + low < old);
         if (high) { atomicAdd(&s.high[bin], high); }
-        atomicAdd(&s.count[bin], 1);
     }
 
     // Adds up the blocks' histograms.
@@ -282,7 +287,7 @@ struct row_sampler {
     // The lowest key of the best tokens that together weigh `need`, a number of tokens or, with `part`, that part of
     // all masses. With `gather` s.list then has all those kept, and the block works alone; other blocks return 0.
     __device__ uint64_t select(int kind, uint64_t need, uint32_t part, bool gather) {
-        const bool masses = kind != RS_KEY;
+        const bool masses = part != 0;
         uint32_t   digits[7], kept_before = 0, in_bin = 0;
         int        level = 0;
         if (!listed) {
@@ -294,9 +299,13 @@ struct row_sampler {
                     for (int i = 0; i < level; i++) {
                         if (digit(kind, i, far, key) != digits[i]) { return; }
                     }
-                    count_in(digit(kind, level, far, key), masses ? lrs_mass(distance(logit)) : 1);
+                    count_in(digit(kind, level, far, key), masses ? lrs_mass(distance(logit)) : 0);
                 });
                 merge_hist();
+                if (!masses) {
+                    for (int i = threadIdx.x; i < RS_BINS; i += RS_THREADS) { s.low[i] = s.count[i]; }
+                    __syncthreads();
+                }
                 if (level == 0 && part) {
                     need = lrs_part(total(), part);
                 } else if (level == 0) {
@@ -366,10 +375,14 @@ struct row_sampler {
         return settle(m, need);
     }
 
+    // A number of tokens; one copy for what is rare.
+    __device__ __noinline__ uint64_t select_best(int kind, uint64_t need, bool gather) { return select(kind, need, 0, gather); }
+
     // --- filters
 
+    // The lowest key that is kept, if with each logit all higher ones are.
     template <typename Keep>
-    __device__ void keep_logits(Keep keep) {
+    __device__ uint64_t lowest_key(Keep keep) {
         uint32_t no = 0x007fffffu, yes = lrs_order(best); // -inf is not kept
         while (yes - no > 1) {
             const uint32_t middle = no + (yes - no) / 2;
@@ -379,8 +392,16 @@ struct row_sampler {
                 no = middle;
             }
         }
-        const uint64_t key = (uint64_t) yes << 32;
-        floor_key          = key > floor_key ? key : floor_key;
+        return (uint64_t) yes << 32;
+    }
+
+    __device__ void keep_from(uint64_t key) { floor_key = key > floor_key ? key : floor_key; }
+
+    // `least`, or less so that min_keep tokens are kept.
+    __device__ uint64_t or_less(int kind, uint64_t least) {
+        if (q.params.min_keep < 2) { return least; }
+        const uint64_t other = select_best(kind, q.params.min_keep, false);
+        return other < least ? other : least;
     }
 
     __device__ uint64_t joined_sum(uint64_t value) {
@@ -409,6 +430,52 @@ struct row_sampler {
         best = lrs_logit((uint32_t) joined_max(order));
     }
 
+    struct row_totals {
+        uint64_t n, mass, moments;
+    };
+
+    // Of the tokens that are left.
+    __device__ __noinline__ row_totals totals() {
+        row_totals all = { 0, 0, 0 };
+        each([&](uint32_t, float logit) {
+            const uint32_t far  = distance(logit);
+            const uint64_t mass = lrs_mass(far);
+            all.n++;
+            all.mass += mass;
+            all.moments += lrs_moment(far, mass);
+        });
+        return { joined_sum(all.n), joined_sum(all.mass), joined_sum(all.moments) };
+    }
+
+    // Block 0 tells the others. Nothing is listed before or after it.
+    __device__ uint32_t mirostat_k() {
+        const uint64_t least = select_best(RS_KEY, LRS_MIROSTAT_M, true);
+        const int      at    = words++;
+        if (block == 0) {
+            const uint64_t key  = threadIdx.x < n ? s.list[threadIdx.x].key : 0;
+            uint32_t       rank = 0, n_best = 0;
+            for (uint32_t i = 0; i < n; i++) {
+                rank += s.list[i].key > key;
+                n_best += s.list[i].key >= least;
+            }
+            __syncthreads();
+            if (key >= least && key) { s.low[rank] = distance(lrs_logit(key >> 32)); }
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                uint64_t products = 0, squares = 0;
+                for (uint32_t i = 0; i + 1 < n_best; i++) {
+                    products += lrs_zipf_step(i) * (s.low[i + 1] - s.low[i]);
+                    squares += lrs_zipf_step(i) * lrs_zipf_step(i);
+                }
+                g.words[at] = lrs_mirostat_k(q.params.mu, products, squares, n_vocab);
+            }
+        }
+        listed = false;
+        n      = 0;
+        meet();
+        return word(at);
+    }
+
     __device__ void filter(int op) {
         const llama_row_params & p = q.params;
         if (op == LLAMA_ROW_OP_TOP_N_SIGMA) {
@@ -423,38 +490,41 @@ struct row_sampler {
             sum                = joined_sum(sum);
             squares            = joined_sum(squares);
             const uint32_t far = lrs_sigma(count, sum, squares, p.n_sigma);
-            keep_logits([&](float logit) { return lrs_below(logit, best) <= far; });
+            keep_from(lowest_key([&](float logit) { return lrs_below(logit, best) <= far; }));
         } else if (op == LLAMA_ROW_OP_TOP_K) {
-            const uint64_t least = select(RS_KEY, p.top_k, 0, true);
-            floor_key            = least > floor_key ? least : floor_key;
+            keep_from(select(RS_KEY, p.top_k, 0, true));
         } else if (op == LLAMA_ROW_OP_TEMPERATURE) {
             scale = p.scale;
+        } else if (op == LLAMA_ROW_OP_DYNATEMP) {
+            const row_totals all = totals();
+            scale                = lrs_dynamic_scale(p, all.n, all.mass, all.moments, scale);
         } else if (op == LLAMA_ROW_OP_TYPICAL) {
-            uint64_t mass = 0, moments = 0;
-            each([&](uint32_t, float logit) {
-                const uint32_t far = distance(logit);
-                mass += lrs_mass(far);
-                moments += lrs_moment(far, lrs_mass(far));
-            });
-            mass                 = joined_sum(mass);
-            moments              = joined_sum(moments);
-            typical_mean         = lrs_mean_distance(moments, mass);
-            const uint64_t least = select(RS_TYPICAL, 0, p.typical, false);
+            const row_totals all = totals();
+            typical_mean         = lrs_mean_distance(all.moments, all.mass);
+            const uint64_t least = or_less(RS_TYPICAL, select(RS_TYPICAL, 0, p.typical, false));
             typical_best         = best;
             typical_scale        = scale;
             typical_least        = least;
             find_best();
         } else if (op == LLAMA_ROW_OP_TOP_P) {
-            const uint64_t least = select(RS_FAR, 0, p.top_p, false);
-            floor_key            = least > floor_key ? least : floor_key;
+            keep_from(or_less(RS_KEY, select(RS_FAR, 0, p.top_p, false)));
         } else if (op == LLAMA_ROW_OP_MIN_P) {
-            keep_logits([&](float logit) { return lrs_distance(logit, best, scale) <= p.min_p; });
+            keep_from(or_less(RS_KEY, lowest_key([&](float logit) { return lrs_distance(logit, best, scale) <= p.min_p; })));
+        } else if (op == LLAMA_ROW_OP_MIROSTAT) {
+            keep_from(select_best(RS_KEY, mirostat_k(), true));
+        } else if (op == LLAMA_ROW_OP_MIROSTAT_V2) {
+            const uint32_t reach = lrs_mirostat_reach(p.mu, totals().mass);
+            keep_from(lowest_key([&](float logit) { return lrs_distance(logit, best, scale) <= reach; }));
         } else if (op == LLAMA_ROW_OP_XTC) {
             if (lrs_random(lrs_row_seed(p.seed, q.position, LRS_STREAM_XTC), 0) >= p.xtc) { return; }
-            uint64_t mass = 0;
-            each([&](uint32_t, float logit) { mass += lrs_mass(distance(logit)); });
-            const uint64_t least = lrs_part(joined_sum(mass), p.xtc_least);
-            uint64_t       worst = 0; // of ~key, so that 0 is none
+            const row_totals all   = totals();
+            const uint64_t   least = lrs_part(all.mass, p.xtc_least);
+            if (p.min_keep > 1) {
+                uint64_t above = 0;
+                each([&](uint32_t, float logit) { above += lrs_mass(distance(logit)) >= least; });
+                if (all.n + 1 < joined_sum(above) + p.min_keep) { return; }
+            }
+            uint64_t worst = 0; // of ~key, so that 0 is none
             each([&](uint32_t id, float logit) {
                 if (lrs_mass(distance(logit)) >= least) {
                     const uint64_t other = ~lrs_key(lrs_order(logit), id);
@@ -469,11 +539,12 @@ struct row_sampler {
 
     // The key of the token; all blocks get it. One with an infinite logit has all the mass.
     __device__ uint64_t choose() {
-        bool greedy = lrs_unusable(best);
+        bool greedy = lrs_unusable(best), mirostat = false;
         for (int i = 0; i < LLAMA_ROW_MAX_OPS && q.params.ops[i] && !greedy; i++) {
             greedy = q.params.ops[i] == LLAMA_ROW_OP_BEST;
             if (!greedy) { filter(q.params.ops[i]); }
             if (listed && block != 0) { return 0; }
+            mirostat = mirostat || q.params.ops[i] == LLAMA_ROW_OP_MIROSTAT || q.params.ops[i] == LLAMA_ROW_OP_MIROSTAT_V2;
         }
         uint64_t       found = 0;
         const uint64_t seed  = lrs_row_seed(q.params.seed, q.position, LRS_STREAM_DRAW);
@@ -493,7 +564,18 @@ struct row_sampler {
                 atomicMax(&s.n, score);
             }
         });
-        return joined_max(found);
+        found = joined_max(found);
+        if (mirostat) {
+            uint64_t mass = 0, order = 0; // of the token, whose logit another block may already put back
+            each([&](uint32_t id, float logit) {
+                mass += lrs_mass(distance(logit));
+                if (id == lrs_key_id(found)) { order = lrs_order(logit); }
+            });
+            mass     = joined_sum(mass);
+            order    = joined_max(order);
+            surprise = lrs_surprise(mass) + (int32_t) distance(lrs_logit((uint32_t) order));
+        }
+        return found;
     }
 };
 
@@ -531,8 +613,9 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
             best                 = best > key || 4 * i + j >= n_real ? best : key;
         }
     });
-    const bool plain = !q.n_edits && !q.mask;
-    const bool quick = q.n_top < 0 && (q.scored >= 0 || (plain && q.params.ops[0] == LLAMA_ROW_OP_BEST));
+    const bool plain      = !q.n_edits && !q.mask;
+    const bool best_token = plain && q.params.ops[0] == LLAMA_ROW_OP_BEST && q.scored < 0;
+    const bool quick      = q.n_top < 0 && (q.scored >= 0 || best_token);
     // 1 and 2 together are 3: a maximum of flags would lose one, so each has a word
     sampler.maximum(sampler.words, best);
     sampler.maximum(sampler.words + 1, flags & 1);
@@ -567,14 +650,6 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         const float likeliest = lrs_logit((uint32_t) sampler.word(at + 3));
         int32_t     n_top     = 0;
         if (q.n_top >= 0 && !status) {
-            uint64_t mass = 0;
-            sampler.stream(quads, [&](int, float4 four) {
-                const float values[4] = { four.x, four.y, four.z, four.w };
-#pragma unroll
-                for (int j = 0; j < 4; j++) { mass += lrs_mass(lrs_distance(values[j], likeliest, LRS_LOG2_E)); }
-            });
-            sampler.add_up(sampler.words, mass);
-            const int mass_at = sampler.words++;
             if (q.n_top > 0) {
                 sampler.raw          = true;
                 sampler.best         = likeliest;
@@ -592,11 +667,6 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
                 n_top          = most < n_real ? most : n_real;
                 sampler.listed = sampler.raw = false;
                 sampler.n                    = 0;
-            }
-            sampler.meet();
-            if (blockIdx.x == 0 && threadIdx.x == 0) {
-                out.mass = sampler.word(mass_at);
-                out.best = likeliest;
             }
         }
         // the edits of this block's part of the row; the model's logits wait in their place
@@ -625,6 +695,8 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
             }
             if (lrs_order(sampler.best) <= 0x007fffffu) {
                 status = LLAMA_ROW_NONE_LEFT;
+            } else if (best_token) {
+                token = sampler.word(at);
             } else {
                 token = sampler.choose();
             }
@@ -636,24 +708,30 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         // all blocks meet again, those that left the choice to block 0, too
         sampler.listed = false;
         if (q.n_top >= 0 && !status) {
-            const int token_at = sampler.words++, rank_at = sampler.words++;
+            const int token_at = sampler.words++, rank_at = sampler.words++, mass_at = sampler.words++;
             if (blockIdx.x == 0 && threadIdx.x == 0) { g.words[token_at] = token; }
             sampler.meet();
             token                 = sampler.word(token_at);
             const uint32_t id     = lrs_key_id(token);
             const float    logit  = __ldcg(row + id);
             const uint64_t mine   = lrs_key(lrs_order(logit), id);
-            uint64_t       better = 0;
+            uint64_t       better = 0, mass = 0;
             sampler.stream(quads, [&](int i, float4 four) {
                 const float values[4] = { four.x, four.y, four.z, four.w };
 #pragma unroll
-                for (int j = 0; j < 4; j++) { better += 4 * i + j < n_real && lrs_key(lrs_order(values[j]), 4 * i + j) > mine; }
+                for (int j = 0; j < 4; j++) {
+                    better += 4 * i + j < n_real && lrs_key(lrs_order(values[j]), 4 * i + j) > mine;
+                    mass += lrs_mass(lrs_distance(values[j], likeliest, LRS_LOG2_E));
+                }
             });
             sampler.add_up(rank_at, better);
+            sampler.add_up(mass_at, mass);
             sampler.meet();
             if (blockIdx.x == 0 && threadIdx.x == 0) {
                 out.rank  = 1 + (int32_t) sampler.word(rank_at);
                 out.logit = logit;
+                out.mass  = sampler.word(mass_at);
+                out.best  = likeliest;
                 out.n_top = n_top;
             }
         }
@@ -677,10 +755,11 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         // one that exists
         if (tokens) { tokens[blockIdx.y] = max(0, chosen); }
         if (asked) { asked[which] = max(0, chosen); }
+        out.surprise = status ? 0 : sampler.surprise;
         g.barrier = g.ended = 0;
-        for (int i = 0; i < 4; i++) { g.n_list[i] = 0; }
+        for (int i = 0; i < RS_LISTS; i++) { g.n_list[i] = 0; }
     }
-    if (threadIdx.x < 24) { g.words[threadIdx.x] = 0; }
+    if (threadIdx.x < RS_WORDS) { g.words[threadIdx.x] = 0; }
     if (!quick) {
         for (int i = threadIdx.x; i < 3 * RS_BINS; i += RS_THREADS) { (&g.low[0][0])[i] = (&g.high[0][0])[i] = (&g.count[0][0])[i] = 0; }
     }

@@ -46,7 +46,7 @@ the sequences that share it (llama-kv-cells.h)."""
 
 
 @dataclass
-class Usage:
+class DeviceMemory:
     """What one device must hold, in bytes."""
 
     device: Device
@@ -126,7 +126,7 @@ class MemoryPlan:
 
     settings: EngineSettings
     spec: ModelSpec
-    usages: tuple[Usage, ...]
+    usages: tuple[DeviceMemory, ...]
     """One for each GPU in use and, last, the host's."""
 
     def __str__(self) -> str:
@@ -225,14 +225,14 @@ class MemoryPlan:
 
     def rearranged(self, settings: EngineSettings) -> MemoryPlan:
         """The plan for other settings, with the same compute buffers."""
-        return arrange(settings, self.spec, self.places, [usage.compute for usage in self.usages])
+        return place_layers(settings, self.spec, self.places, [usage.compute for usage in self.usages])
 
     def rehearsed(self, settings: EngineSettings) -> MemoryPlan:
         """The plan for other settings, with their own compute buffers."""
         return make_plan(settings, self.spec, self.places)
 
 
-def arrange(
+def place_layers(
     settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], buffers: Sequence[int]
 ) -> MemoryPlan:
     """Place layers as llama.cpp does (`load_tensors` in llama-model.cpp): the last ones on GPUs.
@@ -240,10 +240,10 @@ def arrange(
     `buffers` are the bytes of compute buffers in each of `places`.
     """
     by_head, ids = uses_mtp(settings, spec), SequenceIds.of(settings)
-    usages = [Usage(place, size) for place, size in zip(places, buffers, strict=True)]
+    usages = [DeviceMemory(place, size) for place, size in zip(places, buffers, strict=True)]
     host = usages[-1]
 
-    def holder_of(layer: int) -> Usage:
+    def holder_of(layer: int) -> DeviceMemory:
         return usages[_place_of(layer, settings, spec, len(places))]
 
     last = holder_of(spec.n_blocks)
@@ -252,8 +252,8 @@ def arrange(
     if settings.operands:
         n_states, n_operands = n_states + 1, (settings.operands + 1) * len(ids.drafting) + 1
     drafts = by_head or spec.draft is not None
-    stashed = ids.drafting if settings.deterministic else ids.lone
-    n_materializing = len(stashed) if settings.deterministic or settings.snapshots or drafts else 0
+    saved = ids.drafting if settings.deterministic else ids.lone
+    n_materializing = len(saved) if settings.deterministic or settings.snapshots or drafts else 0
     for number, layer in enumerate(spec.layers):
         holder_of(number).add(layer, settings, settings.ctx_size, n_states, n_materializing, n_operands)
     last.add(spec.head, settings)
@@ -315,7 +315,7 @@ def embedding_place(settings: EngineSettings, spec: ModelSpec, places: Sequence[
 
 def make_plan(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> MemoryPlan:
     """The plan for these settings on `places`, the GPUs in use and, last, the host."""
-    return arrange(settings, spec, places, compute_buffers(settings, spec, places))
+    return place_layers(settings, spec, places, compute_buffers(settings, spec, places))
 
 
 def compute_buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
@@ -324,7 +324,7 @@ def compute_buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[
     A rehearsal allocates states and the table of cells. If these do not fit, rehearsals with fewer of them
     show how the buffers grow with the number of cells.
     """
-    if arrange(settings, spec, places, [0] * len(places)).fits:
+    if place_layers(settings, spec, places, [0] * len(places)).fits:
         return _rehearsed(settings, spec, places)
     few = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=min(settings.ctx_size, MAX_CELLS))
     found = _rehearsed(few, spec, places)

@@ -16,7 +16,7 @@ from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .chain import samplers_of
 from .dry import Dry
-from .logprobs import best_of, of_result
+from .logprobs import best_of
 from .native import NativeSampler, applies_to
 from .parameters import SamplingParams
 from .processors import NONE_LEFT, LogitRules, Penalties
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import DrySampler
+    from qwen_serve.llamacpp.row_results import RowResult
     from qwen_serve.llamacpp.row_sampler import RowSampler
     from qwen_serve.server.engine.sampling.rows import Rows
     from qwen_serve.server.engine.vocab import Vocab
@@ -73,8 +74,6 @@ class Sampler:
             self._native = NativeSampler(params, seed, vocab, prompt, self._banned, thinking, dry)
         else:
             self._use_llama_cpp(seed % NO_SEED, vocab, prompt, dry)
-        self.on_device = self._native is not None
-        """Whether `RowSampler` chooses its tokens; otherwise the next step waits for the host's choice."""
         self._forced: deque[int] = deque()
         """Tokens that come next regardless of the model."""
         if constraint is not None:
@@ -127,9 +126,9 @@ class Sampler:
             result = self._native.check(rows.result(row), constrained=self._constraint is not None)
             if result is None or (self._forced and logprobs is not None and result.token != self._forced[0]):
                 return None
-            token = self._forced.popleft() if self._forced else self._accept_choice(result.token)
+            token = self._forced.popleft() if self._forced else self._accept_choice(result)
             if logprobs is not None:
-                logprobs.tokens.append(of_result(result))
+                logprobs.tokens.append(result)
             return token
         logits = usable(rows.whole(row))
         whole = logits.copy() if logprobs is not None else logits
@@ -147,9 +146,12 @@ class Sampler:
         if self._native is None:
             logprobs.add_prompt(usable(rows.whole(row)), token)
         elif (result := self._native.check(rows.result(row), constrained=False)) is not None:
-            logprobs.prompt.append(of_result(result))
+            logprobs.prompt.append(result)
 
-    def _accept_choice(self, token: int) -> int:
+    def _accept_choice(self, result: RowResult) -> int:
+        assert self._native is not None
+        token = result.token
+        self._native.observe(result)
         if self._constraint is not None and not self._constraint.accept(token):
             raise RuntimeError(f"token {token} is in the mask of what may come next, but is refused")
         self._accept(token)
@@ -179,12 +181,15 @@ class Sampler:
     @property
     def may_force(self) -> bool:
         """Whether tokens may be forced right after the next one."""
-        return self._constraint is not None or bool(self._forced) or self.horizon == 1
+        closes = self._thinking is not None and self._thinking.horizon == 1
+        return self._constraint is not None or bool(self._forced) or closes
 
     @property
     def horizon(self) -> int | None:
         """Number of next tokens before the first place at which the think block's limits may force tokens
-        that a draft does not know; None: any number."""
+        that a draft does not know, or at which a choice depends on the one before; None: any number."""
+        if self._native is not None and self._native.follows_choices:
+            return 1
         return None if self._thinking is None else self._thinking.horizon
 
     @property

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qwen_serve.llamacpp.row_results import TokenLogprobs
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp.row_sampler import RowResult
-
     from .parameters import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenLogprobs:
-    """Natural logarithms of probabilities at one place of a text."""
-
-    token: int
-    """The token at this place."""
-    logprob: float
-    rank: int
-    """1 for the likeliest token; of equally likely ones the lowest id comes first."""
-    best: npt.NDArray[np.int32]
-    """The likeliest tokens at this place, best first."""
-    best_logprobs: npt.NDArray[np.float32]
-    """Their log-probabilities. These are arrays because pairs would take ten times the memory, and ten times
-    as long to free."""
-
-    @property
-    def top(self) -> list[tuple[int, float]]:
-        """The likeliest tokens and their log-probabilities, best first."""
-        return list(zip(self.best.tolist(), self.best_logprobs.tolist(), strict=True))
 
 
 class Logprobs:
@@ -100,11 +78,6 @@ class Logprobs:
     def keep(self, generated: int) -> None:
         """Keep the first `generated` tokens: later ones of the last step are not in the answer."""
         del self.tokens[generated:]
-
-
-def of_result(result: RowResult) -> TokenLogprobs:
-    """Of a row that `RowSampler` sampled or scored."""
-    return TokenLogprobs(result.token, result.logprob, result.rank, result.best, result.best_logprobs)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

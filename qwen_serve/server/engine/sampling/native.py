@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp.row_sampler import (
-    HAS_ROW_SAMPLER,
-    NO_LOGITS,
-    Filters,
-    RowRequest,
-    RowResult,
-    RowSampler,
-    Status,
-)
+from qwen_serve.llamacpp.row_results import RowResult, Status
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, NO_LOGITS, Filters, RowRequest, RowSampler
 from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .dry import Dry
@@ -31,9 +24,7 @@ if TYPE_CHECKING:
 
 def applies_to(params: SamplingParams) -> bool:
     """Whether `RowSampler` has all that a request asks for. Other requests have llama.cpp's samplers."""
-    if not HAS_ROW_SAMPLER or params.mirostat:
-        return False
-    return params.is_greedy or (params.min_keep <= 1 and not params.dynatemp_range)
+    return HAS_ROW_SAMPLER
 
 
 class NativeSampler:
@@ -58,6 +49,8 @@ class NativeSampler:
             or params.min_tokens
             or params.allowed_token_ids is not None
         )
+        self.follows_choices = bool(params.mirostat) and not params.is_greedy
+        """Whether a choice depends on those before it, so that no draft can be verified at once."""
         self.sampler = sampler = RowSampler(_filters(params, seed), vocab.n_real)
         self._usual = [RowRequest(sampler)]
         """Requests for a step without a draft."""
@@ -115,6 +108,11 @@ class NativeSampler:
         why = "all are 0" if result.status is Status.ZERO else "some are not finite"
         raise FloatingPointError(NO_LOGITS.format(why))
 
+    def observe(self, result: RowResult) -> None:
+        """Take a choice, before `accept`."""
+        if self.follows_choices:
+            self.sampler.observe(result.surprise)
+
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
         self.sampler.accept(token)
@@ -131,8 +129,11 @@ class NativeSampler:
 def _filters(params: SamplingParams, seed: int) -> Filters:
     if params.is_greedy:
         return Filters(("best",))
+    names = {"mirostat": "mirostat" if params.mirostat == 1 else "mirostat_v2"}
+    if params.dynatemp_range:
+        names["temperature"] = "temp_ext"
     return Filters(
-        params.chain,
+        tuple(names.get(name, name) for name in params.chain),
         seed,
         params.temperature,
         params.top_k,
@@ -142,4 +143,9 @@ def _filters(params: SamplingParams, seed: int) -> Filters:
         params.top_n_sigma,
         params.xtc_probability,
         params.xtc_threshold,
+        params.min_keep,
+        params.dynatemp_range,
+        params.dynatemp_exponent,
+        params.mirostat_tau,
+        params.mirostat_eta,
     )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from qwen_serve.llamacpp.row_sampler import RowResult, Status
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
     import numpy.typing as npt
 
-    from qwen_serve.llamacpp.row_sampler import RowResults
+    from qwen_serve.llamacpp.row_results import RowResult, RowResults
 
 
 class Rows(Protocol):
@@ -40,10 +38,7 @@ class SampledRows:
 
     def whole(self, row: int) -> npt.NDArray[np.float32]:
         """As of `Rows`."""
-        place = self._places[row]
-        if self._results.statuses[place] != Status.OK:
-            raise RuntimeError(f"row {row} of the step was not kept")
-        return self._results.whole(place)
+        raise RuntimeError(f"row {row} is sampled by RowSampler")
 
 
 class RawRows:

@@ -70,9 +70,9 @@ class Rollback:
             self._by_device = True
             for chunk in batch.chunks:
                 if chunk.draft and chunk.slot not in self._by_operands:
-                    self._context.stash(chunk.slot)
+                    self._context.save_on_device(chunk.slot)
         elif self._by_device and slot not in self._by_operands:
-            self._context.stash(slot)
+            self._context.save_on_device(slot)
         elif not self._by_snapshot:
             for chunk in batch.chunks:
                 if chunk.draft and chunk.slot not in self._by_operands:
@@ -85,7 +85,7 @@ class Rollback:
             kept = chunk.start + chunk.count + accepted
         elif self._by_device:
             kept = chunk.start
-            self._context.unstash(slot)
+            self._context.restore_on_device(slot)
         else:
             kept = self._held[slot]
             # an empty range of KV cells: only the recurrent state is shared, so that the cells can be removed

@@ -269,16 +269,3 @@ def test_a_slow_template_does_not_hold_the_event_loop(
     assert "takes more than 0.3 s" in reply.json()["error"]["message"]
     assert len(begun) == 2
     assert all(name.startswith("small-work") for name in begun)
-
-
-def test_progress_of_the_prompt_comes_before_the_first_token(start: Start) -> None:
-    server = start("ab")
-    told, *rest = events(server, PATH, messages=HI, return_progress=True)[:-1]
-    assert told["prompt_progress"].keys() == {"total", "cache", "processed", "time_ms"}
-    assert told["prompt_progress"]["processed"] == told["prompt_progress"]["total"] > 0
-    assert told["choices"] == [
-        {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    ]
-    assert [chunk["choices"][0]["delta"] for chunk in rest] == [{"content": "a"}, {"content": "b"}, {}]
-    assert not any("prompt_progress" in chunk for chunk in rest)
-    assert "prompt_progress" not in server.chat(return_progress=True).json()

@@ -70,19 +70,6 @@ def test_n_answers_differ_by_seed(start: Start) -> None:
     assert answer["usage"]["completion_tokens"] == 8
 
 
-@pytest.mark.parametrize("prompt", ["né ", [110, 195, 169, 32]])
-def test_echo(start: Start, prompt: Any) -> None:
-    server = start("à")
-    answer = server.post("/v1/completions", prompt=prompt, echo=True).json()
-    assert answer["choices"][0]["text"] == "né à"
-    assert answer["usage"]["completion_tokens"] == 2
-    texts = [
-        event["choices"][0]["text"]
-        for event in events(server, "/v1/completions", prompt=prompt, echo=True)[:-1]
-    ]
-    assert texts == ["né ", "à", ""]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_generation_at_once(start: Start, stream: bool) -> None:
     server = start("one STOP" + "x" * 2000)
@@ -90,19 +77,6 @@ def test_a_stop_string_ends_the_generation_at_once(start: Start, stream: bool) -
     [entry] = server.engine.submissions
     wait_until(lambda: entry.finished)
     assert entry.sent < 1000
-
-
-def test_a_stream_never_shows_a_part_of_a_stop_string(start: Start) -> None:
-    server = start("ab STO ST STOP more")
-    texts = [
-        event["choices"][0]["text"]
-        for event in events(server, "/v1/completions", prompt="x", stop="STOP")[:-1]
-    ]
-    assert "".join(texts) == "ab STO ST "
-    shown = ""
-    for text in texts:
-        shown += text
-        assert "ab STO ST ".startswith(shown)
 
 
 @pytest.mark.parametrize(
@@ -115,48 +89,6 @@ def test_usage_so_far_in_every_chunk(start: Start, path: str, fields: dict[str, 
     assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in chunks)
     *chunks, _ = events(start("abcd"), path, **fields, stream_options={"continuous_usage_stats": True})
     assert not any("usage" in chunk for chunk in chunks)
-
-
-def test_stream(start: Start) -> None:
-    server = start("héllo 🌍\u2028!")
-    *chunks, done = events(server, "/v1/completions", prompt="x", stream_options={"include_usage": True})
-    assert done == "[DONE]"
-    *pieces, usage = chunks
-    assert "".join(chunk["choices"][0]["text"] for chunk in pieces) == "héllo 🌍\u2028!"
-    assert not any("\ufffd" in chunk["choices"][0]["text"] for chunk in pieces)
-    assert [chunk["choices"][0]["finish_reason"] for chunk in pieces] == [None] * (len(pieces) - 1) + ["stop"]
-    assert all(chunk["usage"] is None for chunk in pieces)
-    assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == len("héllo 🌍\u2028!".encode())
-    assert {chunk["id"] for chunk in chunks} == {usage["id"]}
-    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
-
-
-def test_progress_of_the_prompt_comes_before_the_first_token(start: Start) -> None:
-    server = start("ab")
-    told, *rest = events(server, "/v1/completions", prompt="Hello", return_progress=True)[:-1]
-    assert told["prompt_progress"].keys() == {"total", "cache", "processed", "time_ms"}
-    assert (told["prompt_progress"]["total"], told["prompt_progress"]["processed"]) == (5, 5)
-    assert told["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": None}]
-    assert [chunk["choices"][0]["text"] for chunk in rest] == ["a", "b", ""]
-    assert not any("prompt_progress" in chunk for chunk in rest)
-    whole = server.post("/v1/completions", prompt="Hello", return_progress=True).json()
-    assert "prompt_progress" not in whole
-
-
-def test_a_stream_of_several_choices(start: Start) -> None:
-    server = start(lambda text: text.upper() * 3, delay=0.001)
-    *chunks, done = events(server, "/v1/completions", prompt=["ab", "cd"], n=2)
-    assert done == "[DONE]"
-    texts = ["", "", "", ""]
-    reasons: list[Any] = [None] * 4
-    for chunk in chunks:
-        [choice] = chunk["choices"]
-        assert reasons[choice["index"]] is None, "nothing comes after the finish reason"
-        texts[choice["index"]] += choice["text"]
-        reasons[choice["index"]] = choice["finish_reason"]
-    assert texts == ["ABABAB", "ABABAB", "CDCDCD", "CDCDCD"]
-    assert reasons == ["stop"] * 4
 
 
 def test_timings(start: Start) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qwen_serve.llamacpp.row_sampler import RowResult, sample_rows
+from qwen_serve.llamacpp.row_results import RowResult
+from qwen_serve.llamacpp.row_sampler import sample_rows
 
 if TYPE_CHECKING:
     import numpy as np

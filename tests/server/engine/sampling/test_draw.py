@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import Context, Model, SamplerChain
-from qwen_serve.llamacpp.row_sampler import RowResult, Status
+from qwen_serve.llamacpp.row_results import NO_LOGPROBS, RowResult, Status
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
@@ -262,7 +262,7 @@ class Chosen:
     """Rows 0 and 1, from which 5 and 6 are chosen."""
 
     def result(self, row: int) -> RowResult:
-        return RowResult(Status.OK, 5 + row)
+        return RowResult(5 + row, *NO_LOGPROBS, Status.OK, 0)
 
     def whole(self, row: int) -> npt.NDArray[np.float32]:
         logits = np.zeros(10, np.float32)

@@ -156,8 +156,13 @@ def rows(count: int) -> Iterator[np.ndarray[Any, Any]]:
         yield logits
 
 
+@pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_as_llama_cpp(name: str, model: Model) -> None:
+def test_the_same_as_llama_cpp(
+    name: str, model: Model, monkeypatch: pytest.MonkeyPatch, *, stock: bool
+) -> None:
+    if stock:
+        monkeypatch.setattr("qwen_serve.server.engine.sampling.native.HAS_ROW_SAMPLER", False)
     params = SamplingParams(**{**WARM, "seed": SEED, **CASES[name]})
     vocab = cast("Vocab", SmallVocab())
     dries = DrySamplers(model, CONTEXT)
@@ -171,6 +176,8 @@ def test_the_same_as_llama_cpp(name: str, model: Model) -> None:
             assert mine.keys() == left.keys()
             np.testing.assert_allclose([mine[key] for key in left], list(left.values()), rtol=2e-4, atol=1e-7)
             assert token == chosen, number
+        elif params.mirostat and number:
+            break  # what it keeps depends on the draws before
         elif params.xtc_probability in (0, 1):  # our sampler draws by other numbers
             assert token in left, number
         reference.accept(token)
@@ -193,7 +200,6 @@ def test_dry_is_applied_where_rows_are_sampled(order: tuple[str, ...], model: Mo
     dries = DrySamplers(model, CONTEXT)
     reference = Reference(params, model, PROMPT)
     ours = Sampler(params, cast("Vocab", SmallVocab()), PROMPT, dry=dries.of(params))
-    assert ours.on_device
     for number, logits in enumerate(rows(CONTEXT - len(PROMPT))):
         chosen, _ = reference.sample(logits[: SmallVocab.n_real])
         assert choose(ours, logits) == chosen, number
@@ -287,7 +293,7 @@ IN_THE_ENGINE: dict[str, dict[str, Any]] = {
     "DRY": {"temperature": 0.0, "dry_multiplier": 4.0, "dry_allowed_length": 1},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "repeat_last_n": 12},
     "XTC": {"xtc_probability": 0.7, "xtc_threshold": 0.05, "samplers": LLAMA_CPP_SAMPLERS},
-    "mirostat": {"mirostat": 2},
+    "mirostat": {"mirostat": 2, "mirostat_tau": 1.0},
     "top-n-sigma": {"top_n_sigma": 1.0, "top_k": 0},
 }
 

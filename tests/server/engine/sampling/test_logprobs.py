@@ -12,7 +12,7 @@ import pytest
 
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowRequest, RowSampler, sample_rows
 from qwen_serve.server.engine import GenerateRequest, SamplingParams, ThinkingLimits
-from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax, of_result
+from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -288,6 +288,6 @@ def test_equal_ones_are_ranked_by_their_ids() -> None:
         sampler = RowSampler(Filters(("best",)), 1000)
         requests = [RowRequest(sampler, n_top=5, scored=token) for token in (500, 501, 502)]
         results = sample_rows(requests, [logits] * 3)
-        found.tokens += [of_result(results[i]) for i in range(3)]
+        found.tokens += [results[i] for i in range(3)]
     assert {at.rank: at.token for at in found.tokens} == {1: 500, 2: 501, 3: 502}
     assert all(at.best.tolist() == [500, 501, 502, 503, 504] for at in found.tokens)

@@ -1,0 +1,71 @@
+"""Steps of arbitrary tokens, which are timed before the first request."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from .batch import Batch
+from .sampling import Sampler, SamplingParams
+from .sequence import Sequence, SequenceStatus
+from .verification import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qwen_serve.llamacpp import Context
+
+    from .runner import Launched, Runner
+    from .vocab import Vocab
+
+PACED = 8
+"""Steps behind each other that are timed."""
+
+
+class Rehearsal:
+    """Steps of new sequences in the first slots, which are empty again afterwards."""
+
+    def __init__(self, context: Context, runner: Runner, vocab: Vocab, clock: Callable[[], float]) -> None:
+        self._context, self._runner, self._vocab, self._clock = context, runner, vocab, clock
+
+    def verification(self, n: int, rows: int) -> float:
+        """Seconds to verify `rows` - 1 draft tokens for each of `n` sequences."""
+        batch = self._batch(n, rows)
+        started = self._clock()
+        step = self._runner.launch(batch)
+        self._runner.sample(step)
+        self._collect(step)
+        seconds = self._clock() - started
+        self._leave(n)
+        return seconds
+
+    def pace(self, n: int) -> float | None:
+        """Seconds of a plain step of `n` sequences that is launched behind another; None if none is."""
+        batch, done = self._batch(n, 1), list[float]()
+        step = self._runner.launch(batch)
+        while step.in_order and len(done) < PACED:
+            self._runner.sample(step)
+            following = self._runner.launch(batch, step)
+            self._collect(step)
+            done.append(self._clock())
+            step = following
+        self._context.wait()
+        self._leave(n)
+        return min((end - start for start, end in pairwise(done)), default=None)
+
+    def _batch(self, n: int, rows: int) -> Batch:
+        sampler, batch = Sampler(SamplingParams(), self._vocab, []), Batch()
+        for slot in range(n):
+            sequence = Sequence([0], rows, sampler)
+            sequence.slot, sequence.status = slot, SequenceStatus.DECODE
+            batch.add(sequence, 1)
+            if rows > 1:
+                batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
+        return batch
+
+    def _collect(self, step: Launched) -> None:
+        sample(step.batch, self._runner.collect(step), self._vocab.eog_ids)
+
+    def _leave(self, n: int) -> None:
+        for slot in range(n):
+            self._context.remove(slot)

@@ -1,0 +1,32 @@
+"""Steps that are timed before the first request leave nothing behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
+from qwen_serve.server.engine.rehearsal import Rehearsal
+from tests.server.engine.helpers import Request, ask, running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp launches no step ahead")
+async def test_steps_behind_each_other_are_timed(nano_f32: Path) -> None:
+    request = Request([*range(300, 340)], 8)
+    with running(nano_f32, parallel=3, ctx_size=1024, speculation="off") as engine:
+        expected = await ask(engine, request)
+        parts = engine.components
+        rehearsal = Rehearsal(parts.context, parts.runner, parts.vocab, parts.clock)
+        assert (rehearsal.pace(3) or 0) > 0
+        assert rehearsal.verification(2, 5) > 0
+        assert (await ask(engine, request)).tokens == expected.tokens
+
+
+async def test_without_steps_ahead_there_is_no_pace(nano_f32: Path) -> None:
+    with running(nano_f32, parallel=3, ctx_size=1024, speculation="off", async_scheduling=False) as engine:
+        parts = engine.components
+        assert Rehearsal(parts.context, parts.runner, parts.vocab, parts.clock).pace(3) is None
