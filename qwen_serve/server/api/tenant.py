@@ -11,7 +11,7 @@ from uuid import uuid4
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.fields.lora import adapters_of
 from qwen_serve.server.engine import TIERS, SchedulingParams
-from qwen_serve.server.engine.sequence import PRIVATE
+from qwen_serve.server.engine.request import PRIVATE
 
 if TYPE_CHECKING:
     from qwen_serve.server.api.context import RequestContext

@@ -25,6 +25,18 @@ from .outputs import Generation
 from .planning.hardware import bounded_by
 from .planning.plan import MemoryPlan
 from .prefix_cache import PrefixFileError
+from .request import (
+    TIERS,
+    Adapters,
+    CacheMiss,
+    DraftCounts,
+    FinishReason,
+    GenerateRequest,
+    Prompt,
+    SchedulingParams,
+    ServiceTier,
+    Timings,
+)
 from .sampling import (
     LLAMA_CPP_SAMPLERS,
     LONGEST_GRAMMAR,
@@ -36,18 +48,6 @@ from .sampling import (
     SamplingParams,
     ThinkingLimits,
     TokenLogprobs,
-)
-from .sequence import (
-    TIERS,
-    Adapters,
-    CacheMiss,
-    DraftCounts,
-    FinishReason,
-    GenerateRequest,
-    Prompt,
-    SchedulingParams,
-    ServiceTier,
-    Timings,
 )
 from .settings import EngineSettings
 from .slots import SlotState, restore_prefixes, save_prefixes, slot_states

@@ -10,14 +10,14 @@ import hashlib
 import json
 from typing import TYPE_CHECKING
 
-from .sequence import is_private
+from .request import is_private
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     from .batch import Batch
     from .planning.adapters import AdapterSpec
-    from .sequence import Adapters, Sequence
+    from .request import Adapters, Request
 
 MOST = 4
 """Maximum adapters of one request: llama.cpp's graphs have room for this many products in every matrix."""
@@ -26,7 +26,7 @@ TURN = 8
 """Steps of a turn while other adapters wait. A change of adapters plans all graphs again."""
 
 
-def salt_with(salt: str, adapters: Adapters, known: ListLike[AdapterSpec]) -> str:
+def salt_with(salt: str, adapters: Adapters, known: Sequence[AdapterSpec]) -> str:
     """The salt of prefixes that are computed with these adapters; it depends on the contents of their files.
     Raises IndexError for an unknown adapter."""
     if not adapters or is_private(salt):  # nobody else has a private one
@@ -51,7 +51,7 @@ class AdapterRotation:
         self._tenants: dict[str, int] = {}
         """The same for each tenant."""
 
-    def order(self, running: ListLike[Sequence]) -> list[Adapters]:
+    def order(self, running: Sequence[Request]) -> list[Adapters]:
         """The sets of all running sequences: the one whose turn it is, then the others in the order of their
         turns."""
         steps = self._steps

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
-    from .sequence import Adapters, Sequence
+    from .request import Adapters, Request
     from .speculation.base import Guesses
 
 UNREAD = -1
@@ -23,7 +23,7 @@ class Chunk:
     because a frozen dataclass takes three times as long to make.
     """
 
-    sequence: Final[Sequence]
+    sequence: Final[Request]
     count: Final[int]
     samples: Final[bool]
     is_prompt: Final[bool] = False
@@ -85,7 +85,7 @@ class Batch:
     """Its tokens are rows of pictures: a batch of llama.cpp holds either rows or tokens."""
     placements: list[Placement] = field(default_factory=list)
     """One for each chunk; the runner sets this."""
-    dropped: set[Sequence] = field(default_factory=set)
+    dropped: set[Request] = field(default_factory=set)
     """Sequences whose results do not count, since they turned out to have ended, or to start again, after the
     batch was launched."""
     recorded: bool = False
@@ -94,7 +94,7 @@ class Batch:
     """Computes the tokens of the chunks' drafts, which are UNREAD until `read_drafts`: one draft for each
     chunk that has one, in their order."""
 
-    def add(self, sequence: Sequence, count: int) -> None:
+    def add(self, sequence: Request, count: int) -> None:
         """Add the next `count` pending tokens of `sequence`: text or picture rows, like the batch."""
         self.of_pictures = sequence.reads_picture
         samples = count == sequence.pending
@@ -111,7 +111,7 @@ class Batch:
         self.n_rows += chunk.n_rows
         self.prompt_tokens += count if chunk.is_prompt else 0
 
-    def add_draft(self, chunk: Chunk, tokens: ListLike[int]) -> None:
+    def add_draft(self, chunk: Chunk, tokens: Sequence[int]) -> None:
         """Add `tokens` as the chunk's draft, to be verified. The chunk must sample and have no draft yet."""
         self.chunks[self.chunks.index(chunk)] = replace(chunk, draft=tuple(tokens))
         self.n_tokens += len(tokens)
@@ -136,7 +136,7 @@ class Batch:
         self.n_rows -= n
         self.draft_room += n
 
-    def drop(self, sequence: Sequence) -> bool:
+    def drop(self, sequence: Request) -> bool:
         """Have the results of `sequence` not count; return whether it is in the batch."""
         found = any(chunk.sequence is sequence for chunk in self.chunks)
         if found:
@@ -144,7 +144,7 @@ class Batch:
         return found
 
     @property
-    def sampling(self) -> list[Sequence]:
+    def sampling(self) -> list[Request]:
         """Sequences that get a token from it that counts."""
         return [one.sequence for one in self.chunks if one.samples and one.sequence not in self.dropped]
 
@@ -164,7 +164,7 @@ class Batch:
         return self.n_tokens == self.n_rows == len(self.chunks) and not self.prompt_tokens
 
 
-def shares(pending: ListLike[int], most: int) -> list[int]:
+def shares(pending: Sequence[int], most: int) -> list[int]:
     """How many of their `pending` tokens sequences decode so that all fit into a batch of `most`; at least
     one each."""
     counts, room = [*pending], most - len(pending)

@@ -22,19 +22,18 @@ from .planning.fit import plan_memory
 from .planning.spec import read_checked
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
+from .request import Request
 from .sampling import DrySamplers, Logprobs, Sampler
-from .sequence import Sequence
 from .stats import EngineStats, ImageStats
 from .steps import StepLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Mapping, Sequence
 
     from qwen_serve.llamacpp.errors import NoMemorySlot
 
     from .pictures import Picture
-    from .sequence import FinishReason, GenerateRequest, Prompt, SchedulingParams
+    from .request import FinishReason, GenerateRequest, Prompt, SchedulingParams
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ class Message(NamedTuple):
     """What the engine's thread does between two steps."""
 
     act: Callable[[], None]
-    sequence: Sequence | None = None
+    sequence: Request | None = None
     """The request that fails if this raises an exception."""
     overlaps: bool = False
     """Whether the next step may be computed meanwhile: this adds a request, or only wakes."""
@@ -86,7 +85,7 @@ class Engine:
         """Makes requests' DRY samplers. That is slow, so do it on another thread before submitting."""
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._lock, self._warm = threading.Lock(), threading.Event()
-        self._open: dict[Sequence, Generation] = {}
+        self._open: dict[Request, Generation] = {}
         """Unfinished requests and their handles. Event loops add, the engine's thread removes; both hold the
         lock."""
         self._admission = AdmissionControl(self.settings.parallel, self.settings.max_queue)
@@ -97,7 +96,7 @@ class Engine:
         self._closing, self._finished = False, Counter[str]()
         self._steps = self._prompt_tokens = 0
         self._step_loop = StepLoop(components, self._profile, self._flush, self._relieve)
-        self._unsent: list[Sequence] = []
+        self._unsent: list[Request] = []
         """Sequences with tokens that are delivered while the device computes the next step."""
 
     # --- the callers' side ---------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ class Engine:
     def ready(self) -> bool:
         return self._warm.is_set() and self._error is None
 
-    def prompt(self, ids: ListLike[int], pictures: ListLike[tuple[int, Picture]] = ()) -> Prompt:
+    def prompt(self, ids: Sequence[int], pictures: Sequence[tuple[int, Picture]] = ()) -> Prompt:
         """Check a prompt. The time grows with its length, so do not call this on an event loop.
 
         Each of `pictures` is inserted before the token at its index into `ids`; the indices ascend, and a
@@ -148,7 +147,7 @@ class Engine:
         if prompt.pictures and params.prompt_logprobs is not None:
             raise InvalidPrompt("rows of pictures have no log-probabilities: prompt_logprobs is for text")
         loop, room = asyncio.get_running_loop(), self.context_size - len(prompt)
-        sequence = Sequence(
+        sequence = Request(
             prompt.ids,
             room if max_tokens is None else min(max_tokens, room),
             logprobs=Logprobs.wanted(params, self.vocab.n_real),
@@ -219,7 +218,7 @@ class Engine:
     def _wake(self) -> None:
         self._inbox.put(Message(lambda: None, overlaps=True))
 
-    def _request_cancel(self, sequence: Sequence) -> None:
+    def _request_cancel(self, sequence: Request) -> None:
         self._inbox.put(Message(partial(self._end, sequence, "cancelled"), sequence))
 
     # --- the engine's thread -------------------------------------------------------------------------------
@@ -297,7 +296,7 @@ class Engine:
                 for sequence in orphans:  # posted, since they may be in the step that is being computed
                     self._request_cancel(sequence)
 
-    def _add(self, sequence: Sequence, request: GenerateRequest) -> None:
+    def _add(self, sequence: Request, request: GenerateRequest) -> None:
         if sequence not in self._open:
             return
         params, thinking, dry = request.params, sequence.thinking, self.dries.of(request.params)
@@ -313,19 +312,19 @@ class Engine:
                 self._unsent.append(sequence)
         self._scheduler.add(sequence)
 
-    def _end(self, sequence: Sequence, done: FinishReason | Exception) -> None:
+    def _end(self, sequence: Request, done: FinishReason | Exception) -> None:
         """End a request between two steps, in any state; do nothing if it has already ended."""
         if sequence in self._open:
             sequence.done = done
             self._scheduler.remove(sequence, failed=isinstance(done, Exception))
             self._finish(sequence)
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Request) -> None:
         """A sequence has left the scheduler: free what it has, deliver the rest of its tokens and the end."""
         self._speculator.forget(sequence)
         self._close(sequence)
 
-    def _close(self, sequence: Sequence) -> None:
+    def _close(self, sequence: Request) -> None:
         sequence.close()
         sequence.timings.finished = perf_counter()
         self._finished["error" if isinstance(sequence.done, Exception) else str(sequence.done)] += 1

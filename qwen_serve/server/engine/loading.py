@@ -47,8 +47,7 @@ from .ubatches import usual_pass
 from .vocab import Vocab
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from qwen_serve.llamacpp import Model
@@ -250,7 +249,7 @@ class Components:
         }
         return PrefixFile(path, made_by)
 
-    def _check_rows(self, counts: ListLike[int]) -> None:
+    def _check_rows(self, counts: Sequence[int]) -> None:
         """Find the passes in which a row has the same bits. Only these are used."""
         settings = self.plan.settings
         check = partial(reproduced, self.context, settings, counts, on_gpu=self.plan.on_gpu)

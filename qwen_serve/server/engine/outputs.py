@@ -14,7 +14,7 @@ from .errors import GenerationError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .sequence import FinishReason, Sequence
+    from .request import FinishReason, Request
 
 
 class Generation:
@@ -27,7 +27,7 @@ class Generation:
     There is one listener, on the event loop that submitted the request.
     """
 
-    def __init__(self, request: Sequence, queue: OutputQueue, cancel: Callable[[Sequence], None]) -> None:
+    def __init__(self, request: Request, queue: OutputQueue, cancel: Callable[[Request], None]) -> None:
         self.request = request
         """For the listener to read. It may be ahead of the tokens that arrived."""
         self.queue = queue

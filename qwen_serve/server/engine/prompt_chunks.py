@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .sequence import PREFILL
+from .request import PREFILL
 from .ubatches import usual_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     from .batch import Batch
     from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
     from .reproducible import Reproducible
+    from .request import Adapters, Request
     from .scheduling_policy import Policy
-    from .sequence import Adapters, Sequence
     from .states.cells import CellAllocator
 
 
@@ -25,7 +25,7 @@ class PromptChunks:
 
     def __init__(
         self,
-        running: ListLike[Sequence],
+        running: Sequence[Request],
         policy: Policy,
         cache: PrefixCache,
         cells: CellAllocator,
@@ -48,7 +48,7 @@ class PromptChunks:
         adapters: Adapters,
         prefill_budget: PrefillBudget,
         reproducible: Reproducible | None,
-        without: ListLike[Sequence] = (),
+        without: Sequence[Request] = (),
     ) -> None:
         """Add chunks of prompts: at most a ubatch, as many tokens as there are free cells and, while answers
         are running, the budget.
@@ -74,7 +74,7 @@ class PromptChunks:
                 batch.add(sequence, fitting)
                 rows -= len(batch.chunks[-1].scored)
 
-    def _add_pieces(self, batch: Batch, prompts: list[Sequence], how: Reproducible, budget: int) -> None:
+    def _add_pieces(self, batch: Batch, prompts: list[Request], how: Reproducible, budget: int) -> None:
         """Add the next piece of the oldest prompt or, alternately, of the shortest one, and the pieces that
         may share its pass. A prompt that wants log-probabilities is also cut where their rows end, and shares
         no pass."""
@@ -89,7 +89,7 @@ class PromptChunks:
         for one in sorted(how.group(first, pieces, budget), key=lambda one: one.slot or 0):
             batch.add(one, pieces[one])
 
-    def _divide(self, budget: int, prompts: list[Sequence]) -> dict[Sequence, int]:
+    def _divide(self, budget: int, prompts: list[Request]) -> dict[Request, int]:
         """How many tokens of each prompt to read: half for the oldest, half for those with fewer pending.
 
         If not all fit into one pass, it has the usual number of tokens.
@@ -119,7 +119,7 @@ class PromptChunks:
                 budget -= counts[sequence]
         return counts
 
-    def _until_cut(self, sequence: Sequence) -> int:
+    def _until_cut(self, sequence: Request) -> int:
         cut = self._cache.next_checkpoint(sequence)
         until = sequence.pending_alike
         until = until if cut is None else min(until, cut - sequence.computed)

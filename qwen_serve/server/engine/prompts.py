@@ -8,10 +8,10 @@ import numpy as np
 
 from .errors import InvalidPrompt
 from .pictures import NO_PICTURES, Layout
-from .sequence import Prompt
+from .request import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     from .pictures import Picture
 
@@ -19,7 +19,7 @@ PIECE = 8192
 """Tokens of a prompt that are checked at once, with the GIL held."""
 
 
-def checked_ids(ids: ListLike[int], n_vocab: int) -> list[int]:
+def checked_ids(ids: Sequence[int], n_vocab: int) -> list[int]:
     """The token ids as a list, if all are in the vocabulary. Raises InvalidPrompt."""
     checked: list[int] = []
     for start in range(0, len(ids), PIECE):
@@ -42,7 +42,7 @@ def checked_ids(ids: ListLike[int], n_vocab: int) -> list[int]:
     return checked
 
 
-def with_pictures(ids: list[int], pictures: ListLike[tuple[int, Picture]]) -> Prompt:
+def with_pictures(ids: list[int], pictures: Sequence[tuple[int, Picture]]) -> Prompt:
     """A prompt of checked ids and pictures, each before the token at its index into `ids`.
 
     Raises InvalidPrompt if the pictures are not in order or no token follows the last.

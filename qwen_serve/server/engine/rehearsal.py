@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .batch import Batch
+from .request import Request, RequestStatus
 from .sampling import Sampler, SamplingParams
-from .sequence import Sequence, SequenceStatus
 from .verification import sample
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class Rehearsal:
     def _batch(self, n: int, rows: int) -> Batch:
         sampler, batch = Sampler(SamplingParams(), self._vocab, []), Batch()
         for slot in range(n):
-            sequence = Sequence([0], rows, sampler)
-            sequence.slot, sequence.status = slot, SequenceStatus.DECODE
+            sequence = Request([0], rows, sampler)
+            sequence.slot, sequence.status = slot, RequestStatus.DECODE
             batch.add(sequence, 1)
             if rows > 1:
                 batch.add_draft(batch.chunks[-1], [0] * (rows - 1))

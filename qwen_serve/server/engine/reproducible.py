@@ -13,14 +13,13 @@ from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE
 from .planning.contexts import scored_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Context
 
-    from .sequence import Sequence
+    from .request import Request
     from .settings import EngineSettings
 
 CHUNK_GPU, CHUNK_CPU = 512, 128
@@ -56,7 +55,7 @@ class Reproducible:
     alone: bool = False
     """Rows of several sequences are not computed together, since their bits would differ."""
 
-    def group(self, first: Sequence, pieces: Mapping[Sequence, int], budget: int) -> list[Sequence]:
+    def group(self, first: Request, pieces: Mapping[Request, int], budget: int) -> list[Request]:
         """The prompts whose next pieces share a pass with that of `first`. `pieces`: each prompt's tokens up
         to its next cut.
 
@@ -98,7 +97,7 @@ def chunk_of(settings: EngineSettings, *, on_gpu: bool) -> int:
 
 
 def reproduced(
-    context: Context, settings: EngineSettings, counts: ListLike[int], *, on_gpu: bool
+    context: Context, settings: EngineSettings, counts: Sequence[int], *, on_gpu: bool
 ) -> Reproducible:
     """Compute the same rows in passes of several sizes, and find which have the same bits.
 
@@ -128,7 +127,7 @@ def verified_lengths(*, on_gpu: bool) -> tuple[int, ...]:
     return (2, 4, 9, 17, 33, 63) if on_gpu else (2, 9, 17, 63)
 
 
-def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike[int] = ()) -> bool:
+def rows_are_the_same(context: Context, counts: Sequence[int], lengths: Sequence[int] = ()) -> bool:
     """Whether logits have the same bits in a decode of one sequence as in decodes of several.
 
     Args:
@@ -141,7 +140,7 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
     """
     length = min(LONG, context.n_batch, context.n_ubatch, context.n_ctx_seq - 1)
 
-    def rows(ids: ListLike[int], tokens: ListLike[int], long: int) -> npt.NDArray[np.float32]:
+    def rows(ids: Sequence[int], tokens: Sequence[int], long: int) -> npt.NDArray[np.float32]:
         context.clear()
         if long in ids:
             _read(context, long, length)
@@ -165,7 +164,7 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
             for id_ in sorted(ends)
         )
 
-    def verified(lengths: ListLike[int]) -> npt.NDArray[np.float32]:
+    def verified(lengths: Sequence[int]) -> npt.NDArray[np.float32]:
         """Rows after each token that follows a text, in decodes of these lengths."""
         context.clear()
         _read(context, 0, SHORT)
@@ -188,12 +187,12 @@ def rows_are_the_same(context: Context, counts: ListLike[int], lengths: ListLike
     return found
 
 
-def chunks_are_the_same(context: Context, chunk: int, counts: ListLike[int]) -> bool:
+def chunks_are_the_same(context: Context, chunk: int, counts: Sequence[int]) -> bool:
     """Whether the first `chunk` tokens of a prompt have the same bits alone as in a pass with as many tokens
     of each of the other prompts. `counts`: the numbers of prompts in such a pass. The rows of the chunk's
     last token and of the token after it are compared."""
 
-    def rows(ids: ListLike[int]) -> npt.NDArray[np.float32]:
+    def rows(ids: Sequence[int]) -> npt.NDArray[np.float32]:
         context.clear()
         found, n = [], len(ids)
         for start, length in ((0, chunk), (chunk, 1)):

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from .scheduling_policy import AGEING, Policy, Tenant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Iterator, Sequence
 
+    from .request import Request
     from .scheduling_policy import SchedulingPolicy
-    from .sequence import Sequence
 
 LOOK_AGAIN = 8
 """Steps after which a preemption is considered again, since tenants' counters have changed by then."""
@@ -29,7 +28,7 @@ class RequestQueue:
     `running` is the scheduler's own list of sequences with a slot, in order of admission; it is only read.
     """
 
-    def __init__(self, policy: SchedulingPolicy, running: ListLike[Sequence]) -> None:
+    def __init__(self, policy: SchedulingPolicy, running: Sequence[Request]) -> None:
         self.policy = Policy(policy, running)
         self._backlogged: dict[str, Tenant] = {}
         """Tenants with waiting requests."""
@@ -46,7 +45,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return sum(len(tenant.waiting) for tenant in self._backlogged.values())
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[Request]:
         return (entry[2] for tenant in list(self._backlogged.values()) for entry in list(tenant.waiting))
 
     def tiers(self) -> dict[str, tuple[int, float]]:
@@ -54,11 +53,11 @@ class RequestQueue:
         waiting = Counter(sequence.scheduling.service_tier for sequence in self)
         return {tier: (waiting[tier], cost) for tier, cost in self.policy.served.items()}
 
-    def crowded(self, sequence: Sequence) -> bool:
+    def crowded(self, sequence: Request) -> bool:
         """Whether a new request waits behind others of its tenant, if tenants are distinguished."""
         return self.policy.apart and self.policy.name(sequence) in self._backlogged
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Request) -> None:
         """Queue a new sequence, or a preempted one, which keeps its place by arrival."""
         if sequence.arrival:
             self.policy.charge(sequence)
@@ -71,13 +70,13 @@ class RequestQueue:
         insort(tenant.waiting, (self.policy.rank(sequence), sequence.arrival, sequence))
         self._changed = True
 
-    def peek(self) -> Sequence:
+    def peek(self) -> Request:
         """The next sequence to get a free slot."""
         self.policy.settle()
         tiers = (self._admissions + 1) % AGEING != 0
         return min(self._backlogged.values(), key=partial(Tenant.turn, tiers=tiers)).first()
 
-    def pop(self, sequence: Sequence, slot: int) -> None:
+    def pop(self, sequence: Request, slot: int) -> None:
         """Remove a sequence that is admitted to `slot`."""
         tenant, rank = self._take(sequence), self.policy.rank(sequence)
         sequence.slot = slot
@@ -87,7 +86,7 @@ class RequestQueue:
         self._admissions += 1
         self.policy.charge(sequence)
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: Request) -> None:
         """A sequence is over, waiting or running."""
         if not sequence.arrival:  # it was never queued
             return
@@ -103,8 +102,8 @@ class RequestQueue:
         return self.policy.ranked and (self._changed or self.steps >= self._due)
 
     def preemption(
-        self, can_go: Callable[[Sequence], bool], head: Sequence | None = None
-    ) -> tuple[Sequence, Sequence] | None:
+        self, can_go: Callable[[Request], bool], head: Request | None = None
+    ) -> tuple[Request, Request] | None:
         """A waiting sequence (`head` if given), and a running one that passes `can_go` and is preempted for
         it; None if there are none."""
         if not self.contended:
@@ -116,7 +115,7 @@ class RequestQueue:
         tenants = nsmallest(MOST_HEADS, self._backlogged.values(), key=Tenant.turn)
         return self.policy.preemption((tenant.waiting[0][2] for tenant in tenants), can_go)
 
-    def _take(self, sequence: Sequence) -> Tenant:
+    def _take(self, sequence: Request) -> Tenant:
         tenant = self.policy.of(sequence)
         tenant.waiting = [entry for entry in tenant.waiting if entry[2] is not sequence]
         if not tenant.waiting:

@@ -17,8 +17,7 @@ from .ubatches import ubatches
 from .verification import requests_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
     from .batch import Batch, Chunk
     from .profile import StepProfile
+    from .request import Adapters
     from .sampling.rows import Rows
-    from .sequence import Adapters
     from .speculation.base import Guesses
     from .ubatches import Pass
 
@@ -52,7 +51,7 @@ class Launched:
 class Runner:
     """While the engine runs, only this class decodes in the context; rehearsals do so before the start."""
 
-    def __init__(self, context: Context, profile: StepProfile, adapters: ListLike[LoraAdapter] = ()) -> None:
+    def __init__(self, context: Context, profile: StepProfile, adapters: Sequence[LoraAdapter] = ()) -> None:
         """`adapters` are in the order of their numbers."""
         self._adapters = adapters
         self._applied: Adapters = ()
@@ -214,7 +213,7 @@ class Runner:
         self._context.tokens[: batch.n_tokens][rows >= 0] = 0  # any that exists
         return rows
 
-    def _fill_decodes(self, chunks: list[Chunk], unread: ListLike[int] = ()) -> list[Placement]:
+    def _fill_decodes(self, chunks: list[Chunk], unread: Sequence[int] = ()) -> list[Placement]:
         """Write one token of each chunk: the one behind the `unread` tokens, which are being computed and not
         committed yet. It is not known either; any token is written for it."""
         context, n = self._context, len(chunks)

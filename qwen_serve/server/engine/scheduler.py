@@ -38,26 +38,25 @@ from typing import TYPE_CHECKING
 from .adapters import AdapterRotation
 from .batch import Batch, Chunk, shares
 from .prompt_chunks import PromptChunks
+from .request import DECODE, PREFILL, RequestStatus
 from .request_queue import RequestQueue
-from .sequence import DECODE, PREFILL, SequenceStatus
 from .ubatches import usual_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Sequence
 
     from .prefill_budget import PrefillBudget
     from .prefix_cache import PrefixCache
     from .reproducible import Reproducible
+    from .request import Adapters, Request
     from .scheduling_policy import SchedulingPolicy
-    from .sequence import Adapters, Sequence
     from .states import StateStore
     from .verification import SampleResult
 
 log = logging.getLogger(__name__)
 
 
-def lowest(sequence: Sequence, free: ListLike[int]) -> int:
+def lowest(sequence: Request, free: Sequence[int]) -> int:
     """The lowest free slot, for any sequence."""
     return free[0]
 
@@ -84,10 +83,10 @@ class Scheduler:
         draft_rows: int = 0,
         scored_rows: int = 1,
         reproducible: Reproducible | None = None,
-        place: Callable[[Sequence, ListLike[int]], int] = lowest,
+        place: Callable[[Request, Sequence[int]], int] = lowest,
         policy: SchedulingPolicy = "fcfs",
     ) -> None:
-        self.running: list[Sequence] = []
+        self.running: list[Request] = []
         """In order of admission."""
         self.waiting = RequestQueue(policy, self.running)
         self.prefill_budget = prefill_budget
@@ -115,7 +114,7 @@ class Scheduler:
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Request) -> None:
         """Queue a new sequence."""
         if self.waiting.crowded(sequence):
             sequence.timings.waited_for = "its tenant's others"
@@ -124,7 +123,7 @@ class Scheduler:
         self.waiting.add(sequence)
         self._cache.track(sequence)
 
-    def remove(self, sequence: Sequence, *, failed: bool = False, beyond: ListLike[int] = ()) -> None:
+    def remove(self, sequence: Request, *, failed: bool = False, beyond: Sequence[int] = ()) -> None:
         """Remove a waiting or running sequence; its slot and cells are free for the next step.
 
         Its state stays in the prefix cache unless it `failed`, since its state may then be wrong. `beyond`:
@@ -150,7 +149,7 @@ class Scheduler:
         tokens again."""
         self._preempt(self.waiting.policy.youngest())
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Request) -> None:
         self._last = None
         self.running.remove(sequence)
         self._vacate(sequence)
@@ -198,7 +197,7 @@ class Scheduler:
         if self.waiting and (self._free_slots or self.waiting.contended):
             return None
         sampling = set(batch.sampling)
-        going_on: list[Sequence] = []
+        going_on: list[Request] = []
         for sequence in self.running:
             if sequence in sampling:
                 if sequence.limit - len(sequence.tokens) < 2:
@@ -247,10 +246,10 @@ class Scheduler:
     def commit(
         self,
         batch: Batch,
-        results: ListLike[SampleResult],
-        held: ListLike[int],
+        results: Sequence[SampleResult],
+        held: Sequence[int],
         ahead: Batch | None = None,
-    ) -> list[Sequence]:
+    ) -> list[Request]:
         """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
         Return those with news for their listeners.
 
@@ -259,8 +258,8 @@ class Scheduler:
         """
         now = perf_counter()
         self.waiting.steps += 1
-        news: list[Sequence] = []
-        recomputed: list[Sequence] = []
+        news: list[Request] = []
+        recomputed: list[Request] = []
         steady, usable = not batch.dropped, True
         for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
@@ -378,11 +377,11 @@ class Scheduler:
                 self._preempt(victim)
             slot = self._place(head, self._free_slots)
             self.waiting.pop(head, slot)
-            head.status = SequenceStatus.WAITING_FOR_PREFIX
+            head.status = RequestStatus.WAITING_FOR_PREFIX
             self._free_slots.remove(slot)
             self.running.append(head)
 
-    def _fits(self, sequence: Sequence, victim: Sequence | None = None) -> bool:
+    def _fits(self, sequence: Request, victim: Request | None = None) -> bool:
         """Whether there are cells for a waiting sequence if `victim` were suspended."""
         others = [other for other in self.running if other is not victim]
         reused, idle = self._cache.reusable(sequence)
@@ -421,17 +420,17 @@ class Scheduler:
         for sequence in self._in_order(ready):
             batch.add(sequence, counted[sequence])
 
-    def _in_order(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _in_order(self, sequences: list[Request]) -> list[Request]:
         """Sequences that decode together, in the batch's order."""
         if self.reproducible is None:
             return sequences
         # llama.cpp computes neighbouring ids in one pass; ids in descending order get a pass each
         return sorted(sequences, key=lambda one: one.slot or 0, reverse=self.reproducible.alone)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: Request) -> None:
         assert sequence.slot is not None
         self._states.free(sequence.slot)
         self._free_slots = sorted([*self._free_slots, sequence.slot])
         sequence.slot = None
         sequence.computed = 0
-        sequence.status = SequenceStatus.WAITING
+        sequence.status = RequestStatus.WAITING

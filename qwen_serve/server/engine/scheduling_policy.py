@@ -21,13 +21,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from .sequence import TIERS
+from .request import TIERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Iterable, Sequence
 
-    from .sequence import Sequence
+    from .request import Request
 
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 AGEING = 8
@@ -47,7 +46,7 @@ class Tenant:
     requests: int = 0
     """Waiting and running ones."""
     admitted: int = 0
-    waiting: list[tuple[Rank, int, Sequence]] = field(default_factory=list)
+    waiting: list[tuple[Rank, int, Request]] = field(default_factory=list)
     """By rank, then by arrival."""
 
     def turn(self, *, tiers: bool = True) -> tuple[bool, int, float, int]:
@@ -55,7 +54,7 @@ class Tenant:
         (rest, tier, _), arrival, _ = self.waiting[0]
         return rest, tier if tiers else 0, self.counter, arrival
 
-    def first(self) -> Sequence:
+    def first(self) -> Request:
         """The next of its waiting requests."""
         if (self.admitted + 1) % AGEING or self.waiting[0][2].quarantined:
             return self.waiting[0][2]
@@ -65,7 +64,7 @@ class Tenant:
 class Policy:
     """Order and counters. It only reads `running`, the sequences with a slot in order of admission."""
 
-    def __init__(self, policy: SchedulingPolicy, running: ListLike[Sequence]) -> None:
+    def __init__(self, policy: SchedulingPolicy, running: Sequence[Request]) -> None:
         self.ranked, self.apart = policy != "fcfs", policy == "fair"
         self.served = dict.fromkeys(TIERS, 0.0)
         """Cost of each tier's requests so far, in prompt tokens."""
@@ -79,14 +78,14 @@ class Policy:
         """The tenant that most recently had its last waiting request admitted or removed."""
         self._written = WRITTEN
 
-    def name(self, sequence: Sequence) -> str:
+    def name(self, sequence: Request) -> str:
         return sequence.scheduling.tenant if self.apart else ""
 
-    def of(self, sequence: Sequence) -> Tenant:
+    def of(self, sequence: Request) -> Tenant:
         """The tenant of a request that waits or runs."""
         return self._tenants[self.name(sequence)]
 
-    def rank(self, sequence: Sequence) -> Rank:
+    def rank(self, sequence: Request) -> Rank:
         asked = sequence.scheduling
         ranks = (TIERS.index(asked.service_tier), asked.priority) if self.ranked else (0, 0)
         return not sequence.quarantined, *ranks
@@ -94,8 +93,8 @@ class Policy:
     # --- preemption and the order of prefills --------------------------------------------------------------
 
     def preemption(
-        self, heads: Iterable[Sequence], can_go: Callable[[Sequence], bool]
-    ) -> tuple[Sequence, Sequence] | None:
+        self, heads: Iterable[Request], can_go: Callable[[Request], bool]
+    ) -> tuple[Request, Request] | None:
         """The first of the waiting `heads` that may preempt a running sequence, and that sequence; or None.
 
         The victim must pass `can_go`, and one of these must hold: it has a worse tier; it is of the same
@@ -123,7 +122,7 @@ class Policy:
                     return head, other
         return None
 
-    def youngest(self) -> Sequence:
+    def youngest(self) -> Request:
         """The sequence to preempt when others need cells: that of the worst rank, then of the tenant that has
         used most, then the last admitted. It is the first admitted only if no other runs, so that one always
         finishes."""
@@ -131,11 +130,11 @@ class Policy:
         claims = ((self.rank(one), self.of(one).counter, i) for i, one in enumerate(self._running))
         return self._running[max([*claims][1:], default=(0, 0, 0))[2]]
 
-    def nearest(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+    def nearest(self, sequences: Iterable[Request]) -> list[Request]:
         """Sort by the tokens left before the first output token. The nearest sequence of each tenant comes
         before the second of any tenant."""
         before = Counter[str]()
-        turns: dict[Sequence, tuple[int, float, int]] = {}
+        turns: dict[Request, tuple[int, float, int]] = {}
         for sequence in sorted(sequences, key=lambda one: one.pending):
             name = self.name(sequence)
             turns[sequence] = before[name], self.of(sequence).counter, sequence.pending
@@ -144,7 +143,7 @@ class Policy:
 
     # --- each tenant's counter -----------------------------------------------------------------------------
 
-    def arrived(self, sequence: Sequence) -> None:
+    def arrived(self, sequence: Request) -> None:
         """A new request arrived: count it and set its tenant's counter."""
         name = self.name(sequence)
         if not self._active:  # no tenant has requests: all counters start again
@@ -165,7 +164,7 @@ class Policy:
             self._shares += tenant.share
         tenant.requests += 1
 
-    def left(self, sequence: Sequence) -> None:
+    def left(self, sequence: Request) -> None:
         """A request is over: charge its tenant for the rest."""
         tenant = self.of(sequence)
         tenant.requests -= 1
@@ -182,7 +181,7 @@ class Policy:
         for sequence in self._running if self.apart else ():
             self.charge(sequence)
 
-    def charge(self, sequence: Sequence) -> None:
+    def charge(self, sequence: Request) -> None:
         """Charge its tenant for its work since the last charge. A prompt counts in full from admission on."""
         prompt, written = sequence.charged
         if sequence.slot is not None or prompt:
@@ -196,7 +195,7 @@ class Policy:
         if sequence.reused is not None:  # until then, a part may turn out to be in the prefix cache
             self._count(sequence)
 
-    def _count(self, sequence: Sequence) -> None:
+    def _count(self, sequence: Request) -> None:
         self.served[sequence.scheduling.service_tier] += sequence.uncounted
         sequence.uncounted = 0.0
 

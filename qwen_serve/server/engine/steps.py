@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .loading import Components
     from .profile import StepProfile
+    from .request import Request
     from .runner import Launched
-    from .sequence import Sequence
 
 
 class StepLoop:
@@ -55,7 +55,7 @@ class StepLoop:
         added."""
         return self._ahead is not None
 
-    def step(self, *, last: bool = False) -> tuple[Batch, list[Sequence]] | None:
+    def step(self, *, last: bool = False) -> tuple[Batch, list[Request]] | None:
         """Run a step; return its batch and the sequences with news, or None if there was none, for want of
         cells. With `last` the next step is not launched."""
         step, self._ahead = self._ahead or self._launch(), None

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Iterator, Sequence
 
     from qwen_serve.llamacpp.row_sampler import RowRequest
 
@@ -21,7 +20,7 @@ class SampleResult:
 
     tokens: list[int] = field(default_factory=list)
     """The accepted draft tokens, and one more."""
-    forced: ListLike[int] = ()
+    forced: Sequence[int] = ()
     """Tokens that follow these regardless of the model."""
     error: Exception | None = None
     """The exception that its sampler raised."""

@@ -13,7 +13,7 @@ from qwen_serve.bench.models.drafter import Drafter, draft_config
 from qwen_serve.bench.models.shapes import SHAPES
 from qwen_serve.bench.models.synthetic import Synthetic
 from qwen_serve.server.engine import SamplingParams
-from tests.server.engine.helpers import Request, ask, running
+from tests.server.engine.helpers import Question, ask, running
 
 LENGTHS = {"0.8": 4.0, "0.5": 0.2}
 """By the share that MTP's drafts are right: each region's text has that in its name."""
@@ -39,7 +39,7 @@ async def test_blocks_are_right_as_far_as_the_dial_says(folder: Path) -> None:
             tokens = engine.vocab.tokenize(text[:1000], special=False)
             before = engine.stats().drafts["dflash"]
             for start in range(0, 120, 30):
-                request = Request(tokens[start : start + 30], 80, params=SamplingParams(ignore_eos=True))
+                request = Question(tokens[start : start + 30], 80, params=SamplingParams(ignore_eos=True))
                 await ask(engine, request)
             after = engine.stats().drafts["dflash"]
             mean = (after.accepted - before.accepted) / (after.steps - before.steps)

@@ -33,8 +33,8 @@ from qwen_serve.server.engine import (
     SamplingParams,
     TokenLogprobs,
 )
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
-from qwen_serve.server.engine.sequence import Sequence as Asked
 from tests.waiting import until
 
 ADDED = (
@@ -145,7 +145,7 @@ class FakeGeneration:
 
     def __init__(self, entry: Submission) -> None:
         asked, logprobs = entry.request, Logprobs.wanted(entry.params, FakeVocab.size)
-        self.request = Asked(
+        self.request = Request(
             entry.prompt,
             entry.limit,
             logprobs=logprobs,

@@ -19,7 +19,7 @@ from qwen_serve.server.engine import (
     SamplingParams,
     ThinkingLimits,
 )
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 from tests.server.api.fakes import FakeVocab
 from tests.server.chat.test_detokenizer import Bytes
 from tests.waiting import until
@@ -29,7 +29,7 @@ class Scripted:
     """A generation that returns these batches of tokens, then ends, fails or hangs."""
 
     def __init__(self, batches: list[list[int]], end: str | Exception | None) -> None:
-        self.request = Sequence([0] * 7, 99)
+        self.request = Request([0] * 7, 99)
         self.finish_reason: Any = None
         self.cancelled = 0
         self._batches = batches

@@ -22,7 +22,7 @@ from qwen_serve.server.engine import (
     SchedulingParams,
     Vocab,
 )
-from qwen_serve.server.engine.sequence import ANYBODY
+from qwen_serve.server.engine.request import ANYBODY
 from tests.waiting import until, wait_until
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def running(model: Path, **changes: Any) -> Iterator[Engine]:
 
 
 @dataclass
-class Request:
+class Question:
     """Greedy unless `params` says otherwise, and regardless of the end token, so that the length is known."""
 
     prompt: list[int]
@@ -81,13 +81,13 @@ class Answer:
     finish_reason: FinishReason | None
 
 
-async def ask(engine: Engine, request: Request) -> Answer:
+async def ask(engine: Engine, request: Question) -> Answer:
     """Submit a request and collect its answer."""
     await asyncio.sleep(request.delay)  # requests come when they come
     return await _collect(submit(engine, request), request)
 
 
-def submit(engine: Engine, request: Request) -> Generation:
+def submit(engine: Engine, request: Question) -> Generation:
     """Submit a request without its delay."""
     grammar = None if request.grammar is None else engine.grammars.compile(request.grammar).result()
     return engine.submit(
@@ -103,7 +103,7 @@ def submit(engine: Engine, request: Request) -> Generation:
     )
 
 
-async def _collect(generation: Generation, request: Request) -> Answer:
+async def _collect(generation: Generation, request: Question) -> Answer:
     tokens: list[int] = []
     async for new in generation:
         assert new, "an empty list was delivered"
@@ -113,7 +113,7 @@ async def _collect(generation: Generation, request: Request) -> Answer:
     return Answer(tokens, generation.finish_reason)
 
 
-async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
+async def told(engine: Engine, request: Question) -> tuple[list[int], str]:
     """An answer's tokens and log-probabilities, to the last bit; as far as its listener stays."""
     await asyncio.sleep(request.delay)  # requests come when they come
     generation = submit(engine, request)
@@ -126,12 +126,12 @@ async def told(engine: Engine, request: Request) -> tuple[list[int], str]:
     return tokens, repr(generation.request.logprobs.tokens)
 
 
-async def ask_all(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+async def ask_all(engine: Engine, requests: Sequence[Question]) -> list[Answer]:
     """Submit requests at the moments they name, and wait for all."""
     return list(await asyncio.gather(*(ask(engine, request) for request in requests)))
 
 
-async def ask_at_once(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+async def ask_at_once(engine: Engine, requests: Sequence[Question]) -> list[Answer]:
     """Submit all requests, whatever their delays, before the engine looks at the first; wait for all."""
     with standing_still(engine):
         generations = [submit(engine, request) for request in requests]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.engine import SamplingParams
-from tests.server.engine.helpers import EXACT, Answer, Request, running
+from tests.server.engine.helpers import EXACT, Answer, Question, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def _kind(batch: Batch, following: Batch) -> str:
     return "prompts" if following.prompt_tokens else "fewer" if batch.is_decode else "first"
 
 
-def assert_right(asked: list[Request], found: list[Answer], expected: list[Answer]) -> None:
+def assert_right(asked: list[Question], found: list[Answer], expected: list[Answer]) -> None:
     """Each answer is as expected; one that was cancelled, as far as it goes."""
     for request, answer, right in zip(asked, found, expected, strict=True):
         if request.cancel_after is None:

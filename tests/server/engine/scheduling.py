@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
 from qwen_serve.server.engine.prefix_cache import PrefixCache
+from qwen_serve.server.engine.request import Request, SchedulingParams
 from qwen_serve.server.engine.sampling import Sampler
 from qwen_serve.server.engine.scheduler import Scheduler
-from qwen_serve.server.engine.sequence import SchedulingParams, Sequence
 from qwen_serve.server.engine.states import StateStore
 from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
@@ -31,8 +31,8 @@ class NoSampler:
 NO_SAMPLER = cast("Sampler", NoSampler())
 
 
-def sequence(prompt: int, max_tokens: int = 10, **scheduling: Any) -> Sequence:
-    return Sequence(list(range(prompt)), max_tokens, NO_SAMPLER, scheduling=SchedulingParams(**scheduling))
+def sequence(prompt: int, max_tokens: int = 10, **scheduling: Any) -> Request:
+    return Request(list(range(prompt)), max_tokens, NO_SAMPLER, scheduling=SchedulingParams(**scheduling))
 
 
 def fixed(tokens: int) -> PrefillBudget:

@@ -22,7 +22,7 @@ from qwen_serve.server.engine.adapters import TURN
 from qwen_serve.server.engine.planning.adapters import AdapterSpec
 from tests.adapters import merge, write_adapter
 from tests.conftest import NANO
-from tests.server.engine.helpers import EXACT, Request, random_prompt, running, standing_still, told
+from tests.server.engine.helpers import EXACT, Question, random_prompt, running, standing_still, told
 from tests.server.engine.scheduling import advance, commit, scheduler, sequence
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ async def test_deterministic_answers_have_the_same_bits_in_company(
         params = SamplingParams(ignore_eos=True, logprobs=2)
         if number % 2:
             params = replace(params, temperature=1.0, top_k=20, seed=number)
-        asked.append(Request(text * 2, 20, params=params, adapters=SELECTIONS[number % len(SELECTIONS)]))
+        asked.append(Question(text * 2, 20, params=params, adapters=SELECTIONS[number % len(SELECTIONS)]))
     options: dict[str, Any] = {"lora": named(loras), "deterministic": True, "parallel": 8}
     options |= {"ctx_size": 8 * 512, "prefix_checkpoints": 64}
     with running(nano_q4_k_m, **options, speculation="off", prefix_cache=False) as engine:

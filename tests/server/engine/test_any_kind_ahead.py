@@ -12,7 +12,7 @@ import pytest
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
-from tests.server.engine.helpers import Request, ask_at_once, random_prompt, running
+from tests.server.engine.helpers import Question, ask_at_once, random_prompt, running
 from tests.server.engine.launching import PLAIN, ahead
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def of(kind: str) -> SamplingParams:
     return SamplingParams(**{"ignore_eos": True, "seed": 7, **KINDS[kind]})
 
 
-def batch(*kinds: str) -> list[Request]:
+def batch(*kinds: str) -> list[Question]:
     prompts = [random_prompt(random.Random(i), 5 + 7 * i) for i in range(len(kinds))]
-    return [Request(prompt, N, params=of(kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
+    return [Question(prompt, N, params=of(kind)) for prompt, kind in zip(prompts, kinds, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +104,7 @@ async def test_sixty_four_grammars_at_once(nano_f32: Path, more: dict[str, Any])
     """Each row is kept to its own, also where half of the requests draw their tokens."""
     rng = random.Random(3)
     asked = [
-        Request(
+        Question(
             random_prompt(rng, 5 + i % 23),
             N,
             params=of("top_k" if i % 2 else "greedy"),

@@ -12,7 +12,7 @@ import pytest
 from qwen_serve.server.chat.formats import compose, json_format, regex_format
 from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Answer, Request, ask_all, idle, random_prompt, running
+from tests.server.engine.helpers import EXACT, Answer, Question, ask_all, idle, random_prompt, running
 from tests.server.engine.inside import at_rest, check_contexts
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ GRAMMARS = [
 SEED = 9
 
 
-def requests(seed: int) -> list[Request]:
+def requests(seed: int) -> list[Question]:
     """Prompts that share beginnings, repeat and diverge; greedy, sampled and penalized answers; some are
     cancelled."""
     rng = random.Random(seed)
-    found: list[Request] = []
+    found: list[Question] = []
     for _ in range(12):
         earlier = rng.choice(found).prompt if found else [300]
         words = random_prompt(rng, rng.randint(2, 25))
@@ -61,7 +61,7 @@ def requests(seed: int) -> list[Request]:
             ]
         )
         leaves = rng.choice([None, None, 1, 20])
-        found.append(Request(prompt[:LONGEST], rng.choice([1, 2, 40, 100]), rng.uniform(0, 0.2), leaves))
+        found.append(Question(prompt[:LONGEST], rng.choice([1, 2, 40, 100]), rng.uniform(0, 0.2), leaves))
         found[-1].params = _params(rng)
     for request in found:
         request.grammar = rng.choice([None, None, None, *GRAMMARS])
@@ -150,7 +150,7 @@ async def test_answers_stay_and_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.cache.MIN_RESTORE", 32)
-    monkeypatch.setattr("qwen_serve.server.engine.sequence.GROWTH", 1)  # admit more than can end
+    monkeypatch.setattr("qwen_serve.server.engine.request.GROWTH", 1)  # admit more than can end
     beside = {"draft_model": nano_draft_f32} if "drafter" in combination else {}
     with running(nano_f32, **EXACT, **COMBINATIONS[combination], **beside) as engine:
         for again in range(2):

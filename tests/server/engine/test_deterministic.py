@@ -16,9 +16,9 @@ import pytest
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.server.engine import SamplingParams, SchedulingParams
 from qwen_serve.server.engine.reproducible import Reproducible, rows_are_the_same
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 from tests.marks import slow_but
-from tests.server.engine.helpers import Request, ask, ask_all, idle, random_prompt, running, told
+from tests.server.engine.helpers import Question, ask, ask_all, idle, random_prompt, running, told
 from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
@@ -41,25 +41,25 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def requests(rng: random.Random) -> list[Request]:
+def requests(rng: random.Random) -> list[Question]:
     """Prompts that share beginnings, repeat, and go on from others; greedy and seeded."""
     stems = [random_prompt(rng, 300), random_prompt(rng, 140)]
-    asked = [Request([*rng.choice(stems), *random_prompt(rng, rng.randint(1, 200))], 30) for _ in range(8)]
-    asked += [Request(random_prompt(rng, length), 30) for length in (1, 2, 128, 129, 130, 257)]
-    asked += [Request(list(stem), 40) for stem in stems]
+    asked = [Question([*rng.choice(stems), *random_prompt(rng, rng.randint(1, 200))], 30) for _ in range(8)]
+    asked += [Question(random_prompt(rng, length), 30) for length in (1, 2, 128, 129, 130, 257)]
+    asked += [Question(list(stem), 40) for stem in stems]
     seeded = SamplingParams(temperature=1.0, top_k=20, seed=7, ignore_eos=True)
-    asked += [Request(random_prompt(rng, 90), 30, params=seeded) for _ in range(2)]
+    asked += [Question(random_prompt(rng, 90), 30, params=seeded) for _ in range(2)]
     return asked
 
 
-async def answers_in_company(engine: Engine, asked: list[Request], rng: random.Random) -> list[list[int]]:
+async def answers_in_company(engine: Engine, asked: list[Question], rng: random.Random) -> list[list[int]]:
     shuffled = rng.sample(range(len(asked)), len(asked))
     late = [
-        Request(asked[i].prompt, asked[i].max_tokens, rng.uniform(0, 0.6), params=asked[i].params)
+        Question(asked[i].prompt, asked[i].max_tokens, rng.uniform(0, 0.6), params=asked[i].params)
         for i in shuffled
     ]
     noise = [
-        Request(
+        Question(
             random_prompt(rng, rng.randint(1, 400)), 60, rng.uniform(0, 0.6), cancel_after=rng.randint(1, 30)
         )
         for _ in range(6)
@@ -117,7 +117,7 @@ async def test_a_fetched_row_is_the_request_s_own(
     if mode == "rows by themselves":
         monkeypatch.setattr("qwen_serve.server.engine.reproducible.rows_are_the_same", lambda *_: False)
     asked = [
-        Request(
+        Question(
             random_prompt(rng, 20 + 4 * i),
             24,
             rng.uniform(0, 0.4),
@@ -146,13 +146,13 @@ async def test_what_is_read_once_more(chunk: int, again: int, next_turn: int, na
         assert reproducible is not None
         assert reproducible.chunk == (chunk or 1)
         prompt = random_prompt(random.Random(1), 400)
-        first = await ask(engine, Request(prompt, 20))
+        first = await ask(engine, Question(prompt, 20))
         for asked, read in (
             (prompt, again),
             ([*prompt, *first.tokens, *random_prompt(random.Random(2), 30)], next_turn),
         ):
             before = engine.stats().prompt_tokens
-            answer = await ask(engine, Request(asked, 20))
+            answer = await ask(engine, Question(asked, 20))
             assert engine.stats().prompt_tokens - before == read
             assert asked is not prompt or answer == first
 
@@ -160,8 +160,8 @@ async def test_what_is_read_once_more(chunk: int, again: int, next_turn: int, na
 async def test_log_probabilities_of_a_prompt_that_is_cut_at_fixed_places(nano_q4_k_m: Path) -> None:
     """Its passes have fewer rows than a whole chunk has tokens, so its state is of no use to others."""
     prompt = random_prompt(random.Random(1), 300)
-    plain = Request(prompt, 8)
-    scored = Request(prompt, 8, params=SamplingParams(ignore_eos=True, prompt_logprobs=0, logprobs=0))
+    plain = Question(prompt, 8)
+    scored = Question(prompt, 8, params=SamplingParams(ignore_eos=True, prompt_logprobs=0, logprobs=0))
     with running(nano_q4_k_m, deterministic=True, prefill_budget=128) as engine:
         alone, *others = await told(engine, scored), await ask(engine, plain)
     with running(nano_q4_k_m, deterministic=True, prefill_budget=128) as engine:
@@ -175,13 +175,13 @@ async def test_the_first_prompt_is_no_longer_than_a_sequence(
     """On a GPU it has a whole ubatch, for which a sequence with cells of its own may have no room."""
     monkeypatch.setattr("qwen_serve.server.engine.loading.WARM_UP_TOKENS_CPU", 512)
     with running(nano_q4_k_m, deterministic=True, parallel=4, ctx_size=4 * 256) as engine:
-        assert (await ask(engine, Request(random_prompt(random.Random(1), 20), 4))).tokens
+        assert (await ask(engine, Question(random_prompt(random.Random(1), 20), 4))).tokens
 
 
 async def test_steps_shorter_than_the_text_of_the_comparison(nano_q4_k_m: Path) -> None:
     small: dict[str, Any] = {"batch_size": 32, "ubatch_size": 16, "parallel": 2, "ctx_size": 512}
     with running(nano_q4_k_m, deterministic=True, **small) as engine:
-        assert (await ask(engine, Request(random_prompt(random.Random(1), 20), 4))).tokens
+        assert (await ask(engine, Question(random_prompt(random.Random(1), 20), 4))).tokens
 
 
 class MadeUpContext:
@@ -249,20 +249,20 @@ def test_passes_of_several_tokens_that_differ_are_not_used(
         found = engine.components.scheduler.reproducible
     assert found is not None
     assert (found.chunk, found.alone) == (128, alone)
-    one, other = (Sequence([0], 1, NO_SAMPLER) for _ in range(2))
+    one, other = (Request([0], 1, NO_SAMPLER) for _ in range(2))
     assert found.group(one, {one: 5, other: 6}, 512) == [one]
 
 
-def with_drafts(rng: random.Random) -> list[Request]:
+def with_drafts(rng: random.Random) -> list[Question]:
     """Requests with repetitive texts, so that there are drafts: greedy, seeded, and with a grammar."""
-    asked: list[Request] = []
+    asked: list[Question] = []
     for length in (5, 40, 128, 150, 260):
         text = random_prompt(rng, length) * 2
         greedy = SamplingParams(ignore_eos=True, logprobs=2)
         seeded = SamplingParams(temperature=0.7, top_k=20, seed=length, ignore_eos=True, logprobs=2)
-        asked += [Request(text, 24, params=params) for params in (greedy, seeded)]
+        asked += [Question(text, 24, params=params) for params in (greedy, seeded)]
     asked.append(
-        Request(
+        Question(
             random_prompt(rng, 50),
             24,
             params=SamplingParams(temperature=1.0, seed=3, logprobs=2),
@@ -297,7 +297,7 @@ async def test_drafts_and_company_change_no_bit(drafts: str, nano_q4_k_m: Path) 
         assert engine.components.context.n_snapshots == DRAFTS[drafts].get("snapshots", usual)
         for apart in (0.0, 0.5):
             late = [replace(request, delay=rng.uniform(0, apart)) for request in asked]
-            leaving = [Request(random_prompt(rng, 90), 40, rng.uniform(0, apart), cancel_after=7)] * 2
+            leaving = [Question(random_prompt(rng, 90), 40, rng.uniform(0, apart), cancel_after=7)] * 2
             found = await asyncio.gather(
                 *(told(engine, request) for request in late), *(ask(engine, request) for request in leaving)
             )
@@ -308,9 +308,9 @@ async def test_drafts_and_company_change_no_bit(drafts: str, nano_q4_k_m: Path) 
         assert sum(each.drafted for each in stats) > sum(each.accepted for each in stats) > 0
 
 
-def conversations(rng: random.Random, known: list[list[int]]) -> list[Request]:
+def conversations(rng: random.Random, known: list[list[int]]) -> list[Question]:
     """Up to five at once: new, again, or going on from a part of what was read or written; some leave."""
-    asked: list[Request] = []
+    asked: list[Question] = []
     for _ in range(rng.randint(1, 5)):
         base = rng.choice(known) if known and rng.random() < 0.8 else []
         kept = base[: rng.choice((len(base), rng.randint(0, len(base))))]
@@ -319,7 +319,7 @@ def conversations(rng: random.Random, known: list[list[int]]) -> list[Request]:
         if rng.random() < 0.4:
             params = replace(params, temperature=1.0, top_k=30, seed=rng.randint(0, 9))
         asked.append(
-            Request(
+            Question(
                 prompt,
                 rng.randint(1, 40),
                 rng.uniform(0, 0.1),
@@ -351,7 +351,7 @@ async def test_a_kept_state_has_the_bits_of_a_fresh_prefill(
     rng = random.Random(kept)
     options: dict[str, Any] = {"deterministic": True, "parallel": 5, **KEPT[kept]}
     options["ctx_size"] = 1024 * options["parallel"]
-    asked: list[Request] = []
+    asked: list[Question] = []
     found: list[tuple[list[int], str]] = []
     with running(nano_q4_k_m, **options, speculation="ngram", draft_always=True) as engine:
         known: list[list[int]] = []

@@ -27,7 +27,7 @@ from qwen_serve.server.engine.outputs import OutputQueue
 from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.helpers import (
     EXACT,
-    Request,
+    Question,
     ask,
     ask_all,
     choosing,
@@ -118,8 +118,8 @@ async def test_timings_add_up(engine: Engine) -> None:
 
 
 async def test_stats_count_what_happened(engine: Engine) -> None:
-    await ask_all(engine, [Request(PROMPT, 10), Request(PROMPT[:5], 7)])
-    await ask(engine, Request(PROMPT, 2000, cancel_after=1))
+    await ask_all(engine, [Question(PROMPT, 10), Question(PROMPT[:5], 7)])
+    await ask(engine, Question(PROMPT, 2000, cancel_after=1))
     stats = engine.stats()
     assert stats.finished == {"length": 2, "cancelled": 1}
     assert stats.prompt_tokens == 20 + 5 + 1  # the second time, all but the last token is in the prefix cache
@@ -138,13 +138,13 @@ async def test_a_step_wakes_the_loop_once(engine: Engine, monkeypatch: pytest.Mo
         deliver(self)
 
     monkeypatch.setattr(OutputQueue, "_deliver", counted)
-    await ask_all(engine, [Request(PROMPT, 40) for _ in range(4)])
+    await ask_all(engine, [Question(PROMPT, 40) for _ in range(4)])
     assert 0 < calls <= engine.stats().steps
 
 
 async def test_tokens_may_be_told_while_the_device_computes(nano_f32: Path) -> None:
     """As on a GPU: same answers, whoever comes and goes, and nobody's text stays."""
-    requests = [Request([7 + i, *PROMPT] * (1 + i % 3), 10 + 9 * i, delay=0.02 * i) for i in range(6)]
+    requests = [Question([7 + i, *PROMPT] * (1 + i % 3), 10 + 9 * i, delay=0.02 * i) for i in range(6)]
     with running(nano_f32, **EXACT, speculation="off") as engine:
         expected = await ask_all(engine, requests)
     drafts = {"speculation": "ngram", "draft_always": True}
@@ -199,7 +199,7 @@ async def test_what_is_not_streamed_arrives_though_it_is_cancelled_or_fails(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(nano_f32, **EXACT, speculation="off") as engine:  # a token each step
-        expected = await ask(engine, Request(PROMPT, 30))
+        expected = await ask(engine, Question(PROMPT, 30))
         with step_by_step(engine) as grant:
             left = ask_for(engine, 30, stream=False)
             grant(9)
@@ -252,7 +252,7 @@ async def test_an_answer_is_not_shorter_than_nothing(engine: Engine) -> None:
 async def test_a_prompt_must_leave_room_for_one_token(engine: Engine) -> None:
     with pytest.raises(PromptTooLong, match="2048 tokens"):
         engine.prompt([7] * 2048)
-    assert (await ask(engine, Request([7] * 2047, 10))).finish_reason == "length"
+    assert (await ask(engine, Question([7] * 2047, 10))).finish_reason == "length"
 
 
 class Watched(list[int]):
@@ -310,7 +310,7 @@ async def test_the_queue_is_bounded(nano_f32: Path) -> None:
 
 
 async def test_who_floods_is_refused_and_another_tenant_is_not(nano_f32: Path) -> None:
-    other = Request(PROMPT, 5, scheduling=SchedulingParams("other"))
+    other = Question(PROMPT, 5, scheduling=SchedulingParams("other"))
     with running(nano_f32, parallel=2, max_queue=3) as engine:
         with standing_still(engine):
             flood = [ask_for(engine, 50) for _ in range(5)]

@@ -22,7 +22,7 @@ from qwen_serve.server.engine import (
 from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.helpers import (
     EXACT,
-    Request,
+    Question,
     ask,
     ask_at_once,
     idle,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def engine(nano_f32: Path) -> Iterator[Engine]:
 
 
 async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = await ask(engine, Request(PROMPT, 40))
+    expected = await ask(engine, Question(PROMPT, 40))
     choose, calls = Sampler.choose, 0
 
     def sabotaged(self: Sampler, *arguments: Any) -> int | None:
@@ -76,7 +76,7 @@ async def test_one_broken_sampler_breaks_one_answer(engine: Engine, monkeypatch:
 async def test_a_request_that_can_not_be_taken_in_fails_alone(
     engine: Engine, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = await ask(engine, Request(PROMPT, 40))
+    expected = await ask(engine, Question(PROMPT, 40))
 
     class Picky(Sampler):
         def __init__(self, params: SamplingParams, *how: Any) -> None:
@@ -85,13 +85,13 @@ async def test_a_request_that_can_not_be_taken_in_fails_alone(
             super().__init__(params, *how)
 
     monkeypatch.setattr("qwen_serve.server.engine.engine.Sampler", Picky)
-    healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
+    healthy = asyncio.create_task(ask(engine, Question(PROMPT, 40)))
     broken = ask_for(engine, 40, params=replace(ENDLESS, seed=13), stream=stream)
     with pytest.raises(GenerationError, match="no room for a sampler"):
         await rest(broken)
     assert await healthy == expected
     assert engine.ready
-    assert await ask(engine, Request(PROMPT, 40)) == expected
+    assert await ask(engine, Question(PROMPT, 40)) == expected
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.finished) == (0, 0, {"length": 3, "error": 1})
 
@@ -99,15 +99,15 @@ async def test_a_request_that_can_not_be_taken_in_fails_alone(
 async def test_a_prompt_that_the_scheduler_refuses_fails_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, add = await ask(engine, Request(PROMPT, 40)), engine.components.scheduler.add
+    expected, add = await ask(engine, Question(PROMPT, 40)), engine.components.scheduler.add
 
-    def picky(sequence: Sequence) -> None:
+    def picky(sequence: Request) -> None:
         if sequence.prompt_length == 7:
             raise RuntimeError("no room to remember it")
         add(sequence)
 
     monkeypatch.setattr(engine.components.scheduler, "add", picky)
-    healthy = asyncio.create_task(ask(engine, Request(PROMPT, 40)))
+    healthy = asyncio.create_task(ask(engine, Question(PROMPT, 40)))
     with pytest.raises(GenerationError, match="no room to remember it"):
         await rest(ask_for(engine, 40, prompt=PROMPT[:7]))
     assert await healthy == expected
@@ -121,7 +121,7 @@ async def test_a_request_that_can_not_be_cancelled_fails_alone(
     engine: Engine, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever that goes wrong: the others get their answers, and its place is free."""
-    expected = await ask(engine, Request(PROMPT, 200))
+    expected = await ask(engine, Question(PROMPT, 200))
     before = engine.stats()
     parts = engine.components
     owner, name = {
@@ -138,7 +138,7 @@ async def test_a_request_that_can_not_be_cancelled_fails_alone(
         return original(*what, **how)
 
     with step_by_step(engine) as grant:
-        healthy = asyncio.create_task(ask(engine, Request(PROMPT, 200)))
+        healthy = asyncio.create_task(ask(engine, Question(PROMPT, 200)))
         await asyncio.sleep(0)
         broken = ask_for(engine, 100, prompt=PROMPT[::-1])
         grant(8)
@@ -151,7 +151,7 @@ async def test_a_request_that_can_not_be_cancelled_fails_alone(
     assert failures == 1
     assert engine.ready
     assert at_rest(engine)
-    assert [await ask(engine, Request(PROMPT, 200)) for _ in range(5)] == [expected] * 5
+    assert [await ask(engine, Question(PROMPT, 200)) for _ in range(5)] == [expected] * 5
     assert engine.stats().finished["length"] == before.finished["length"] + 6
 
 
@@ -205,7 +205,7 @@ def test_a_failing_warm_up_is_seen(nano_f32: Path, monkeypatch: pytest.MonkeyPat
 
 async def test_cells_that_llama_cpp_does_not_find_cost_time_only(nano_f32: Path) -> None:
     rng = random.Random(3)
-    requests = [Request(random_prompt(rng, 30), 60) for _ in range(4)]
+    requests = [Question(random_prompt(rng, 30), 60) for _ in range(4)]
     with running(nano_f32, **EXACT, speculation="off") as engine:
         expected = [await ask(engine, request) for request in requests]
         decode, calls = engine.components.context.decode, 0

@@ -19,7 +19,7 @@ from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
-    Request,
+    Question,
     answers_alone,
     ask,
     ask_all,
@@ -73,9 +73,9 @@ async def test_together_as_alone(
     mix: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
     rng = random.Random(mix)
-    requests = [Request(prompt, N, delay=rng.uniform(0, 0.5)) for prompt in prompts]
+    requests = [Question(prompt, N, delay=rng.uniform(0, 0.5)) for prompt in prompts]
     noise = [
-        Request(
+        Question(
             random_prompt(rng, rng.randint(1, 300)), N, rng.uniform(0, 1.5), cancel_after=rng.randint(1, 60)
         )
         for _ in range(4)
@@ -83,7 +83,7 @@ async def test_together_as_alone(
     crowded = mix.endswith("too few cells")
     if crowded:  # two that are admitted together, and can not end together however fast each is
         wide = [random_prompt(rng, 310) for _ in range(2)]
-        requests = [*(Request(prompt, N) for prompt in wide), *requests]
+        requests = [*(Question(prompt, N) for prompt in wide), *requests]
         alone = [*answers_alone(nano_f32, wide, N), *alone]
     with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
         answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
@@ -102,7 +102,7 @@ async def test_who_gave_a_slot_to_another_tenant_answers_as_alone(
     speculation: str, nano_f32: Path, prompts: list[list[int]], alone: list[list[int]]
 ) -> None:
     requests = [
-        Request(prompt, N, scheduling=SchedulingParams(tenant, priority=i % 2))
+        Question(prompt, N, scheduling=SchedulingParams(tenant, priority=i % 2))
         for i, (prompt, tenant) in enumerate(zip(prompts, "aaaabbcd", strict=True))
     ]
     options: dict[str, Any] = {"parallel": 3, "ctx_size": 8192, "speculation": speculation}
@@ -129,7 +129,7 @@ async def test_a_seeded_draw_survives_company_and_preemption(
         seed=5,
         ignore_eos=True,
     )
-    requests = [Request(prompt, 100, params=params) for prompt in prompts]
+    requests = [Question(prompt, 100, params=params) for prompt in prompts]
     with running(nano_f32, **EXACT, parallel=1, ctx_size=1024) as engine:
         one_by_one = [await ask(engine, request) for request in requests]
     with running(nano_f32, **EXACT, parallel=8, ctx_size=768, speculation="off") as engine:
@@ -144,7 +144,7 @@ async def test_states_in_f16_are_rounded_alike_at_any_load(
     operands: int, nano_f32: Path, prompts: list[list[int]]
 ) -> None:
     types = {**EXACT, "state_type": "f16"}
-    requests = [Request(prompt, N) for prompt in prompts]
+    requests = [Question(prompt, N) for prompt in prompts]
     with running(nano_f32, **types, parallel=1, speculation="off", prefix_cache=False) as engine:
         one_by_one = [await ask(engine, request) for request in requests]
     options = {
@@ -173,7 +173,7 @@ async def test_both_places_draw_the_same(nano_f32: Path, prompts: list[list[int]
         {"temperature": 1.0, "top_k": 20, "frequency_penalty": -0.2, "seed": 5},
     ]
     requests = [
-        Request(prompt, 80, delay=0.02 * i, params=SamplingParams(**kinds[i % len(kinds)]))  # type: ignore[arg-type]
+        Question(prompt, 80, delay=0.02 * i, params=SamplingParams(**kinds[i % len(kinds)]))  # type: ignore[arg-type]
         for i, prompt in enumerate([*prompts, *prompts[::-1]])
     ]
     with running(nano_f32, **EXACT, parallel=4, ctx_size=4096, sampling="host") as engine:
@@ -227,7 +227,7 @@ async def differ_by_no_more_than_noise(
 ) -> None:
     """Serve the prompts together; then replay the answers alone, where each token must have been the best."""
     rng = random.Random(2)
-    requests = [Request(prompt, N, delay=rng.uniform(0, 0.5)) for prompt in prompts]
+    requests = [Question(prompt, N, delay=rng.uniform(0, 0.5)) for prompt in prompts]
     usual = {"parallel": 8, "ctx_size": 4096, "prefill_budget": 50, "speculation": speculation}
     with running(path, **types, **(usual | changes)) as engine:
         answers = await ask_all(engine, requests)

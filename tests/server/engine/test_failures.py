@@ -14,7 +14,7 @@ from qwen_serve.server.engine.speculation.lesson import Lesson
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
-    Request,
+    Question,
     answers_alone,
     ask,
     ask_all,
@@ -60,7 +60,7 @@ def alone(nano_f32: Path, prompts: list[list[int]]) -> list[list[int]]:
 async def check(engine: Engine, prompts: list[list[int]], alone: list[list[int]], rounds: int = 3) -> None:
     """Check that answers, together and one by one, equal those of each request alone, and that the engine
     still runs."""
-    requests = [Request(prompt, N) for prompt in prompts]
+    requests = [Question(prompt, N) for prompt in prompts]
     for _ in range(rounds):
         assert [answer.tokens for answer in await ask_all(engine, requests)] == alone
         assert [(await ask(engine, request)).tokens for request in requests] == alone
@@ -194,8 +194,8 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
             for index in CALLS[calls]:
                 with monkeypatch.context() as patch:
                     patch.setattr(owner, name, once(getattr(owner, name), index))
-                    answers = await ask_all(engine, [Request(prompt, N // 2) for prompt in prompts[:2]])
-                    answers.append(await ask(engine, Request(prompts[2], N // 2)))
+                    answers = await ask_all(engine, [Question(prompt, N // 2) for prompt in prompts[:2]])
+                    answers.append(await ask(engine, Question(prompts[2], N // 2)))
                     await idle(engine)
                 assert [answer.tokens for answer in answers] == [
                     expected[: N // 2] for expected in alone[:3]

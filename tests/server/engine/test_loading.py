@@ -20,7 +20,7 @@ from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.vision import VisionSpec
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
-from tests.server.engine.helpers import Request, ask_all, running, settings
+from tests.server.engine.helpers import Question, ask_all, running, settings
 from tests.server.engine.inside import policy
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def test_a_budget_that_is_given_stays(nano_q4_k_m: Path) -> None:
 def test_counts_of_drafts_are_a_snapshot(nano_q4_k_m: Path) -> None:
     with running(nano_q4_k_m, speculation="mtp", draft_always=True) as engine:
         before = engine.stats()
-        asyncio.run(ask_all(engine, [Request([300, 301] * 20, 20)]))
+        asyncio.run(ask_all(engine, [Question([300, 301] * 20, 20)]))
         after = engine.stats()
     assert sum(counts.drafted for counts in before.drafts.values()) == 0
     assert sum(counts.drafted for counts in after.drafts.values()) > 0

@@ -14,7 +14,7 @@ from qwen_serve.llamacpp import Model
 from qwen_serve.server.engine import Engine, ModelLoadError, model_file
 from qwen_serve.server.engine.model_file import BLOCK, ModelFile
 from qwen_serve.server.engine.planning import contexts
-from tests.server.engine.helpers import EXACT, Request, answers_alone, ask, random_prompt, running, settings
+from tests.server.engine.helpers import EXACT, Question, answers_alone, ask, random_prompt, running, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -147,11 +147,11 @@ async def test_a_replaced_model_does_not_use_the_states_of_the_one_before(
     [a], [b] = answers_alone(path, [prompt], 8), answers_alone(other, [prompt], 8)
     assert a != b
     with running(path, **options) as engine:
-        assert (await ask(engine, Request(prompt, 8))).tokens == a
+        assert (await ask(engine, Question(prompt, 8))).tokens == a
         other.replace(path)
     assert states.is_file()
     with running(path, **options) as engine:
-        assert (await ask(engine, Request(prompt, 8))).tokens == b
+        assert (await ask(engine, Question(prompt, 8))).tokens == b
         assert engine.stats().prompt_tokens == 300
 
 
@@ -161,7 +161,7 @@ async def test_a_model_that_was_overwritten_leaves_no_states(
     path, states = tmp_path / "model.gguf", tmp_path / "prefixes"
     shutil.copy(nano_f32, path)
     with running(path, **EXACT, prefix_file=states) as engine:
-        await ask(engine, Request(random_prompt(random.Random(1), 100), 4))
+        await ask(engine, Question(random_prompt(random.Random(1), 100), 4))
         with path.open("r+b") as file:
             file.write(b"GGUF")
     assert not states.exists()

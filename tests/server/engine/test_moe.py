@@ -14,7 +14,7 @@ from qwen_serve.server.engine.planning.spec import ModelSpec
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
-    Request,
+    Question,
     answers_alone,
     ask,
     ask_all,
@@ -60,8 +60,10 @@ async def test_together_drafted_and_cached_as_alone(
     prompts: list[list[int]],
     alone: list[list[int]],
 ) -> None:
-    requests = [Request(prompt, N) for prompt in prompts]
-    longer = [Request([*prompt, *answer[:40]], N - 40) for prompt, answer in zip(prompts, alone, strict=True)]
+    requests = [Question(prompt, N) for prompt in prompts]
+    longer = [
+        Question([*prompt, *answer[:40]], N - 40) for prompt, answer in zip(prompts, alone, strict=True)
+    ]
     with running(nano_moe_f32, **EXACT, **MIXES[mix]) as engine:
         first = await ask_at_once(engine, requests)
         again = await ask_all(engine, requests)

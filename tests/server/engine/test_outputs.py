@@ -10,7 +10,7 @@ import pytest
 
 from qwen_serve.server.engine import FinishReason, Generation, GenerationError
 from qwen_serve.server.engine.outputs import OutputQueue
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ async def running(queue: OutputQueue) -> Generation:
 
 
 def generation(queue: OutputQueue) -> Generation:
-    return Generation(Sequence([0], 9), queue, lambda _: None)
+    return Generation(Request([0], 9), queue, lambda _: None)
 
 
 def end(generation: Generation, done: FinishReason | Exception, tokens: list[int]) -> None:
@@ -124,8 +124,8 @@ async def test_a_listener_that_was_cancelled_may_listen_again(running: Generatio
 
 
 async def test_what_has_ended_can_not_be_cancelled(queue: OutputQueue) -> None:
-    cancelled: list[Sequence] = []
-    running = Generation(Sequence([0], 9), queue, cancelled.append)
+    cancelled: list[Request] = []
+    running = Generation(Request([0], 9), queue, cancelled.append)
     running.cancel()
     assert cancelled == [running.request]
     end(running, "stop", [1])

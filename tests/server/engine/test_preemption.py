@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_serve.server.engine.request import TIERS, SchedulingParams
 from qwen_serve.server.engine.scheduling_policy import WRITTEN
-from qwen_serve.server.engine.sequence import TIERS, SchedulingParams
 from tests.server.engine.inside import held
 from tests.server.engine.prefix_cache.world import ANSWER, World
 
 if TYPE_CHECKING:
+    from qwen_serve.server.engine.request import Request
     from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
-    from qwen_serve.server.engine.sequence import Sequence
 
 
 @dataclass
@@ -56,7 +56,7 @@ def test_who_made_room_goes_on_where_it_was(
     """`World.step` checks that every sequence is computed on from what its slot holds, or from nothing where
     that was given up, as it is where logits are no use."""
     world = World(slots=slots, ids=ids, total_cells=cells, budget=32, policy=policy)
-    made: dict[int, Sequence] = {}
+    made: dict[int, Request] = {}
     gone: set[int] = set()
     now = 0
     while len(made) < len(mix) or world.scheduler.running or world.scheduler.waiting:

@@ -24,7 +24,7 @@ from qwen_serve.server.engine.prefix_cache.file import Entry
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
-    Request,
+    Question,
     answers_alone,
     ask,
     ask_all,
@@ -51,12 +51,12 @@ async def test_a_restart_finds_what_the_engine_before_had(
     options: dict[str, Any] = {**EXACT, "speculation": speculation, "ctx_size": 4096, "prefix_file": file}
     with running(nano_f32, **options) as engine:
         for prompt in prompts:
-            await ask(engine, Request(prompt, N))
+            await ask(engine, Question(prompt, N))
     assert file.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["prefixes"]
     with running(nano_f32, **options) as engine:
         for prompt, answer in zip(prompts, alone, strict=True):
-            assert (await ask(engine, Request(prompt, N))).tokens == answer
+            assert (await ask(engine, Question(prompt, N))).tokens == answer
         stats = engine.stats()
         assert stats.prompt_tokens == len(prompts)
         assert stats.prefix.hits == len(prompts)
@@ -90,7 +90,7 @@ async def test_to_the_host_tier_what_the_device_has_no_id_for(nano_f32: Path, tm
                 assert stats.host_checkpoints >= 2
             for prompt in prompts:
                 before = engine.stats().prompt_tokens
-                await ask(engine, Request(prompt, 4))
+                await ask(engine, Question(prompt, 4))
                 assert engine.stats().prompt_tokens - before == (1 if restarted else 200)
             kept = engine.between_steps(lambda: [*engine.components.cache.entries()]).result()
             assert len({one.tokens.tobytes() for one in kept}) == len(kept), "none twice, as it is in both"
@@ -108,7 +108,7 @@ async def test_states_are_saved_and_restored_while_others_are_taken_and_evicted(
     file = tmp_path / "states"
 
     async def asked(engine: Engine, some: list[int]) -> None:
-        answers = await ask_all(engine, [Request(prompts[index], 8) for index in some])
+        answers = await ask_all(engine, [Question(prompts[index], 8) for index in some])
         assert [answer.tokens for answer in answers] == [alone[index] for index in some]
 
     with running(nano_f32, **options, **EXACT) as engine:
@@ -143,12 +143,12 @@ async def test_it_is_bounded_the_most_recently_used_first(nano_f32: Path, tmp_pa
     options: dict[str, Any] = {**EXACT, "ctx_size": 8192, "prefix_file": file, "prefix_file_mib": 2}
     with running(nano_f32, **options) as engine:
         for prompt in prompts:
-            await ask(engine, Request(prompt, 4))
+            await ask(engine, Question(prompt, 4))
     assert 2**20 < file.stat().st_size < 2 * 2**20 + 4096
     with running(nano_f32, **options) as engine:
-        await ask(engine, Request(prompts[-1], 4))
+        await ask(engine, Question(prompts[-1], 4))
         assert engine.stats().prompt_tokens == 1
-        await ask(engine, Request(prompts[0], 4))
+        await ask(engine, Question(prompts[0], 4))
         assert engine.stats().prompt_tokens == 501
 
 
@@ -200,7 +200,7 @@ async def test_what_is_before_the_damage_is_used(
     options: dict[str, Any] = {**EXACT, "prefix_file": file}
     with running(nano_f32, **options) as engine:
         for length in (200, 300):
-            await ask(engine, Request(random_prompt(rng, length), 4))
+            await ask(engine, Question(random_prompt(rng, length), 4))
     with zipfile.ZipFile(file) as archive:
         last = archive.namelist()[-2]
         longest = max(len(entry.tokens) for entry in PrefixFile(file, made_by(archive)).read())
@@ -228,7 +228,7 @@ async def test_one_that_does_not_fit_is_said_and_not_used(
     prompt = random_prompt(random.Random(6), 300)
     options: dict[str, Any] = {**EXACT, "prefix_file": file}
     with running(nano_f32, **options) as engine:
-        await ask(engine, Request(prompt, 4))
+        await ask(engine, Question(prompt, 4))
     model, said = nano_f32, "damaged"
     content = bytearray(file.read_bytes())
     if what == "settings":
@@ -245,7 +245,7 @@ async def test_one_that_does_not_fit_is_said_and_not_used(
     else:
         file.write_bytes(content[: len(content) // 2] if what == "cut" else b"states")
     with caplog.at_level(logging.WARNING), running(model, **options) as engine:
-        await ask(engine, Request(prompt, 4))
+        await ask(engine, Question(prompt, 4))
         assert engine.stats().prompt_tokens == 300
     assert any("is not used" in line and said in line for line in caplog.messages)
 
@@ -261,7 +261,7 @@ async def test_a_disk_that_refuses_costs_the_file_alone(
 
     monkeypatch.setattr("qwen_serve.server.engine.prefix_cache.file._put", full)
     with running(nano_f32, **EXACT, prefix_file=file) as engine:
-        await ask(engine, Request(random_prompt(random.Random(7), 300), 4))
+        await ask(engine, Question(random_prompt(random.Random(7), 300), 4))
     assert any("No space left" in line for line in caplog.messages)
     assert file.read_bytes() == b"what was there"
     assert [*tmp_path.iterdir()] == [file]

@@ -9,12 +9,12 @@ import pytest
 
 from qwen_serve.server.engine import Engine
 from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN, MIN_TURN
-from qwen_serve.server.engine.sequence import DraftCounts
+from qwen_serve.server.engine.request import DraftCounts
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
-    Request,
+    Question,
     ask,
     ask_all,
     ask_at_once,
@@ -38,9 +38,9 @@ def engine(nano_f32: Path) -> Iterator[Engine]:
 
 async def test_the_same_prompt_again_takes_one_decode_step_and_no_prefill(engine: Engine) -> None:
     prompt = random_prompt(random.Random(1), 400)
-    first = await ask(engine, Request(prompt, 10))
+    first = await ask(engine, Question(prompt, 10))
     before = engine.stats()
-    again = await ask(engine, Request(prompt, 10))
+    again = await ask(engine, Question(prompt, 10))
     after = engine.stats()
     assert again == first
     assert after.steps - before.steps == 10
@@ -52,7 +52,7 @@ async def test_the_same_prompt_again_takes_one_decode_step_and_no_prefill(engine
 async def test_cached_tokens_are_told(engine: Engine) -> None:
     prompt = random_prompt(random.Random(2), 100)
     for cached in (0, 99):
-        generation = submit(engine, Request(prompt, 5))
+        generation = submit(engine, Question(prompt, 5))
         assert [token async for tokens in generation for token in tokens]
         assert generation.request.cached_tokens == cached
 
@@ -60,7 +60,7 @@ async def test_cached_tokens_are_told(engine: Engine) -> None:
 async def test_a_shared_prefix_is_computed_once_however_many_use_it_at_once(engine: Engine) -> None:
     rng = random.Random(3)
     shared = random_prompt(rng, 500)
-    requests = [Request([*shared, 256 + n, *random_prompt(rng, 20)], 8) for n in range(12)]
+    requests = [Question([*shared, 256 + n, *random_prompt(rng, 20)], 8) for n in range(12)]
     answers = await ask_at_once(engine, requests)
     stats = engine.stats()
     assert stats.prompt_tokens == 500 + 12 * 21
@@ -70,9 +70,9 @@ async def test_a_shared_prefix_is_computed_once_however_many_use_it_at_once(engi
 
 async def test_a_longer_text_goes_on_from_the_answer_before(engine: Engine) -> None:
     prompt = random_prompt(random.Random(4), 60)
-    answer = await ask(engine, Request(prompt, 40))
+    answer = await ask(engine, Question(prompt, 40))
     before = engine.stats()
-    await ask(engine, Request([*prompt, *answer.tokens, 300, 301, 302], 5))
+    await ask(engine, Question([*prompt, *answer.tokens, 300, 301, 302], 5))
     assert (
         engine.stats().prompt_tokens - before.prompt_tokens == 4
     )  # the answer's last token was not computed
@@ -81,7 +81,7 @@ async def test_a_longer_text_goes_on_from_the_answer_before(engine: Engine) -> N
 async def test_switched_off_nothing_is_kept(nano_f32: Path) -> None:
     prompt = random_prompt(random.Random(5), 100)
     with running(nano_f32, **EXACT, prefix_cache=False) as engine:
-        answers = [await ask(engine, Request(prompt, 10)) for _ in range(2)]
+        answers = [await ask(engine, Question(prompt, 10)) for _ in range(2)]
         stats = engine.stats()
     assert answers[0] == answers[1]
     assert stats.prompt_tokens == 200
@@ -91,10 +91,10 @@ async def test_switched_off_nothing_is_kept(nano_f32: Path) -> None:
 # --- the same answers --------------------------------------------------------------------------------------
 
 
-def mixture(rng: random.Random, count: int, longest: int) -> list[Request]:
+def mixture(rng: random.Random, count: int, longest: int) -> list[Question]:
     """Prompts that share beginnings, diverge, repeat and continue others; some are cancelled."""
     stems = [random_prompt(rng, rng.randint(30, 120)) for _ in range(3)]
-    requests: list[Request] = []
+    requests: list[Question] = []
     for _ in range(count):
         stem = rng.choice(stems)
         kind = rng.randrange(4)
@@ -106,7 +106,7 @@ def mixture(rng: random.Random, count: int, longest: int) -> list[Request]:
         else:
             prompt = [*stem, *random_prompt(rng, rng.randint(1, 60))]
         gone = rng.randint(1, 15) if rng.random() < 0.2 else None
-        requests.append(Request(prompt, rng.randint(1, longest), rng.uniform(0, 0.4), cancel_after=gone))
+        requests.append(Question(prompt, rng.randint(1, longest), rng.uniform(0, 0.4), cancel_after=gone))
     return requests
 
 
@@ -149,8 +149,8 @@ async def test_answers_are_those_without_the_cache(
     keeps_all = ALL.items() <= settings.items()
     count, longest = (8, 130) if configuration == "preempted" else (20, 25)
     requests = mixture(rng, count, longest)
-    one, two, three = (Request(random_prompt(rng, 170), 20) for _ in range(3))
-    wide = [Request(random_prompt(rng, 190), 130) for _ in range(2)]
+    one, two, three = (Question(random_prompt(rng, 170), 20) for _ in range(3))
+    wide = [Question(random_prompt(rng, 190), 130) for _ in range(2)]
     known = greedy_alone(nano_f32, [*requests, one, two, three, *wide])
     with running(nano_f32, **EXACT, **settings) as engine:
         for again in range(2):
@@ -186,7 +186,7 @@ async def test_answers_are_those_without_the_cache(
     assert stats.prefix.evictions > 0 or keeps_all
 
 
-def greedy_alone(model: Path, requests: list[Request]) -> dict[tuple[int, ...], list[int]]:
+def greedy_alone(model: Path, requests: list[Question]) -> dict[tuple[int, ...], list[int]]:
     """The longest answer that any request with a prompt gets, by prompt."""
     reference = Alone(model, **EXACT)
     known: dict[tuple[int, ...], list[int]] = {}
@@ -200,13 +200,13 @@ def greedy_alone(model: Path, requests: list[Request]) -> dict[tuple[int, ...], 
 @pytest.mark.slow
 async def test_a_checkpoint_from_the_host_drafts_as_one_that_stayed(nano_f32: Path) -> None:
     rng = random.Random(9)
-    one, *others = (Request(random_prompt(rng, 300), 60) for _ in range(3))
+    one, *others = (Question(random_prompt(rng, 300), 60) for _ in range(3))
     only_the_head = {"speculation": "mtp", "draft_always": True}
     with running(
         nano_f32, **EXACT, **only_the_head, prefix_checkpoints=2, prefix_host_mib=8, parallel=1
     ) as engine:
 
-        async def drafts(request: Request) -> tuple[list[int], DraftCounts]:
+        async def drafts(request: Question) -> tuple[list[int], DraftCounts]:
             before = engine.stats().drafts["mtp"]
             answer = await ask(engine, request)
             after = engine.stats().drafts["mtp"]

@@ -9,7 +9,7 @@ import pytest
 
 from qwen_serve.server.engine.profile import PHASES, StepProfile
 
-from .helpers import EXACT, Request, ask, running
+from .helpers import EXACT, Question, ask, running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,7 @@ def test_host_work_while_the_device_computes_is_overlapped(monkeypatch: pytest.M
 async def test_only_a_device_that_runs_alone_overlaps(nano_f32: Path, alone: bool) -> None:
     with running(nano_f32, **EXACT, sampling="device", speculation="off") as engine:
         engine.components.device_runs_alone = alone
-        await ask(engine, Request([5, 6, 7], 20))
+        await ask(engine, Question([5, 6, 7], 20))
         spent = [dict(zip(PHASES, kind.seconds, strict=True)) for kind in engine.stats().step_totals]
     assert any(phases["overlapped"] for phases in spent) is alone
     assert all(phases["reserve"] for phases in spent) is not alone

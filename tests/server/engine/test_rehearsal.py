@@ -8,7 +8,7 @@ import pytest
 
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine.rehearsal import Rehearsal
-from tests.server.engine.helpers import Request, ask, running
+from tests.server.engine.helpers import Question, ask, running
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp launches no step ahead")
 async def test_steps_behind_each_other_are_timed(nano_f32: Path) -> None:
-    request = Request([*range(300, 340)], 8)
+    request = Question([*range(300, 340)], 8)
     with running(nano_f32, parallel=3, ctx_size=1024, speculation="off") as engine:
         expected = await ask(engine, request)
         parts = engine.components

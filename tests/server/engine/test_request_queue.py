@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from qwen_serve.server.engine.request import TIERS
 from qwen_serve.server.engine.request_queue import RequestQueue
 from qwen_serve.server.engine.scheduling_policy import AGEING, WRITTEN
-from qwen_serve.server.engine.sequence import TIERS
 from tests.server.engine.scheduling import sequence
 
 if TYPE_CHECKING:
+    from qwen_serve.server.engine.request import Request
     from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
-    from qwen_serve.server.engine.sequence import Sequence
 
 
 @dataclass
@@ -26,19 +26,19 @@ class Simulation:
 
     policy: SchedulingPolicy
     slots: int
-    running: list[Sequence] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
     served: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Prompt tokens' worth of what each tenant got."""
-    waited: dict[Sequence, int] = field(default_factory=dict)
+    waited: dict[Request, int] = field(default_factory=dict)
     """Steps until its first token."""
-    came: dict[Sequence, int] = field(default_factory=dict)
+    came: dict[Request, int] = field(default_factory=dict)
     step: int = 0
     preemptions: int = 0
 
     def __post_init__(self) -> None:
         self.queue = RequestQueue(self.policy, self.running)
 
-    def add(self, tenant: str, prompt: int = 8, answer: int = 16, **scheduling: Any) -> Sequence:
+    def add(self, tenant: str, prompt: int = 8, answer: int = 16, **scheduling: Any) -> Request:
         one = sequence(prompt, answer, tenant=tenant, **scheduling)
         self.came[one] = self.step
         self.queue.add(one)

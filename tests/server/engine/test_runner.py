@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, cast
 from qwen_serve.llamacpp.row_sampler import RowRequest
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
+from qwen_serve.server.engine.request import Request, RequestStatus
 from qwen_serve.server.engine.runner import Runner
-from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
 from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.sampling import Sampler
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Asks:
     """A sampler that is asked for requests only."""
 
-    def requests(self, draft: ListLike[int], n_top: int) -> list[RowRequest]:
+    def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
         return [RowRequest(None)] * (len(draft) + 1)
 
 
 def batch_of(*lengths: int, decoding: bool) -> Batch:
     batch = Batch()
     for slot, length in enumerate(lengths):
-        one = Sequence([300] * length, 5000, cast("Sampler", Asks()))
-        one.slot, one.status = slot, SequenceStatus.DECODE if decoding else SequenceStatus.PREFILL
+        one = Request([300] * length, 5000, cast("Sampler", Asks()))
+        one.slot, one.status = slot, RequestStatus.DECODE if decoding else RequestStatus.PREFILL
         batch.add(one, length)
     return batch
 

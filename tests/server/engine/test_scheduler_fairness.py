@@ -13,8 +13,8 @@ from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, used
 
 if TYPE_CHECKING:
+    from qwen_serve.server.engine.request import Request
     from qwen_serve.server.engine.scheduler import Scheduler
-    from qwen_serve.server.engine.sequence import Sequence
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Watched:
     batch: int
     budget: int
     ubatch: int
-    admitted: list[Sequence] = field(default_factory=list)
-    held_up: dict[Sequence, int] = field(default_factory=dict)
+    admitted: list[Request] = field(default_factory=list)
+    held_up: dict[Request, int] = field(default_factory=dict)
     """Those who wait, and the prompt tokens of the steps since they could decode."""
 
     def step(self) -> None:
@@ -90,8 +90,8 @@ def test_every_mix_of_requests_is_served_in_order(
     s = scheduler(slots=slots, cells=cells, batch=batch, budget=budget, ubatch=ubatch, policy=policy)
     watched = Watched(s, batch, budget, ubatch)
     sequences = [sequence(plan.prompt, plan.answer) for plan in mix]
-    cancelled: set[Sequence] = set()
-    arrived: list[Sequence] = []
+    cancelled: set[Request] = set()
+    arrived: list[Request] = []
     now = 0
     while len(arrived) < len(mix) or s.running or s.waiting:
         for plan, one in zip(mix, sequences, strict=True):

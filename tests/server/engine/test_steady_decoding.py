@@ -12,7 +12,15 @@ from qwen_serve.llamacpp.row_results import RowResults, Status
 from qwen_serve.llamacpp.row_steps import RowSteps
 from qwen_serve.server.engine import GenerateRequest, SamplingParams
 from qwen_serve.server.engine.runner import Runner
-from tests.server.engine.helpers import EXACT, Alone, Request, ask_all, random_prompt, running, standing_still
+from tests.server.engine.helpers import (
+    EXACT,
+    Alone,
+    Question,
+    ask_all,
+    random_prompt,
+    running,
+    standing_still,
+)
 from tests.server.engine.scheduling import advance, commit, scheduler, sequence
 
 if TYPE_CHECKING:
@@ -123,12 +131,12 @@ async def test_what_is_taken_over_is_what_would_be_written_anew(
     rng = random.Random(11)
     warm = SamplingParams(temperature=0.8, seed=5, ignore_eos=True)
     requests = [
-        Request(random_prompt(rng, rng.randint(1, 60)), rng.randint(1, 60), rng.uniform(0, 0.5))
+        Question(random_prompt(rng, rng.randint(1, 60)), rng.randint(1, 60), rng.uniform(0, 0.5))
         for _ in range(12)
     ]
     requests += [
-        Request(random_prompt(rng, 20), 30, 0.1, params=warm),
-        Request(random_prompt(rng, 30), 80, 0.2, cancel_after=9),
+        Question(random_prompt(rng, 20), 30, 0.1, params=warm),
+        Question(random_prompt(rng, 30), 80, 0.2, cancel_after=9),
     ]
     with running(nano_f32, **EXACT, parallel=5, speculation="off") as engine:
         answers = await ask_all(engine, requests)

@@ -15,7 +15,7 @@ from qwen_serve.llamacpp.row_results import Status
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine import GenerateRequest, SamplingParams, ThinkingLimits
 from tests.server.engine.helpers import (
-    Request,
+    Question,
     ask,
     ask_all,
     ask_at_once,
@@ -41,7 +41,7 @@ BRIDGE = (300, 301, 3609, 302)
 """Closes a think block; 3609 is </think>."""
 
 
-def requests(rng: random.Random, n: int, *, sampled: bool) -> list[Request]:
+def requests(rng: random.Random, n: int, *, sampled: bool) -> list[Question]:
     """Requests that come, end and leave at different times."""
     made = []
     for _ in range(n):
@@ -51,13 +51,13 @@ def requests(rng: random.Random, n: int, *, sampled: bool) -> list[Request]:
         if sampled and kind == 11:
             params = SamplingParams(ignore_eos=True, temperature=0.7, top_k=20, seed=rng.randrange(100))
         leaves = rng.randrange(1, 20) if rng.random() < 0.2 else None
-        made.append(Request(prompt, rng.randrange(1, 40), rng.random() * 0.2, leaves, params))
+        made.append(Question(prompt, rng.randrange(1, 40), rng.random() * 0.2, leaves, params))
     return made
 
 
 async def test_answers_are_those_of_steps_that_wait(nano_f32: Path) -> None:
     prompts = [random_prompt(random.Random(i), 5 + 7 * i) for i in range(4)]
-    asked = [Request(prompt, 24 + 3 * i) for i, prompt in enumerate(prompts)]
+    asked = [Question(prompt, 24 + 3 * i) for i, prompt in enumerate(prompts)]
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
     with ahead(nano_f32) as (engine, launched):
@@ -117,7 +117,7 @@ async def test_thoughts_run_ahead_until_their_limit_is_near(
 
 async def test_prompts_are_read_behind_prompts_that_end(nano_f32: Path) -> None:
     """Each pass has two of four prompts, with a row of each."""
-    asked = [Request(random_prompt(random.Random(i), 64), 12) for i in range(4)]
+    asked = [Question(random_prompt(random.Random(i), 64), 12) for i in range(4)]
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
     with ahead(nano_f32, prefix_cache=False, ubatch_size=128) as (engine, launched):
@@ -128,23 +128,23 @@ async def test_prompts_are_read_behind_prompts_that_end(nano_f32: Path) -> None:
 async def test_a_state_that_went_on_is_kept_with_the_end_of_its_answer(nano_f32: Path) -> None:
     prompt = random_prompt(random.Random(10), 20)
     with ahead(nano_f32) as (engine, launched):
-        answer = await ask(engine, Request(prompt, 200, params=ENDS))
+        answer = await ask(engine, Question(prompt, 200, params=ENDS))
         assert answer.finish_reason == "stop"
         assert launched["again"] > len(answer.tokens) // 2
         [end] = [token for token in engine.vocab.eog_ids if token == engine.vocab.eos_id]
         known = [*prompt, *answer.tokens, end]
-        following = submit(engine, Request([*known, *range(300, 320)], 8))
+        following = submit(engine, Question([*known, *range(300, 320)], 8))
         tokens = [token async for new in following for token in new]
         assert following.request.cached_tokens == len(known)
     with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
-        assert (await ask(engine, Request([*known, *range(300, 320)], 8))).tokens == tokens
+        assert (await ask(engine, Question([*known, *range(300, 320)], 8))).tokens == tokens
 
 
 async def test_logits_that_are_no_use_while_the_next_step_is_computed(
     nano_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All sequences start again, from cleared cells."""
-    asked = [Request(random_prompt(random.Random(i), 20), 24) for i in range(3)]
+    asked = [Question(random_prompt(random.Random(i), 20), 24) for i in range(3)]
     with running(nano_f32, **PLAIN) as engine:
         expected = [await ask(engine, request) for request in asked]
     with ahead(nano_f32) as (engine, _):
@@ -167,7 +167,7 @@ async def test_logits_that_are_no_use_while_the_next_step_is_computed(
 
 async def test_no_cells_for_the_next_step(nano_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step is launched after the previous one was read."""
-    request = Request(random_prompt(random.Random(1), 20), 24)
+    request = Question(random_prompt(random.Random(1), 20), 24)
     with running(nano_f32, **PLAIN) as engine:
         expected = await ask(engine, request)
     with ahead(nano_f32) as (engine, launched):
@@ -196,22 +196,22 @@ async def test_deterministic_answers_keep_their_bits(nano_q4_k_m: Path, chunk: i
     seeded = SamplingParams(temperature=0.8, top_k=20, seed=5, ignore_eos=True, logprobs=2)
     shared = random_prompt(rng, 130)
     asked = [
-        Request([*shared[: 64 * (i % 3)], *random_prompt(rng, 1 + 23 * i)], 6 + 7 * i, rng.random() / 4)
+        Question([*shared[: 64 * (i % 3)], *random_prompt(rng, 1 + 23 * i)], 6 + 7 * i, rng.random() / 4)
         for i in range(10)
     ]
     asked += [
-        Request(random_prompt(rng, 64), 30, rng.random() / 4, None, how) for how in (ENDS, scored, seeded)
+        Question(random_prompt(rng, 64), 30, rng.random() / 4, None, how) for how in (ENDS, scored, seeded)
     ]
     options: dict[str, Any] = {"deterministic": True, "ctx_size": 4 * 512, "prefill_budget": chunk}
 
-    def answer(engine: Engine, request: Request) -> Awaitable[object]:
+    def answer(engine: Engine, request: Question) -> Awaitable[object]:
         return ask(engine, request) if request.params.logprobs is None else told(engine, request)
 
     with running(nano_q4_k_m, **{**PLAIN, **options}, async_scheduling=False, prefix_cache=False) as engine:
         alone = [await answer(engine, request) for request in asked]
     with ahead(nano_q4_k_m, **options) as (engine, launched):
         for _ in range(2):
-            leaving = Request(random_prompt(rng, 20), 40, rng.random() / 4, cancel_after=9)
+            leaving = Question(random_prompt(rng, 20), 40, rng.random() / 4, cancel_after=9)
             found = await asyncio.gather(*(answer(engine, one) for one in asked), ask(engine, leaving))
             assert found[: len(asked)] == alone
         assert launched["again"] > 10
@@ -228,7 +228,7 @@ async def test_slots_that_do_not_follow_each_other_are_two_passes(nano_q4_k_m: P
     """With cells of their own. Only the tokens of a single pass can be read on the device."""
     prompts = [random_prompt(random.Random(i), 20) for i in range(3)]
     lengths = (60, 2, 60)  # the second slot is free for most of the time
-    asked = [Request(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    asked = [Question(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
     options: dict[str, Any] = {"deterministic": True, "parallel": 3, "ctx_size": 3 * 512}
     with running(nano_q4_k_m, **{**PLAIN, **options}, async_scheduling=False) as engine:
         alone = [await ask(engine, request) for request in asked]
@@ -241,7 +241,7 @@ async def test_slots_that_do_not_follow_each_other_are_two_passes(nano_q4_k_m: P
 
 
 async def test_switched_off(nano_f32: Path) -> None:
-    asked = [Request(random_prompt(random.Random(i), 20), 12) for i in range(3)]
+    asked = [Question(random_prompt(random.Random(i), 20), 12) for i in range(3)]
     with ahead(nano_f32, async_scheduling=False) as (engine, launched):
         answers = await ask_all(engine, asked)
     assert [len(answer.tokens) for answer in answers] == [12] * 3
@@ -252,7 +252,7 @@ def drawing(seed: int, **changes: Any) -> SamplingParams:
     return SamplingParams(ignore_eos=True, temperature=0.8, top_p=0.95, top_k=20, seed=seed, **changes)
 
 
-def mixed_requests(rng: random.Random, n: int) -> list[Request]:
+def mixed_requests(rng: random.Random, n: int) -> list[Question]:
     """Most draw, some are greedy."""
     made = requests(rng, n, sampled=True)
     for i, request in enumerate(made):
@@ -278,7 +278,7 @@ def mixed_requests(rng: random.Random, n: int) -> list[Request]:
 @pytest.mark.parametrize("model", ["nano_f32", "nano_q4_k_m"])
 async def test_draws_run_ahead(model: str, request: pytest.FixtureRequest) -> None:
     path = request.getfixturevalue(model)
-    asked = [Request(random_prompt(random.Random(i), 5 + 7 * i), 40, params=drawing(i)) for i in range(4)]
+    asked = [Question(random_prompt(random.Random(i), 5 + 7 * i), 40, params=drawing(i)) for i in range(4)]
     asked[2] = replace(asked[2], params=SamplingParams(ignore_eos=True))
     with running(path, **PLAIN) as engine:
         alone, together = [await ask(engine, one) for one in asked], await ask_at_once(engine, asked)
@@ -297,7 +297,7 @@ async def test_whatever_is_drawn(nano_f32: Path, seed: int) -> None:
     with running(nano_f32, **PLAIN, prefix_cache=False) as engine:
         expected = [await ask(engine, request) for request in asked]
         ended = [(one, answer) for one, answer in zip(asked, expected, strict=True) if answer.finish_reason]
-        more = [Request([*one.prompt, *answer.tokens, 300, 301], 6) for one, answer in ended]
+        more = [Question([*one.prompt, *answer.tokens, 300, 301], 6) for one, answer in ended]
         continued = [await ask(engine, request) for request in more]
     with ahead(nano_f32, ctx_size=1024) as (engine, launched):
         found = await ask_all(engine, asked)

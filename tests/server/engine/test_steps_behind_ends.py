@@ -14,7 +14,7 @@ from qwen_serve.llamacpp import Model
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
-from tests.server.engine.helpers import Answer, Request, ask, ask_at_once, idle, random_prompt, running
+from tests.server.engine.helpers import Answer, Question, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.launching import ENDS, PLAIN, ahead, assert_right
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ async def test_each_step_behind_an_end_is_launched_ahead(nano_f32: Path, params:
     token, any other one after the next step was launched."""
     lengths = [12, 18, 24, 30, 36, 42, 90, 90]
     asked = [
-        Request(random_prompt(random.Random(i), 20), length, params=params)
+        Question(random_prompt(random.Random(i), 20), length, params=params)
         for i, length in enumerate(lengths)
     ]
     with running(nano_f32, **PLAIN) as engine:
@@ -72,7 +72,7 @@ async def test_clients_that_ask_again_when_they_have_an_answer(
     """So requests come behind ends of all kinds. There are too few slots and cells for all."""
     rng = random.Random(seed)
     asked = [
-        Request(
+        Question(
             random_prompt(rng, rng.randrange(2, 60)),
             rng.randrange(1, 60) if rng.random() < 0.8 else 160,
             cancel_after=rng.randrange(1, 20) if rng.random() < 0.1 else None,

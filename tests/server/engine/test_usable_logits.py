@@ -15,7 +15,7 @@ import pytest
 from qwen_serve.llamacpp import model
 from qwen_serve.server.engine import GenerateRequest, GenerationError, SamplingParams
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Request, idle, random_prompt, running, submit
+from tests.server.engine.helpers import EXACT, Question, idle, random_prompt, running, submit
 from tests.server.engine.launching import ahead
 from tests.server.engine.test_any_kind_ahead import GRAMMAR, KINDS, of
 from tests.waiting import until
@@ -191,11 +191,11 @@ async def test_many_of_every_kind_beside_them(poisonous: Path, more: dict[str, A
     """Steps are launched ahead and rows are sampled on the device, as on a GPU: the bad ones in front of,
     between and behind those of others, in passes of 64 tokens, some with grammars or log-probabilities."""
     rng = random.Random(5)
-    good = [Request(random_prompt(rng, 5 + 3 * i), 24, params=of(kind)) for i, kind in enumerate(KINDS)]
-    good += [Request(random_prompt(rng, 20), 24, grammar=GRAMMAR) for _ in range(3)]
-    bad = [Request([*BAD, *random_prompt(rng, i)], 24, params=one.params) for i, one in enumerate(good)]
+    good = [Question(random_prompt(rng, 5 + 3 * i), 24, params=of(kind)) for i, kind in enumerate(KINDS)]
+    good += [Question(random_prompt(rng, 20), 24, grammar=GRAMMAR) for _ in range(3)]
+    bad = [Question([*BAD, *random_prompt(rng, i)], 24, params=one.params) for i, one in enumerate(good)]
 
-    async def told(engine: Engine, one: Request) -> tuple[list[int], str]:
+    async def told(engine: Engine, one: Question) -> tuple[list[int], str]:
         await asyncio.sleep(one.delay)  # requests come when they come
         generation = submit(engine, one)
         tokens = [token async for new in generation for token in new]

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from qwen_serve.llamacpp.row_sampler import RowRequest
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.runner import Runner
-from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.verification import SampleResult, sample
 from tests.server.engine.fake_context import FakeContext
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.sampling import Sampler
@@ -32,7 +32,7 @@ class FakeSampler:
     def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails
 
-    def requests(self, draft: ListLike[int], n_top: int) -> list[RowRequest]:
+    def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
         assert n_top == -1
         return [RowRequest(None)] * (len(draft) + 1)
 
@@ -41,7 +41,7 @@ class FakeSampler:
             raise FloatingPointError("not a number")
         return rows.result(row).token
 
-    def forced(self, new: ListLike[int], *, one_by_one: bool) -> list[int]:
+    def forced(self, new: Sequence[int], *, one_by_one: bool) -> list[int]:
         assert new
         assert not one_by_one
         return []
@@ -60,7 +60,7 @@ def add(
     """Add a chunk with the first `count` of the pending tokens, which count up from `first`."""
     first = 1000 * slot if first < 0 else first
     sampler = cast("Sampler", FakeSampler(fails=fails))
-    one = Sequence(list(range(first, first + pending)), 500, sampler)
+    one = Request(list(range(first, first + pending)), 500, sampler)
     one.slot = slot
     batch.add(one, count)
     if draft:

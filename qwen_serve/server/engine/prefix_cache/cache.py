@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp.errors import LlamaError
-from qwen_serve.server.engine.sequence import CacheMiss
+from qwen_serve.server.engine.request import CacheMiss
 from qwen_serve.server.engine.states import SavedState
 
 from .file import Entry
@@ -18,12 +18,11 @@ from .shadow_index import BLOCK, ShadowIndex
 from .tree import Node, Tree
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
     from qwen_serve.server.engine.states import StateStore
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,7 @@ class PrefixCache:
         self._tree = Tree()
         self._host = HostTier(host_bytes)
         self._held: dict[Node, None] = {}  # the least recently used first
-        self._paths: dict[Sequence, _PromptPath] = {}
+        self._paths: dict[Request, _PromptPath] = {}
         self._shadow, self._again = ShadowIndex(), 1.0
         """`_again` is the reuse ratio: the share of prompt tokens that had been read before, over about as
         many recent tokens as the budget has cells."""
@@ -148,7 +147,7 @@ class PrefixCache:
 
     # --- a request's life ----------------------------------------------------------------------------------
 
-    def track(self, sequence: Sequence) -> None:
+    def track(self, sequence: Request) -> None:
         """Insert a new request's prompt, so that later prompts find where they differ from it."""
         if not self.enabled:
             return
@@ -165,7 +164,7 @@ class PrefixCache:
         if best := self._deepest_held(node):
             self._touch(best)
 
-    def match_prefix(self, sequence: Sequence) -> None:
+    def match_prefix(self, sequence: Request) -> None:
         """Give an admitted sequence, whose slot is empty, the deepest cached prefix."""
         if not self.enabled:
             sequence.missed = CacheMiss("off", 0)
@@ -196,7 +195,7 @@ class PrefixCache:
             self._stats.hits += sequence.computed > 0
             self._stats.misses += sequence.computed == 0
 
-    def _missed(self, sequence: Sequence, before: int) -> CacheMiss | None:
+    def _missed(self, sequence: Request, before: int) -> CacheMiss | None:
         """Why the sequence did not find more; `before`: how many of its tokens had been read earlier."""
         path, found = self._paths[sequence], sequence.computed
         if found >= path.end.depth:
@@ -206,7 +205,7 @@ class PrefixCache:
             return CacheMiss("evicted", before)
         return CacheMiss("diverged" if path.parts else "new", known)
 
-    def can_suspend(self, sequence: Sequence) -> bool:
+    def can_suspend(self, sequence: Request) -> bool:
         """Whether a running sequence's state can be kept while another sequence has its slot."""
         if sequence.computed == 0:
             return True
@@ -215,7 +214,7 @@ class PrefixCache:
         whole = self._cells.length(sequence.slot) == sequence.computed
         return whole and (bool(self._free) or self._spare(sequence) is not None)
 
-    def suspend(self, sequence: Sequence) -> None:
+    def suspend(self, sequence: Request) -> None:
         """Keep the state of a sequence that is about to lose its slot; `match_prefix` gives it back, unless
         it was evicted by then."""
         if sequence.computed == 0 or sequence.slot is None:
@@ -230,7 +229,7 @@ class PrefixCache:
                 self._evict(spare)
             self._hold(node, sequence.slot)
 
-    def _spare(self, sequence: Sequence) -> Node | None:
+    def _spare(self, sequence: Request) -> Node | None:
         """A checkpoint that no request in flight refers to, except perhaps `sequence`, which no longer needs
         it."""
         own = self._paths[sequence].nodes
@@ -243,7 +242,7 @@ class PrefixCache:
             None,
         )
 
-    def _resume(self, sequence: Sequence) -> bool:
+    def _resume(self, sequence: Request) -> bool:
         """Continue from the state kept by `suspend`, if it is still there, and release it."""
         path = self._paths[sequence]
         node, path.suspended = path.suspended, None
@@ -259,7 +258,7 @@ class PrefixCache:
         self._tree.prune(node)
         return held
 
-    def waits(self, sequence: Sequence, earlier: Iterable[Sequence]) -> bool:
+    def waits(self, sequence: Request, earlier: Iterable[Request]) -> bool:
         """Whether one of the `earlier` sequences is about to compute a prefix that this one can start
         from."""
         if not self.enabled or sequence.reads_all or self._suspended(sequence) is not None:
@@ -277,13 +276,13 @@ class PrefixCache:
             for node in self._cuts(leader)
         )
 
-    def next_checkpoint(self, sequence: Sequence) -> int | None:
+    def next_checkpoint(self, sequence: Request) -> int | None:
         """The next depth at which the sequence must pause so that a checkpoint can be taken."""
         if not self.enabled:
             return None
         return next((node.depth for node in self._cuts(sequence) if self._has_id(node)), None)
 
-    def cache_unfinished(self, sequence: Sequence) -> None:
+    def cache_unfinished(self, sequence: Request) -> None:
         """Take a checkpoint if the sequence has just reached a depth where one is wanted."""
         if not self.enabled or sequence.slot is None or sequence.computed >= sequence.prompt_length:
             return
@@ -295,7 +294,7 @@ class PrefixCache:
                     self._hold(node, sequence.slot)
                 return
 
-    def cache_finished(self, sequence: Sequence, beyond: ListLike[int] = ()) -> None:
+    def cache_finished(self, sequence: Request, beyond: Sequence[int] = ()) -> None:
         """Keep the state of a running sequence that ends, for later prompts; its slot is still intact.
         `beyond`: computed tokens behind its own."""
         slot, depth = sequence.slot, sequence.computed
@@ -318,7 +317,7 @@ class PrefixCache:
         else:
             self._tree.prune(node)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Request) -> None:
         """Release the nodes of a request that is over, in any state; its checkpoints may stay."""
         track = self._paths.pop(sequence, None)
         suspended = [track.suspended] if track and track.suspended else []
@@ -352,7 +351,7 @@ class PrefixCache:
             self._evict(next(node for node in self._held if self._cells.exclusive(self._seq_id(node))))
         return True
 
-    def reusable(self, sequence: Sequence) -> tuple[int, int]:
+    def reusable(self, sequence: Request) -> tuple[int, int]:
         """Tokens that the sequence would find on the device, and how many of their cells are idle."""
         reads_all = not self.enabled or sequence.reads_all
         best = self._suspended(sequence)
@@ -420,7 +419,7 @@ class PrefixCache:
         self._tree.prune(node)
         return node if taken else None
 
-    def refresh(self, nodes: ListLike[Node | None]) -> None:
+    def refresh(self, nodes: Sequence[Node | None]) -> None:
         """Make the first of `nodes` the most recently used checkpoint, and so on; None is passed over."""
         for node in reversed(nodes):
             if node in self._held:
@@ -471,7 +470,7 @@ class PrefixCache:
         last = np.flatnonzero(asks)[-1:]
         return [*turns[last].tolist(), *turns[last + 1].tolist(), int(turns[-1])]
 
-    def _cuts(self, sequence: Sequence, since: int | None = None) -> Iterator[Node]:
+    def _cuts(self, sequence: Request, since: int | None = None) -> Iterator[Node]:
         """The nodes deeper than `since` (default: computed) at which the sequence will take a checkpoint."""
         since = sequence.computed if since is None else since
         path, previous = self._paths[sequence], 0
@@ -490,14 +489,14 @@ class PrefixCache:
         other requests in flight want."""
         return node.refcount > 1 or bool(self._free) or any(not held.refcount for held in self._held)
 
-    def _read(self, sequence: Sequence, tokens: ListLike[int]) -> int:
+    def _read(self, sequence: Request, tokens: Sequence[int]) -> int:
         """Remember the sequence's `tokens`; return how many were read before. On a full hit this does nothing
         and returns 0."""
         if sequence.prompt_length - (sequence.reused or 0) <= BLOCK:
             return 0
         return self._shadow.read(tokens, sequence.salt)
 
-    def _suspended(self, sequence: Sequence) -> Node | None:
+    def _suspended(self, sequence: Request) -> Node | None:
         """The node that keeps the state of a suspended sequence; None if there is none."""
         node = self._paths[sequence].suspended if self.enabled else None
         return node if node is not None and node.seq_id is not None else None
@@ -505,7 +504,7 @@ class PrefixCache:
     def _deepest_held(self, node: Node) -> Node | None:
         return next((above for above in node.path() if above.seq_id is not None), None)
 
-    def _source(self, sequence: Sequence) -> Node | None:
+    def _source(self, sequence: Request) -> Node | None:
         """The node to start from; one that is only in host memory is restored if that pays."""
         end = self._paths[sequence].end
         held = self._deepest_held(end)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
 BLOCK = 16
 """Tokens from one hash to the next."""
@@ -26,7 +26,7 @@ class ShadowIndex:
         self._limit = limit
         self._hashes: dict[int, None] = {}  # the least recently read first
 
-    def read(self, tokens: ListLike[int], salt: str = "") -> int:
+    def read(self, tokens: Sequence[int], salt: str = "") -> int:
         """Remember a text; texts with another `salt` are separate.
 
         Returns the length of its known prefix, in tokens of whole blocks.

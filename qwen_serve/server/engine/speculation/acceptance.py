@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     import numpy.typing as npt
 
@@ -28,7 +28,7 @@ NOTHING = [0.0] * DEPTHS
 
 
 def chances_of(
-    own: ListLike[Acceptance | None], shared: ListLike[Acceptance | None], depths: int
+    own: Sequence[Acceptance | None], shared: Sequence[Acceptance | None], depths: int
 ) -> npt.NDArray[np.float64]:
     """Probabilities that all tokens up to each depth are right, [sequences, depths]: by each sequence's own
     results, and as far as these are few by the shared ones of its kind. 0 for a sequence with neither."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .policy import Option, Plan, Policy, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     from .base import Drafter
 
@@ -23,7 +23,7 @@ class Always(Policy):
         """All kinds."""
         return set(drafter.kinds)
 
-    def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
+    def choose(self, options: Sequence[Option], step: Step) -> Plan | None:
         """The longest drafts of the first drafter that has any. If room is short, all are limited equally."""
         free = min(step.room, step.most_rows - sum(step.pending))
         each = max(0, free // len(step.pending))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from qwen_serve.server.engine.sequence import DraftCounts
+from qwen_serve.server.engine.request import DraftCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Mapping, Sequence
 
     from qwen_serve.llamacpp.drafter import DrafterContext
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
 
 DrafterState = Literal["active", "cooldown", "failed"]
 
@@ -21,7 +20,7 @@ DrafterState = Literal["active", "cooldown", "failed"]
 class DraftRequest:
     """Asks for a draft of at most `limit` tokens for the sequence that decodes in `slot`."""
 
-    sequence: Sequence
+    sequence: Request
     slot: int
     limit: int
 
@@ -70,7 +69,7 @@ class Drafter(Protocol):
     def can_draft(self, request: DraftRequest) -> bool:
         """Whether it has what it needs to draft for a sequence."""
 
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A draft for each request, in order. May raise anything; that costs only these drafts."""
 
     def cost(self, n: int, depth: int) -> float:
@@ -79,7 +78,7 @@ class Drafter(Protocol):
     def measure(self) -> None:
         """Time drafts of arbitrary input, once, at start."""
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Request) -> None:
         """Drop everything about a sequence that ended. Does nothing if it is unknown."""
 
 

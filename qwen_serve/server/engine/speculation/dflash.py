@@ -14,8 +14,7 @@ from .base import Guesses
 from .hidden import DraftCacheState, HiddenDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from qwen_serve.llamacpp.draft import DraftContext
     from qwen_serve.llamacpp.row_sampler import RowSampler
@@ -84,7 +83,7 @@ class DflashDrafter(HiddenDrafter):
 
     # --- drafting ------------------------------------------------------------------------------------------
 
-    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+    def begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         """Fill a block for each request, all in one pass. After an error every sequence starts anew."""
         slots = [request.slot for request in requests]
         waiting = sum(self._states[slot].end - self._states[slot].fed for slot in slots)
@@ -120,7 +119,7 @@ class DflashDrafter(HiddenDrafter):
         first = state.end - self._block
         return self._context.source is not None and max(state.first, state.fresh) <= first <= state.fed
 
-    def _fill(self, requests: ListLike[DraftRequest], *, together: bool) -> Guesses:
+    def _fill(self, requests: Sequence[DraftRequest], *, together: bool) -> Guesses:
         starts = [len(request.sequence.tokens) - 1 for request in requests]
         if together:
             for request, start in zip(requests, starts, strict=True):
@@ -146,8 +145,8 @@ class DflashDrafter(HiddenDrafter):
 
     def _put_blocks(
         self,
-        wanted: ListLike[tuple[int, int, int, int]],
-        samplers: ListLike[RowSampler | None],
+        wanted: Sequence[tuple[int, int, int, int]],
+        samplers: Sequence[RowSampler | None],
         *,
         together: bool,
     ) -> Guesses:

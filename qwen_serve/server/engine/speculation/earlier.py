@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from qwen_serve.server.engine.sequence import is_private
+from qwen_serve.server.engine.request import is_private
 
 if TYPE_CHECKING:
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
 
 TENANTS = 64
 """Tenants whose answers are kept; those of others are dropped, the longest unused first."""
@@ -32,14 +32,14 @@ class EarlierAnswers:
         self._tokens = tokens
         self._texts: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def of(self, sequence: Sequence) -> str:
+    def of(self, sequence: Request) -> str:
         """The answers that a sequence may draft from."""
         if (key := _key(sequence)) not in self._texts:
             return ""
         self._texts.move_to_end(key)
         return self._texts[key]
 
-    def add(self, sequence: Sequence, answer: str) -> None:
+    def add(self, sequence: Request, answer: str) -> None:
         """Keep the answer of a sequence that ended, unless nothing of it may be shared."""
         if len(answer) < SHORTEST or is_private(sequence.salt) or not self._tokens:
             return
@@ -49,7 +49,7 @@ class EarlierAnswers:
             self._texts.popitem(last=False)
 
 
-def _key(sequence: Sequence) -> tuple[str, str]:
+def _key(sequence: Request) -> tuple[str, str]:
     return sequence.scheduling.tenant, sequence.salt
 
 

@@ -12,8 +12,7 @@ from .base import Draft, DrafterStats, Guesses
 from .hidden import HiddenDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Sequence
 
     from .base import Drafter, DraftRequest
 
@@ -50,11 +49,11 @@ class DrafterHealth:
             self.failed(error)
             return otherwise
 
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Its drafts; empty ones if it fails."""
         return self._made(self.call(None, self.drafter.propose, requests)) or [Draft() for _ in requests]
 
-    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+    def begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         """Begin its drafts. Those that fail are empty or, after they were begun, UNREAD."""
         if not isinstance(self.drafter, HiddenDrafter):
             return Guesses(lambda: [one.tokens for one in self.propose(requests)])

@@ -14,13 +14,12 @@ from .base import Draft
 from .times import GroupMeans
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
 
     from .base import DraftRequest, Guesses
 
@@ -145,7 +144,7 @@ class HiddenDrafter:
         state = self._states.get(request.slot)
         return state is not None and state.first < state.end == len(request.sequence.tokens) - 1
 
-    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+    def begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         """Begin a draft for each request, each with its own sampler and noise. Each must pass `can_draft`.
 
         Raises NoMemorySlot if the cache is full, LlamaError, or FloatingPointError if its logits are
@@ -153,7 +152,7 @@ class HiddenDrafter:
         """
         raise NotImplementedError
 
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """The drafts that `begin` begins."""
         return [Draft(tokens, self.name) for tokens in self.begin(requests).read()]
 
@@ -166,7 +165,7 @@ class HiddenDrafter:
         if self._typical and self._first.of(n):
             self._ratio.add(n, seconds * (self._ratio.of(n) or 1.0) / self.cost(n, depth))
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Request) -> None:
         """Nothing to do: states belong to sequence ids."""
 
     # --- states of sequence ids ----------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 from .hidden import HiddenDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.batch import Batch
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
     from qwen_serve.server.engine.states import StateStore
     from qwen_serve.server.engine.verification import SampleResult
 
@@ -37,7 +36,7 @@ class HiddenRows:
         self,
         context: Context,
         states: StateStore,
-        drafters: ListLike[DrafterHealth],
+        drafters: Sequence[DrafterHealth],
         policy: Policy,
         slots: int,
     ) -> None:
@@ -74,7 +73,7 @@ class HiddenRows:
         for health, reader in self._readers:
             self._states.deferred.in_turn(partial(health.call, None, reader.rolled_back, slot, held))
 
-    def collect(self, batch: Batch, sampled: ListLike[SampleResult], n_alive: int) -> None:
+    def collect(self, batch: Batch, sampled: Sequence[SampleResult], n_alive: int) -> None:
         """Pass the hidden rows of a batch's accepted tokens to the drafters, while `n_alive` sequences
         run."""
         for health, reader in self._readers:
@@ -82,7 +81,7 @@ class HiddenRows:
                 self._collect(health, reader, batch, sampled)
 
     def _collect(
-        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: ListLike[SampleResult]
+        self, health: DrafterHealth, reader: HiddenDrafter, batch: Batch, sampled: Sequence[SampleResult]
     ) -> None:
         """Pass hidden rows of accepted tokens to one drafter. Rows of prompts are read later, so that they
         delay neither the rest of the prompt nor its first token. Other rows are read now, because the host
@@ -136,7 +135,7 @@ class HiddenRows:
         return context.layer_inputs(reader.layers, batch_indices)  # places of this batch's rows
 
 
-def _may_draft(sequence: Sequence) -> bool:
+def _may_draft(sequence: Request) -> bool:
     """Whether the token limit leaves room for a draft, besides one token of the step before it and one after
     it."""
     return sequence.limit - len(sequence.tokens) > 2

@@ -10,7 +10,7 @@ from .hidden import HiddenDrafter
 if TYPE_CHECKING:
     from collections.abc import Container
 
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
 
     from .base import Drafter
     from .policy import Policy
@@ -24,7 +24,7 @@ class Lesson:
 
     n: int
     """Its sequences."""
-    found: list[tuple[str, int, int, Sequence]]
+    found: list[tuple[str, int, int, Request]]
     """Kind, drafted and right tokens of each draft, and whose it is."""
     proposal: Proposal | None
     drafting: tuple[Drafter, str] | None
@@ -38,14 +38,14 @@ class Lesson:
     tokens: int
     """All that the step gave; 0 if it was not one of decodes alone."""
 
-    def teach(self, policy: Policy, timer: StepTimer, alive: Container[Sequence]) -> None:
+    def teach(self, policy: Policy, timer: StepTimer, alive: Container[Request]) -> None:
         """Update the policy and the times. Results of single sequences count if they are `alive`."""
         timer.book(self.graph, self.seconds)
         spent = (self.seconds or 0.0) + self._of_drafts(policy, alive)
         if self.drafting is not None and self.tokens and self.seconds is not None:
             policy.add(*self.drafting, self.n, self.tokens, spent)
 
-    def _of_drafts(self, policy: Policy, alive: Container[Sequence]) -> float:
+    def _of_drafts(self, policy: Policy, alive: Container[Request]) -> float:
         """Seconds that making the drafts and taking them back took, without what continued drafting pays only
         once."""
         if (proposal := self.proposal) is None:

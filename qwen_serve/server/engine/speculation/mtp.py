@@ -14,8 +14,7 @@ from .base import Guesses
 from .hidden import DraftCacheState, HiddenDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -113,7 +112,7 @@ class MtpDrafter(HiddenDrafter):
         state = self._states[request.slot]
         return state.fed < state.end
 
-    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+    def begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         """Draft for all requests together. After an error other ids continue from their hidden rows."""
         states = (self._states[request.slot] for request in requests)
         self._typical = sum(state.end - state.fed for state in states) <= FEW * len(requests)
@@ -141,7 +140,7 @@ class MtpDrafter(HiddenDrafter):
                     self._further.add(n, max(0.0, spent[-1] - spent[0]) / (depths[-1] - 1))
             n *= 2
 
-    def _recover(self, requests: ListLike[DraftRequest]) -> None:
+    def _recover(self, requests: Sequence[DraftRequest]) -> None:
         """After a failure, drop everything that was fed."""
         for request in requests:
             self.free(request.slot)
@@ -149,7 +148,7 @@ class MtpDrafter(HiddenDrafter):
         for idle, state in self._states.items():  # they continue from the rows that they still have
             self._drop_entries(idle, state.start)
 
-    def _begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+    def _begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         context = self._context
         longest = min(max(request.limit for request in requests), MOST_QUEUED // len(requests))
         parts = self._unread(requests, longest)
@@ -168,7 +167,7 @@ class MtpDrafter(HiddenDrafter):
             guesses.rows,
         )
 
-    def _unread(self, requests: ListLike[DraftRequest], longest: int) -> list[Part]:
+    def _unread(self, requests: Sequence[DraftRequest], longest: int) -> list[Part]:
         """The rows that the head has not read, except those that are too many for the first pass of a draft:
         they are fed now."""
         parts, most = [], min(self._context.n_batch, self._context.n_ubatch)
@@ -187,7 +186,7 @@ class MtpDrafter(HiddenDrafter):
         fits = (longest + 1) * n <= min(self._context.n_batch, self._context.n_ubatch)
         return (longest + 1) * n if fits and longest < self._widest else 0
 
-    def _run(self, parts: ListLike[Part], samplers: ListLike[RowSampler | None], longest: int) -> Guesses:
+    def _run(self, parts: Sequence[Part], samplers: Sequence[RowSampler | None], longest: int) -> Guesses:
         """Draft `longest` tokens behind each part, for all as many: another number of rows is another graph.
         Entries of guesses are removed: accepted tokens get theirs from the trunk."""
         context, n, queued = self._context, len(parts), self._context.queues
@@ -240,7 +239,7 @@ class MtpDrafter(HiddenDrafter):
         places = np.arange(MOST_QUEUED, MOST_QUEUED + n * longest).reshape(n, longest)
         return Guesses(read, context, places.tolist())
 
-    def _feed_all(self, parts: ListLike[Part]) -> None:
+    def _feed_all(self, parts: Sequence[Part]) -> None:
         """Decode parts without outputs, in calls as large as possible."""
         call: list[Part] = []
         room = self._context.n_batch
@@ -258,7 +257,7 @@ class MtpDrafter(HiddenDrafter):
 
     def _feed(
         self,
-        parts: ListLike[Part],
+        parts: Sequence[Part],
         width: int = 0,
         *,
         output: bool = True,

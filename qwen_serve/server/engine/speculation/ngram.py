@@ -16,10 +16,9 @@ from .base import Draft
 from .earlier import EarlierAnswers, EarlierLookup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Mapping, Sequence
 
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
 
     from .base import DraftRequest
 
@@ -109,14 +108,14 @@ class NgramDrafter:
             names[length]: chance for names in kinds for length, chance in MATCHES.items()
         }
         self._earlier = EarlierAnswers(history)
-        self._others: dict[Sequence, EarlierLookup] = {}
-        self._lookups: dict[Sequence, Lookup] = {}
+        self._others: dict[Request, EarlierLookup] = {}
+        self._lookups: dict[Request, Lookup] = {}
 
     def can_draft(self, request: DraftRequest) -> bool:
         """Whether the request allows any token; every text can be searched."""
         return request.limit > 0
 
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """A draft for each text; empty if the text repeats nothing."""
         drafts = []
         for request in requests:
@@ -138,19 +137,19 @@ class NgramDrafter:
     def measure(self) -> None:
         """Nothing to time."""
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Request) -> None:
         """Drop the text of a sequence that ended; its answer may be drafted from later."""
         self._lookups.pop(sequence, None)
         self._others.pop(sequence, None)
         self._earlier.add(sequence, _characters(sequence.tokens[sequence.prompt_length :]))
 
-    def _read_earlier(self, sequence: Sequence, text: str) -> EarlierLookup:
+    def _read_earlier(self, sequence: Request, text: str) -> EarlierLookup:
         if (other := self._others.get(sequence)) is None:
             other = self._others[sequence] = EarlierLookup()
         other.update(text, self._earlier.of(sequence), _LENGTHS)
         return other
 
-    def _read(self, sequence: Sequence) -> Lookup:
+    def _read(self, sequence: Request) -> Lookup:
         if (lookup := self._lookups.get(sequence)) is None:
             lookup = self._lookups[sequence] = Lookup(sequence.tokens)
         lookup.update()

@@ -19,8 +19,7 @@ from .acceptance import MEMORY, Acceptance, chances_of
 from .times import CACHED, Mean, StepTimes, group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Hashable, Iterator, Sequence
 
     from .base import Drafter
 
@@ -179,7 +178,7 @@ class Policy:
             if self.now >= record.early:
                 record.until = min(record.until, self.now)
 
-    def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
+    def choose(self, options: Sequence[Option], step: Step) -> Plan | None:
         """The best plan for a step; None if none beats plain decoding."""
         n = len(step.pending)
         told = (step.owners, step.pending, step.rewinds, step.shape, options)
@@ -197,7 +196,7 @@ class Policy:
                 own.fade(OWN_FADE if plan else IDLE_FADE)
         return plan
 
-    def _anew(self, options: ListLike[Option], step: Step) -> Plan | None:
+    def _anew(self, options: Sequence[Option], step: Step) -> Plan | None:
         n = len(step.pending)
         for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
             if record.lost and not record.in_a_row:
@@ -229,7 +228,7 @@ class Policy:
         elif not (plan.drafter.instant or instant):
             record.acceptance.fade()
 
-    def _best(self, options: ListLike[Option], step: Step, *, retrying: bool = False) -> Plan | None:
+    def _best(self, options: Sequence[Option], step: Step, *, retrying: bool = False) -> Plan | None:
         """The best plan by known acceptance. With `retrying` the best retry, which drafts few tokens."""
         pending, n = step.pending, len(step.pending)
         seconds = self.times.without_drafts(n) if max(pending) == 1 else self.times.passes(pending)

@@ -16,14 +16,13 @@ from .proposal import Proposal
 from .times import StepTimer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
     from qwen_serve.llamacpp import Context
     from qwen_serve.server.engine.batch import Batch, Chunk
-    from qwen_serve.server.engine.sequence import Sequence
+    from qwen_serve.server.engine.request import Request
     from qwen_serve.server.engine.states import StateStore
     from qwen_serve.server.engine.verification import SampleResult
 
@@ -50,7 +49,7 @@ class Speculator:
         self,
         context: Context,
         states: StateStore,
-        drafters: ListLike[Drafter],
+        drafters: Sequence[Drafter],
         policy: Policy,
         *,
         slots: int,
@@ -61,7 +60,7 @@ class Speculator:
         self._context, self._states, self._policy = context, states, policy
         self._drafters = [DrafterHealth(drafter) for drafter in drafters]
         self._slots, self._most_rows, self._clock = slots, most_rows, clock
-        self._alive: set[Sequence] = set()
+        self._alive: set[Request] = set()
         """Sequences that were in a batch and have not ended."""
         self._n = 0
         """Sequences of the last batch."""
@@ -296,7 +295,7 @@ class Speculator:
     # --- after a step --------------------------------------------------------------------------------------
 
     def verify(
-        self, batch: Batch, sampled: ListLike[SampleResult], seconds: float, whole: float | None = None
+        self, batch: Batch, sampled: Sequence[SampleResult], seconds: float, whole: float | None = None
     ) -> list[int]:
         """Roll wrong drafts back; return the tokens that each chunk's slot holds now. The policy learns from
         the step in `learn`.
@@ -359,7 +358,7 @@ class Speculator:
         return held
 
     def _count(
-        self, batch: Batch, sampled: ListLike[SampleResult], seconds: float | None, whole: float | None
+        self, batch: Batch, sampled: Sequence[SampleResult], seconds: float | None, whole: float | None
     ) -> None:
         """Count accepted tokens, and leave the rest to `learn`. `seconds` is None if they include time of the
         previous batch."""
@@ -367,7 +366,7 @@ class Speculator:
         decodes = all(chunk.decodes for chunk in chunks)
         one_pass = self._policy.times.ragged or len({chunk.n_tokens for chunk in chunks}) == 1
         graph = self._timer.graph((n, batch.n_tokens) if decodes and one_pass else (0, 0))
-        found: list[tuple[str, int, int, Sequence]] = []
+        found: list[tuple[str, int, int, Request]] = []
         if proposal is not None:
             for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
                 if kind:
@@ -421,7 +420,7 @@ class Speculator:
 
     # --- ended sequences and statistics --------------------------------------------------------------------
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Request) -> None:
         """Drop everything about a sequence that ended."""
         self._alive.discard(sequence)
         self._policy.forget(sequence)

@@ -23,7 +23,7 @@ from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.settings import EngineSettings
 from qwen_serve.server.engine.speculation.times import StepTimer, StepTimes
 from qwen_serve.server.engine.warmup import time_prompt
-from tests.server.engine.helpers import Request, ask_all, running
+from tests.server.engine.helpers import Question, ask_all, running
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def measurings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def test_the_next_start_measures_nothing(
     nano_q4_k_m: Path, measurings: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    question = Request([300, 301, 302] * 10, 20)
+    question = Question([300, 301, 302] * 10, 20)
     with running(nano_q4_k_m, speculation="ngram") as engine:
         first = asyncio.run(ask_all(engine, [question]))
     assert measurings == ["prompt", "steps"]
@@ -69,9 +69,9 @@ def test_what_steps_have_shown_of_prompts_serves_the_next_start(
     with running(nano_q4_k_m, **changes) as engine:
         budget = engine.components.scheduler.prefill_budget
         assert budget.tokens == MIN_PREFILL
-        asyncio.run(ask_all(engine, [Request([*range(300, 310)], 1)]))
+        asyncio.run(ask_all(engine, [Question([*range(300, 310)], 1)]))
         assert budget.tokens == MIN_PREFILL, "that says little"
-        asyncio.run(ask_all(engine, [Request([*range(400, 450)], 1)]))
+        asyncio.run(ask_all(engine, [Question([*range(400, 450)], 1)]))
         assert budget.tokens == PREFILL_CPU
     with running(nano_q4_k_m, **changes) as engine:
         assert engine.components.scheduler.prefill_budget.tokens == PREFILL_CPU

@@ -12,7 +12,7 @@ import pytest
 
 from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.verification import SampleResult
 from tests.marks import slow_but
 from tests.server.api.fakes import ADDED, FakeVocab
@@ -51,11 +51,11 @@ class ScriptedWorld(World):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.script: dict[Sequence, list[int]] = {}
+        self.script: dict[Request, list[int]] = {}
 
-    def answer(self, prompt: list[int], tokens: list[int]) -> Sequence:
+    def answer(self, prompt: list[int], tokens: list[int]) -> Request:
         """Run one request alone, to its end."""
-        sequence = Sequence(list(prompt), len(tokens), NO_SAMPLER)
+        sequence = Request(list(prompt), len(tokens), NO_SAMPLER)
         self.script[sequence] = tokens
         self.scheduler.add(sequence)
         self.finish()

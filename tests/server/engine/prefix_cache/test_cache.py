@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_serve.server.engine.prefix_cache.shadow_index import BLOCK
-from qwen_serve.server.engine.sequence import CacheMiss, Sequence
+from qwen_serve.server.engine.request import CacheMiss, Request
 from tests.server.engine.inside import needed, nodes_of, salts
 from tests.server.engine.prefix_cache.world import World
 
@@ -356,7 +356,7 @@ def test_every_request_computes_on_from_what_it_really_holds(
         turn_ids=[100],
         on_gpu=on_gpu,
     )
-    started: dict[int, Sequence] = {}
+    started: dict[int, Request] = {}
     rng = random.Random(1)
     cancelled: set[int] = set()
     now = 0

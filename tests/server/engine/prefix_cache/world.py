@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.engine.prefix_cache import PrefixCache
+from qwen_serve.server.engine.request import ANYBODY, Request, SchedulingParams
 from qwen_serve.server.engine.scheduler import Scheduler
-from qwen_serve.server.engine.sequence import ANYBODY, SchedulingParams, Sequence
 from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, fixed, store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
 
     from qwen_serve.server.engine.batch import Batch
     from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
@@ -59,12 +59,12 @@ class World:
 
     def add(
         self,
-        prompt: ListLike[int],
+        prompt: Sequence[int],
         answer: int = 1,
         salt: str = "",
         scheduling: SchedulingParams = ANYBODY,
-    ) -> Sequence:
-        sequence = Sequence(list(prompt), answer, NO_SAMPLER, salt=salt, scheduling=scheduling)
+    ) -> Request:
+        sequence = Request(list(prompt), answer, NO_SAMPLER, salt=salt, scheduling=scheduling)
         self.scheduler.add(sequence)
         return sequence
 
@@ -105,7 +105,7 @@ class World:
             steps += 1
         return steps
 
-    def serve(self, prompt: ListLike[int], answer: int = 1, salt: str = "") -> Sequence:
+    def serve(self, prompt: Sequence[int], answer: int = 1, salt: str = "") -> Request:
         """One request alone, to its end."""
         sequence = self.add(prompt, answer, salt)
         self.finish()

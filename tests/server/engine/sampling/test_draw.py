@@ -13,18 +13,17 @@ from qwen_serve.llamacpp import Context, Model, SamplerChain
 from qwen_serve.llamacpp.row_results import NO_LOGPROBS, RowResult, Status
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
 from qwen_serve.server.engine.sampling.processors import Penalties
 from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
-from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.verification import sample
 from qwen_serve.server.engine.vocab import Vocab
 from tests.contexts import exact_options
 from tests.server.engine.sampling.fake_rows import choose
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -40,7 +39,7 @@ class SmallVocab:
     eog_ids = frozenset({3})
 
 
-def sampler(params: SamplingParams, prompt: ListLike[int] = ()) -> Sampler:
+def sampler(params: SamplingParams, prompt: Sequence[int] = ()) -> Sampler:
     return Sampler(params, cast("Vocab", SmallVocab()), prompt)
 
 
@@ -146,7 +145,7 @@ def context(model: Model) -> Iterator[Context]:
 
 
 def draw(
-    context: Context, model: Model, params: SamplingParams, logits: ListLike[float], n: int
+    context: Context, model: Model, params: SamplingParams, logits: Sequence[float], n: int
 ) -> list[int]:
     """Draw `n` tokens from a row with these first logits and minus infinity for all others."""
     one = Sampler(params, Vocab(model), [1])
@@ -244,7 +243,7 @@ class Lost:
     def accept(self, token: int) -> bool:
         return True
 
-    def validate(self, tokens: ListLike[int]) -> int:
+    def validate(self, tokens: Sequence[int]) -> int:
         raise FormatTooComplex("grammar", "it is too complex")
 
 
@@ -254,7 +253,7 @@ class Watch:
     limits = ThinkingLimits(bridge=(1,))
     open = True
 
-    def follow(self, tokens: ListLike[int]) -> bool:
+    def follow(self, tokens: Sequence[int]) -> bool:
         return True
 
 
@@ -275,7 +274,7 @@ def test_a_constraint_that_fails_where_thoughts_end_fails_its_own_request() -> N
     lost = Sampler(SamplingParams(), cast("Vocab", SmallVocab()), [1], constraint, watch)
     batch = Batch()
     for slot, one in enumerate((lost, sampler(SamplingParams()))):
-        sequence = Sequence([1], 9, one)
+        sequence = Request([1], 9, one)
         sequence.slot = slot
         batch.add(sequence, 1)
         batch.placements.append(Placement([slot], [slot]))

@@ -17,7 +17,7 @@ from qwen_serve.server.engine.sampling import (
     Sampler,
     SamplingParams,
 )
-from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running
+from tests.server.engine.helpers import EXACT, Question, ask, random_prompt, running
 from tests.server.engine.sampling.fake_rows import SmallVocab, choose
 from tests.server.engine.sampling.test_processors import SHAPES
 
@@ -307,7 +307,7 @@ async def test_drafts_change_nothing(nano_f32: Path) -> None:
             found = {}
             for name, fields in IN_THE_ENGINE.items():
                 params = SamplingParams(**{**WARM, "seed": SEED, "ignore_eos": True, **fields})
-                found[name] = (await ask(engine, Request(prompt, 40, params=params))).tokens
+                found[name] = (await ask(engine, Question(prompt, 40, params=params))).tokens
             answers.append(found)
     assert answers[0] == answers[1] == answers[2]
     assert len(set(map(tuple, answers[0].values()))) == len(IN_THE_ENGINE)

@@ -17,7 +17,7 @@ from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
     Alone,
-    Request,
+    Question,
     ask_all,
     ask_at_once,
     idle,
@@ -104,9 +104,9 @@ async def test_they_are_the_models_own(mix: str, nano_f32: Path, reference: Refe
     )
     greedy = SamplingParams(logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True)
     with running(nano_f32, **EXACT, **MIXES[mix]) as engine:
-        noise = [Request(random_prompt(rng, 60), 40, params=SamplingParams(ignore_eos=True))]
+        noise = [Question(random_prompt(rng, 60), 40, params=SamplingParams(ignore_eos=True))]
         for params in (greedy, sampled):
-            generations = [submit(engine, Request(prompt, 24, params=params)) for prompt in prompts]
+            generations = [submit(engine, Question(prompt, 24, params=params)) for prompt in prompts]
             await ask_all(engine, noise)
             for prompt, generation in zip(prompts, generations, strict=True):
                 answer = await tokens_of(generation)
@@ -135,8 +135,8 @@ async def test_where_rows_are_sampled(nano_f32: Path, reference: Reference, para
     prompts.append(random_prompt(rng, 12) * 8)
     plain = dataclasses.replace(params, logprobs=None)
     with running(nano_f32, **EXACT, sampling="device", speculation="ngram", draft_always=True) as engine:
-        without = await ask_at_once(engine, [Request(prompt, 40, params=plain) for prompt in prompts])
-        generations = [submit(engine, Request(prompt, 40, params=params)) for prompt in prompts]
+        without = await ask_at_once(engine, [Question(prompt, 40, params=plain) for prompt in prompts])
+        generations = [submit(engine, Question(prompt, 40, params=params)) for prompt in prompts]
         answers = [await tokens_of(generation) for generation in generations]
         assert answers == [answer.tokens for answer in without]
         for prompt, answer, generation in zip(prompts, answers, generations, strict=True):
@@ -177,7 +177,7 @@ async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Refere
     prompt = random_prompt(random.Random(1), 12) * 8
     params = SamplingParams(logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True)
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
-        generation = submit(engine, Request(prompt, 200, params=params))
+        generation = submit(engine, Question(prompt, 200, params=params))
         answer = await tokens_of(generation)
         assert generation.request.drafts.accepted > 0, "nothing was drafted: this proves nothing"
         assert generation.request.logprobs is not None
@@ -188,7 +188,7 @@ async def test_drafts_are_accepted_beside_them(nano_f32: Path, reference: Refere
 async def test_a_whole_answer_comes_early_with_them(nano_f32: Path, logprobs: int | None) -> None:
     """Some tokens at a time, with their log-probabilities, so that these are written meanwhile."""
     prompt = random_prompt(random.Random(3), 20)
-    request = Request(prompt, 60, params=SamplingParams(ignore_eos=True, logprobs=logprobs))
+    request = Question(prompt, 60, params=SamplingParams(ignore_eos=True, logprobs=logprobs))
     with running(nano_f32, **EXACT) as engine:
         expected = [token async for tokens in submit(engine, request) for token in tokens]
         request.stream = False
@@ -207,8 +207,8 @@ async def test_the_tokens_are_those_without(nano_f32: Path) -> None:
     plain = SamplingParams(ignore_eos=True)
     asked = SamplingParams(ignore_eos=True, logprobs=3, prompt_logprobs=0)
     with running(nano_f32, **EXACT) as engine:
-        without = await ask_at_once(engine, [Request(prompt, 60, params=plain) for prompt in prompts])
-        beside = await ask_at_once(engine, [Request(prompt, 60, params=asked) for prompt in prompts])
+        without = await ask_at_once(engine, [Question(prompt, 60, params=plain) for prompt in prompts])
+        beside = await ask_at_once(engine, [Question(prompt, 60, params=asked) for prompt in prompts])
         await idle(engine)
     assert [answer.tokens for answer in beside] == [answer.tokens for answer in without]
 
@@ -238,7 +238,7 @@ async def test_no_token_is_generated_for_the_prompt_alone(nano_f32: Path, refere
     prompt = random_prompt(random.Random(4), 100)
     params = SamplingParams(prompt_logprobs=TOP)
     with running(nano_f32, **EXACT) as engine:
-        generation = submit(engine, Request(prompt, 0, params=params))
+        generation = submit(engine, Question(prompt, 0, params=params))
         assert await tokens_of(generation) == []
         assert generation.finish_reason == "length"
         assert generation.request.logprobs is not None
@@ -251,7 +251,7 @@ async def test_a_cached_prompt_is_read_again_and_leaves_its_state(nano_f32: Path
     plain = SamplingParams(ignore_eos=True)
 
     async def cached(engine: Engine, params: SamplingParams) -> int:
-        generation = submit(engine, Request(prompt, 2, params=params))
+        generation = submit(engine, Question(prompt, 2, params=params))
         await tokens_of(generation)
         await idle(engine)
         return generation.request.cached_tokens
@@ -268,7 +268,7 @@ async def test_preemption_loses_none(nano_f32: Path, reference: Reference) -> No
     prompts = [random_prompt(rng, 180) for _ in range(4)]
     params = SamplingParams(logprobs=TOP, prompt_logprobs=TOP, ignore_eos=True)
     with running(nano_f32, **EXACT, ctx_size=768) as engine:
-        generations = [submit(engine, Request(prompt, 200, params=params)) for prompt in prompts]
+        generations = [submit(engine, Question(prompt, 200, params=params)) for prompt in prompts]
         for prompt, generation in zip(prompts, generations, strict=True):
             answer = await tokens_of(generation)
             assert generation.request.logprobs is not None

@@ -12,7 +12,7 @@ import pytest
 
 from qwen_serve.server.engine import NoTokenLeft, SamplingParams
 from qwen_serve.server.engine.sampling import Sampler
-from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running
+from tests.server.engine.helpers import EXACT, Question, ask, random_prompt, running
 from tests.server.engine.sampling.fake_rows import choose
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ async def test_in_the_engine(shape: str, nano_f32: Path) -> None:
 
         async def answer(max_tokens: int = 40, **fields: Any) -> tuple[list[int], Any]:
             params = SamplingParams(**{"ignore_eos": True, **fields})
-            found = await ask(engine, Request(prompt, max_tokens, params=params))
+            found = await ask(engine, Question(prompt, max_tokens, params=params))
             return found.tokens, found.finish_reason
 
         plain, _ = await answer()
@@ -134,5 +134,5 @@ async def test_in_the_engine(shape: str, nano_f32: Path) -> None:
         assert word not in set(pairwise(clean))
         # its state was kept for what it holds, and no more
         assert (await answer())[0] == plain
-        goes_on = await ask(engine, Request([*prompt, *cut], 40 - len(cut)))
+        goes_on = await ask(engine, Question([*prompt, *cut], 40 - len(cut)))
         assert goes_on.tokens == plain[len(cut) :]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from qwen_serve.server.engine.batch import Batch, Chunk, Placement
-from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
+from qwen_serve.server.engine.request import Request, RequestStatus
 from qwen_serve.server.engine.speculation.base import DraftRequest, Guesses
 from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter
@@ -189,7 +188,7 @@ class Head(HiddenDrafter):
     def can_draft(self, request: DraftRequest) -> bool:
         return True
 
-    def begin(self, requests: ListLike[DraftRequest]) -> Guesses:
+    def begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         if self.error is not None:
             raise self.error
         rounds = max(request.limit for request in requests)
@@ -250,12 +249,12 @@ class World:
         self.lengths: list[int] = []
         """Tokens drafted, by step."""
 
-    def newcomer(self, slot: int) -> Sequence:
+    def newcomer(self, slot: int) -> Request:
         """A sequence with its first token."""
         one = sequence([self.rng.randrange(ANYONE) for _ in range(20)], 10**6)
         one.prompt_length -= 1
         one.slot, one.computed = slot, len(one.tokens) - 1
-        one.status = SequenceStatus.DECODE
+        one.status = RequestStatus.DECODE
         return one
 
     def admit(self, slot: int) -> None:
@@ -265,7 +264,7 @@ class World:
         self.sequences = [other for other in self.sequences if other.slot != slot]
         one = self.newcomer(slot)
         one.prompt_length += 1
-        one.computed, one.status = 0, SequenceStatus.PREFILL
+        one.computed, one.status = 0, RequestStatus.PREFILL
         batch = Batch(draft_room=2000)
         batch.add(one, one.pending)
         batch.placements = [Placement(list(range(one.pending)))]
@@ -273,7 +272,7 @@ class World:
         self.card.now += PREFILL
         [one.computed] = self.speculator.verify(batch, [SampleResult([1])], PREFILL)
         one.tokens.append(1)
-        one.status, self.card.moved = SequenceStatus.DECODE, True  # there is no graph for one row
+        one.status, self.card.moved = RequestStatus.DECODE, True  # there is no graph for one row
         self.sequences.append(one)
 
     def propose(self) -> Batch:
@@ -341,7 +340,7 @@ class World:
         batch = Batch(draft_room=2000)
         for slot in range(n):
             one = sequence([0], 10**6)
-            one.slot, one.status = slot, SequenceStatus.DECODE
+            one.slot, one.status = slot, RequestStatus.DECODE
             batch.add(one, 1)
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
         return self.card.decode(batch)

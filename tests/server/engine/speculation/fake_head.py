@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListLike
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Head:
         self._passes += 1
 
     def choose(
-        self, indices: list[int], samplers: ListLike[Recorded | None] = (), *, now: bool = True
+        self, indices: list[int], samplers: Sequence[Recorded | None] = (), *, now: bool = True
     ) -> None:
         assert not now
         self._wanted = list(zip(indices, samplers, strict=True))
@@ -95,7 +95,7 @@ class Head:
         self.input_hidden[:n] = [[before[index] + GUESSED] * WIDTH for index in hidden]
         self.decode(n)
 
-    def best(self, rows: list[int], samplers: ListLike[Recorded | None] = ()) -> list[int]:
+    def best(self, rows: list[int], samplers: Sequence[Recorded | None] = ()) -> list[int]:
         assert set(rows) == set(self._out), "outputs of one pass"
         for sampler in samplers:
             if sampler is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 from tests.server.engine.scheduling import NO_SAMPLER
 
 
-def sequence(tokens: list[int], max_tokens: int = 1000) -> Sequence:
+def sequence(tokens: list[int], max_tokens: int = 1000) -> Request:
     """A sequence with this prompt, without a sampler."""
-    return Sequence(tokens, max_tokens, NO_SAMPLER)
+    return Request(tokens, max_tokens, NO_SAMPLER)

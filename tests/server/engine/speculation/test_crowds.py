@@ -9,8 +9,9 @@ import pytest
 
 from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Request, ask, ask_all, random_prompt, running
-from tests.server.engine.speculation.test_mtp import Head, draft, drafter, rows
+from tests.server.engine.helpers import EXACT, Question, ask, ask_all, random_prompt, running
+from tests.server.engine.speculation.fake_head import Head
+from tests.server.engine.speculation.test_mtp import draft, drafter, rows
 from tests.server.engine.speculation.test_mtp import running as text
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ async def test_many_draft_at_once_and_no_answer_changes(crowd: str, nano_f32: Pa
                 temperature=0.8, top_k=20, top_p=0.95, seed=number, repetition_penalty=1.05, ignore_eos=True
             )
         prompt = random_prompt(rng, rng.choice([1, 9, 30, 70, 120]))
-        requests.append(Request(prompt, rng.randint(20, 50), rng.uniform(0, 0.2), params=params))
+        requests.append(Question(prompt, rng.randint(20, 50), rng.uniform(0, 0.2), params=params))
     cancelled = [
-        Request(
+        Question(
             random_prompt(rng, rng.randint(1, 90)), 60, rng.uniform(0, 0.5), cancel_after=rng.randint(1, 20)
         )
         for _ in range(n // 2)

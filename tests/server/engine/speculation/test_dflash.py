@@ -18,7 +18,7 @@ from qwen_serve.server.engine.speculation.base import Drafter
 from tests import heldout
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Request, ask, ask_all, ask_at_once, running, settings
+from tests.server.engine.helpers import EXACT, Question, ask, ask_all, ask_at_once, running, settings
 from tests.server.engine.inside import draft_states
 
 ALONE: dict[str, Any] = {"speculation": "draft", "draft_always": True, "ctx_size": 8192}
@@ -49,7 +49,7 @@ async def test_blocks_are_right_in_good_part(
 ) -> None:
     with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
         requests = [
-            Request(engine.vocab.tokenize(text, special=True), 96, params=SamplingParams())
+            Question(engine.vocab.tokenize(text, special=True), 96, params=SamplingParams())
             for text in prompts(family, 6)
         ]
         await ask_all(engine, requests)
@@ -69,7 +69,7 @@ async def test_rows_that_stay_on_the_device_give_the_same_drafts(
         with running(nano_f32, **ALONE, **EXACT, draft_model=nano_draft_f32, draft_window=48) as engine:
             assert (engine.components.context.ring is not None) == ring
             requests = [
-                Request(engine.vocab.tokenize(text, special=True), 64, params=SamplingParams())
+                Question(engine.vocab.tokenize(text, special=True), 64, params=SamplingParams())
                 for text in prompts("instructions", 2) + prompts("continuation", 2)
             ]
             answers = [await ask(engine, requests[0]), *await ask_at_once(engine, requests)]
@@ -86,7 +86,7 @@ async def test_a_cached_prompt_is_drafted_for_as_if_it_had_been_read(
     """The checkpoint shares what the drafter had of it."""
     with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m) as engine:
         [text] = prompts("instructions", 1)
-        request = Request(engine.vocab.tokenize(text, special=True), 96, params=SamplingParams())
+        request = Question(engine.vocab.tokenize(text, special=True), 96, params=SamplingParams())
         expected, first = await ask(engine, request), accepted(engine)
         assert (await ask(engine, request)) == expected
         second = accepted(engine)
@@ -98,7 +98,7 @@ async def test_a_cached_prompt_is_drafted_for_as_if_it_had_been_read(
 async def test_what_is_beyond_the_window_is_not_needed(nano_q4_k_m: Path, nano_draft_q4_k_m: Path) -> None:
     with running(nano_q4_k_m, **ALONE, draft_model=nano_draft_q4_k_m, draft_window=16) as engine:
         [text] = prompts("reasoning", 1)
-        await ask(engine, Request(engine.vocab.tokenize(text * 8, special=True), 64))
+        await ask(engine, Question(engine.vocab.tokenize(text * 8, special=True), 64))
         counts = engine.stats().drafts["dflash"]
         [drafter] = engine.components.states.hidden_drafters
         held = [state.end - state.first for state in draft_states(drafter).values()]
@@ -181,7 +181,7 @@ async def test_a_reduced_vocabulary_drafts_as_the_whole_does(
     for draft in (nano_draft_f32, converted(with_own_vocabulary(tmp_path / "own", tokens))):
         with running(nano_f32, **ALONE, **EXACT, draft_model=draft) as engine:
             [text] = prompts("reasoning", 1)
-            answer = await ask(engine, Request(engine.vocab.tokenize(text, special=True), 96))
+            answer = await ask(engine, Question(engine.vocab.tokenize(text, special=True), 96))
             found.append((answer.tokens, accepted(engine)))
     assert found[0] == found[1]
     assert found[0][1][0] > 20

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from qwen_serve.server.engine import SchedulingParams
-from qwen_serve.server.engine.sequence import PRIVATE, Sequence
+from qwen_serve.server.engine.request import PRIVATE, Request
 from qwen_serve.server.engine.speculation import DraftRequest
 from qwen_serve.server.engine.speculation.earlier import TENANTS, EarlierAnswers
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter
-from tests.server.engine.helpers import EXACT, Request, ask, random_prompt, running, submit
+from tests.server.engine.helpers import EXACT, Question, ask, random_prompt, running, submit
 from tests.server.engine.scheduling import NO_SAMPLER
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 ANSWER = [*range(500, 540)]
 
 
-def one(prompt: list[int], tenant: str = "a", salt: str = "") -> Sequence:
-    return Sequence([*prompt], 100, NO_SAMPLER, salt=salt, scheduling=SchedulingParams(tenant=tenant))
+def one(prompt: list[int], tenant: str = "a", salt: str = "") -> Request:
+    return Request([*prompt], 100, NO_SAMPLER, salt=salt, scheduling=SchedulingParams(tenant=tenant))
 
 
 def answered(drafter: NgramDrafter, tenant: str = "a", salt: str = "") -> None:
@@ -31,7 +31,7 @@ def answered(drafter: NgramDrafter, tenant: str = "a", salt: str = "") -> None:
     drafter.forget(sequence)
 
 
-def draft(drafter: NgramDrafter, sequence: Sequence, limit: int = 8) -> list[int]:
+def draft(drafter: NgramDrafter, sequence: Request, limit: int = 8) -> list[int]:
     [made] = drafter.propose([DraftRequest(sequence, 0, limit)])
     assert made.tokens == [] or made.kind in drafter.kinds
     return made.tokens
@@ -91,14 +91,14 @@ async def test_an_answer_that_was_given_before_is_drafted_for_the_same_tenant_on
     """Neither drafts nor usage of another tenant show what was written before."""
     prompt = random_prompt(random.Random(5), 40)
     with running(nano_f32, **EXACT, speculation="off") as engine:
-        expected = (await ask(engine, Request(prompt, 60))).tokens
+        expected = (await ask(engine, Question(prompt, 60))).tokens
     drafted: list[int] = []
     for history in (0, 16_384):
         with running(
             nano_f32, **EXACT, speculation="ngram", draft_always=True, draft_history=history
         ) as engine:
             for tenant in ("a", "b", "a"):
-                request = Request(prompt, 60, scheduling=SchedulingParams(tenant=tenant))
+                request = Question(prompt, 60, scheduling=SchedulingParams(tenant=tenant))
                 generation = submit(engine, request)
                 assert [token async for new in generation for token in new] == expected
                 drafted.append(generation.request.drafts.accepted)

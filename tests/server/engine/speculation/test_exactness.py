@@ -15,7 +15,7 @@ from qwen_serve.server.engine.speculation import Draft
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
-    Request,
+    Question,
     answers_alone,
     ask,
     ask_all,
@@ -27,12 +27,12 @@ from tests.server.engine.helpers import (
 from tests.server.engine.inside import draft_by, policy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence as ListLike
+    from collections.abc import Sequence
     from pathlib import Path
 
     from qwen_serve.server.engine.batch import Batch
+    from qwen_serve.server.engine.request import Request
     from qwen_serve.server.engine.runner import Launched
-    from qwen_serve.server.engine.sequence import Sequence
     from qwen_serve.server.engine.speculation import DraftRequest
 
 N = 160
@@ -67,7 +67,7 @@ class Scripted:
     def can_draft(self, request: DraftRequest) -> bool:
         return True
 
-    def propose(self, requests: ListLike[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [Draft(self.guess(request), "scripted") for request in requests]
 
     def guess(self, request: DraftRequest) -> list[int]:
@@ -84,7 +84,7 @@ class Scripted:
     def measure(self) -> None:
         pass
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Request) -> None:
         pass
 
 
@@ -139,9 +139,9 @@ async def test_drafts_change_no_answer(
 ) -> None:
     rng = random.Random(mix)
     crowded = "too few cells" in mix  # all come at once, or they would not be in each other's way
-    requests = [Request(prompt, N, delay=0 if crowded else rng.uniform(0, 0.3)) for prompt in prompts]
+    requests = [Question(prompt, N, delay=0 if crowded else rng.uniform(0, 0.3)) for prompt in prompts]
     noise = [
-        Request(
+        Question(
             random_prompt(rng, rng.randint(1, 200)), N, rng.uniform(0, 1), cancel_after=rng.randint(1, 60)
         )
         for _ in range(0 if crowded else 2)
@@ -159,7 +159,7 @@ async def test_drafts_change_no_answer(
             monkeypatch.setattr(policy(speculator), "cooldown", lambda *_: rng.choice([0, 0, 0, 0, 1000]))
         answers = await (ask_at_once if crowded else ask_all)(engine, [*requests, *noise])
         # by itself: the head drafts for nobody else, and the others may have run together all the time
-        (last,) = await ask_all(engine, [Request(prompts[0], N)])
+        (last,) = await ask_all(engine, [Question(prompts[0], N)])
         stats = engine.stats()
     for prompt, answer, expected in zip(prompts, answers, alone, strict=False):
         assert answer.tokens == expected, f"the request with {len(prompt)} prompt tokens"
@@ -182,7 +182,7 @@ async def test_a_seeded_draw_is_the_same_with_drafts(
     params = SamplingParams(
         temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.1, seed=5, ignore_eos=True
     )
-    requests = [Request(prompt, 100, params=params) for prompt in prompts]
+    requests = [Question(prompt, 100, params=params) for prompt in prompts]
     with running(nano_f32, **EXACT, parallel=1, ctx_size=1024, speculation="off") as engine:
         expected = [await ask(engine, request) for request in requests]
     beside = {"draft_model": nano_draft_f32} if mix == "drafter" else {}
@@ -213,9 +213,9 @@ async def test_draws_are_distributed_as_without_drafts(nano_f32: Path) -> None:
             draft_always=True,
         ) as engine:
             if speculation != "off":
-                best = await ask(engine, Request(prompt, 4))
+                best = await ask(engine, Question(prompt, 4))
                 draft_by(engine.components.speculator, Scripted([prompt + best.tokens], "draws"))
-            answers = await ask_all(engine, [Request(prompt, 3, params=one) for one in half])
+            answers = await ask_all(engine, [Question(prompt, 3, params=one) for one in half])
             counts.append(Counter(tuple(answer.tokens[:2]) for answer in answers))
     pairs = sorted(counts[0] | counts[1], key=lambda pair: -(counts[0][pair] + counts[1][pair]))
     common = [pair for pair in pairs if counts[0][pair] + counts[1][pair] >= 20]
@@ -231,7 +231,7 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(
     prompt = list(range(300, 330))
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
         end = min(engine.vocab.eog_ids)
-        best = await ask(engine, Request(prompt, 30))
+        best = await ask(engine, Question(prompt, 30))
         script = Scripted([], "end")
         draft_by(engine.components.speculator, script)
         chosen = iter([*best.tokens[:3], end, *best.tokens[4:20]])
@@ -239,11 +239,11 @@ async def test_the_end_of_an_answer_inside_a_draft_ends_it(
         script.guess = lambda request: [*best.tokens[:3], end, *best.tokens[4:9]]  # type: ignore[method-assign]
         with monkeypatch.context() as patched:
             patched.setattr(Sampler, "choose", choosing(chosen))
-            answer = await ask(engine, Request(prompt, 30, params=SamplingParams(temperature=1.0)))
+            answer = await ask(engine, Question(prompt, 30, params=SamplingParams(temperature=1.0)))
         assert answer.tokens == best.tokens[:3]
         assert answer.finish_reason == "stop"
         script.guess = lambda request: []  # type: ignore[method-assign]
-        assert (await ask(engine, Request(prompt, 30))).tokens == best.tokens, (
+        assert (await ask(engine, Question(prompt, 30))).tokens == best.tokens, (
             "what the draft left is no answer"
         )
 
@@ -252,7 +252,7 @@ async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f3
     prompt = [300, 301, 302, 303] * 12
     drafts: list[tuple[int, ...]] = []
     with running(nano_f32, **EXACT, speculation="ngram", draft_always=True) as engine:
-        expected = await ask(engine, Request(prompt, 8))
+        expected = await ask(engine, Question(prompt, 8))
         launch = engine.components.runner.launch
 
         def watched(batch: Batch) -> Launched:
@@ -260,5 +260,5 @@ async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f3
             return launch(batch)
 
         engine.components.runner.launch = watched  # type: ignore[method-assign, assignment]
-        assert await ask(engine, Request(prompt, 8)) == expected
+        assert await ask(engine, Question(prompt, 8)) == expected
     assert drafts[0][:4] == (300, 301, 302, 303)

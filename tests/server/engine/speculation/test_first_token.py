@@ -11,10 +11,10 @@ import pytest
 from qwen_serve.llamacpp import Ring, layers
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.planning import contexts, plan
-from qwen_serve.server.engine.sequence import Sequence, SequenceStatus
+from qwen_serve.server.engine.request import Request, RequestStatus
 from qwen_serve.server.engine.states import DeferredReads
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Request, ask, ask_at_once, idle, random_prompt, running
+from tests.server.engine.helpers import EXACT, Question, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.inside import held
 from tests.server.engine.scheduling import NO_SAMPLER
 
@@ -77,12 +77,12 @@ async def test_drafters_read_when_the_first_token_was_sent_off(
         engine.components.device_runs_alone = True
         events = watched(engine, monkeypatch)
         prompt = random_prompt(random.Random(1), 150)
-        await ask(engine, Request(prompt, 8))
+        await ask(engine, Question(prompt, 8))
         assert events[:4] == ["launch 149", "launch 1", "tell", "wait"]
         assert {"collect", "read"} <= set(events[4:])
         await idle(engine)
         events.clear()
-        await ask(engine, Request([*prompt, *random_prompt(random.Random(2), 90)], 1))
+        await ask(engine, Question([*prompt, *random_prompt(random.Random(2), 90)], 1))
         await idle(engine)
         if mix == "head":
             assert events == ["launch 90", "launch 1"], "an answer of one token has no drafts"
@@ -99,7 +99,7 @@ async def test_what_would_be_written_over_is_read_before(
     batch would overwrite."""
     with running(nano_f32, **options(mix, nano_draft_f32)) as engine:
         events = watched(engine, monkeypatch)
-        await ask(engine, Request(random_prompt(random.Random(1), 30), 8))
+        await ask(engine, Question(random_prompt(random.Random(1), 30), 8))
         late = mix == "drafter" and engine.components.context.ring is not None
         assert events[:2] == ["launch 29", "launch 1" if late else "wait"]
 
@@ -110,14 +110,14 @@ async def test_a_head_that_drafts_for_one_is_not_waited_for_by_several(
     rng = random.Random(4)
     with running(nano_f32, **options("drafter and head", nano_draft_f32, 3), draft_parallel=1) as engine:
         events = watched(engine, monkeypatch)
-        await ask_at_once(engine, [Request(random_prompt(rng, 30), 8) for _ in range(3)])
+        await ask_at_once(engine, [Question(random_prompt(rng, 30), 8) for _ in range(3)])
         second = events.index("tell", events.index("tell") + 1)
         assert not [event for event in events[:second] if event.endswith("rows")]
         if engine.components.context.ring is not None:
             assert events[:3] == ["launch 87", "launch 3", "tell"]
         await idle(engine)
         events.clear()
-        await ask(engine, Request(random_prompt(rng, 30), 8))
+        await ask(engine, Question(random_prompt(rng, 30), 8))
         assert [event for event in events if event.endswith("rows")]
 
 
@@ -150,11 +150,11 @@ async def test_they_read_the_same_as_at_once(
             for drafter in engine.components.speculator.hidden_drafters:
                 record(drafter, seen, patch)
             for start in range(0, len(prompts), parallel):
-                requests = [Request(prompt, 12) for prompt in prompts[start : start + parallel]]
+                requests = [Question(prompt, 12) for prompt in prompts[start : start + parallel]]
                 answers = await ask_at_once(engine, requests)
                 await idle(engine)
                 seen.append(answers)
-            queued = [Request([7, *prompt], 3) for prompt in prompts[1:4]]
+            queued = [Question([7, *prompt], 3) for prompt in prompts[1:4]]
             answers = await ask_at_once(engine, queued)  # each takes the slot of the one before
             await idle(engine)
             stats = engine.stats()
@@ -208,9 +208,9 @@ class Trunk:
 
 
 def a_batch(start: int, count: int, slot: int = 0, *, decodes: bool = False) -> Batch:
-    batch, one = Batch(), Sequence([300] * (start + count), 9, NO_SAMPLER)
+    batch, one = Batch(), Request([300] * (start + count), 9, NO_SAMPLER)
     one.slot, one.computed = slot, start
-    one.status = SequenceStatus.DECODE if decodes else SequenceStatus.PREFILL
+    one.status = RequestStatus.DECODE if decodes else RequestStatus.PREFILL
     batch.add(one, count)
     return batch
 

@@ -6,7 +6,7 @@ Steps take what they take on an H200 (synthetic 4B in Q4_K_M), by a clock that d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as ListLike
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,13 +48,13 @@ class Fixed(Policy):
     def cooldown(self, _drafter: object, _n: int) -> int:
         return 0
 
-    def choose(self, options: ListLike[Option], step: Step) -> Plan | None:
+    def choose(self, options: Sequence[Option], step: Step) -> Plan | None:
         [option] = options
         lengths = [self.depth(slot) for slot in range(len(step.pending))]
         return Plan(option.drafter, lengths) if any(lengths) else None
 
 
-def world(n: int, rights: ListLike[float], build: float) -> World:
+def world(n: int, rights: Sequence[float], build: float) -> World:
     """`rights` are the chances of the sequences in turn."""
     made = World(n, table=h200, ragged=True, slots=64, draft=PASS, build=build, snapshots=8)
     made.head.most = 64
@@ -62,7 +62,7 @@ def world(n: int, rights: ListLike[float], build: float) -> World:
     return made
 
 
-def best_fixed(n: int, rights: ListLike[float], build: float) -> float:
+def best_fixed(n: int, rights: Sequence[float], build: float) -> float:
     """The gain of the best of all depths, each kind of sequence with its own."""
     gains = []
     for depths in itertools.product(DEPTHS, repeat=len(rights)):

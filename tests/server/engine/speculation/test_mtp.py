@@ -14,8 +14,8 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.sampling import Sampler
-from qwen_serve.server.engine.sequence import Sequence
 from qwen_serve.server.engine.speculation.base import Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.mtp import KEPT, MtpDrafter, host_bytes
 from tests.server.engine.inside import draft_states
@@ -36,13 +36,13 @@ def drafter(head: Head, window: int = 64, widest: int = 0, span: int = 10**6) ->
     )
 
 
-def draft(mtp: MtpDrafter, *wanted: tuple[Sequence, int]) -> list[list[int]]:
+def draft(mtp: MtpDrafter, *wanted: tuple[Request, int]) -> list[list[int]]:
     """Drafts of at most so many tokens for each sequence."""
     requests = [DraftRequest(one, one.slot or 0, limit) for one, limit in wanted]
     return [answer.tokens for answer in mtp.propose(requests)]
 
 
-def can_draft(mtp: MtpDrafter, one: Sequence) -> bool:
+def can_draft(mtp: MtpDrafter, one: Request) -> bool:
     return mtp.can_draft(DraftRequest(one, one.slot or 0, 1))
 
 
@@ -50,7 +50,7 @@ def rows(start: int, n: int) -> np.ndarray:
     return np.repeat(np.arange(start, start + n, dtype=np.float32)[:, None], WIDTH, axis=1)
 
 
-def running(tokens: list[int], slot: int = 0) -> Sequence:
+def running(tokens: list[int], slot: int = 0) -> Request:
     one = sequence(list(tokens))
     one.slot = slot
     return one
@@ -282,7 +282,7 @@ def test_whatever_happens_entries_are_of_the_text(head: Head, seed: int, widest:
     """Drafts right and wrong, rows read again, pauses, copies to other ids and back, restarts."""
     rng = random.Random(seed)
     mtp = drafter(head, rng.choice([4, 12, 100, 2 * KEPT]), widest, span=rng.choice([30, 10**6]))
-    texts: dict[int, Sequence] = {}
+    texts: dict[int, Request] = {}
     cached: dict[int, int] = {}
     drafts = 0
     for _ in range(120):

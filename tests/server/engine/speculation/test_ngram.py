@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.speculation.base import Draft, Drafter, DraftRequest
 from qwen_serve.server.engine.speculation.ngram import MATCHES, Lookup, NgramDrafter
 from tests.server.engine.inside import lookups
@@ -94,7 +94,7 @@ def test_of_equal_matches_the_latest_counts() -> None:
     assert lookup.continuation(1) == [4]
 
 
-def propose(drafter: Drafter, one: Sequence, limit: int) -> Draft:
+def propose(drafter: Drafter, one: Request, limit: int) -> Draft:
     [draft] = drafter.propose([DraftRequest(one, 0, limit)])
     return draft
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.marks import slow_but
-from tests.server.engine.helpers import Alone, Request, ask, ask_all, random_prompt, running
+from tests.server.engine.helpers import Alone, Question, ask, ask_all, random_prompt, running
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def noise_of_shapes(reference: Alone, texts: Sequence[list[int]], rows: Sequence
 @pytest.mark.parametrize("drafter", slow_but(["auto"], DRAFTERS))
 async def test_every_token_is_the_best_but_for_noise(drafter: str, nano_q4_k_m: Path) -> None:
     rng = random.Random(11)
-    requests = [Request(random_prompt(rng, length), N) for length in (40, 120)]
+    requests = [Question(random_prompt(rng, length), N) for length in (40, 120)]
     settings = {**TYPES, **DRAFTERS[drafter], "draft_always": True, "parallel": 4, "ctx_size": 4096}
     with running(nano_q4_k_m, **settings) as engine:
         answers = [await ask(engine, request) for request in requests]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_serve.server.engine.batch import Batch, Placement
-from qwen_serve.server.engine.sequence import SequenceStatus
+from qwen_serve.server.engine.request import RequestStatus
 from qwen_serve.server.engine.speculation.acceptance import DEPTHS, Acceptance
 from qwen_serve.server.engine.speculation.always import Always
 from qwen_serve.server.engine.speculation.hidden_rows import COLLECT
@@ -125,7 +125,7 @@ def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None
     world = on_h200()
     known = world.speculator.step_times()
     one = world.newcomer(0)
-    one.prompt_length, one.computed, one.status = len(one.tokens), 0, SequenceStatus.PREFILL
+    one.prompt_length, one.computed, one.status = len(one.tokens), 0, RequestStatus.PREFILL
     for count, sampled, seconds in ((one.pending - 1, [], 0.001), (1, [1], 0.08)):
         batch = Batch(draft_room=2000)
         batch.add(one, count)
@@ -134,7 +134,7 @@ def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None
         [one.computed] = world.speculator.verify(batch, [SampleResult(sampled)], seconds)
     assert world.speculator.step_times() == known
     one.tokens.append(1)
-    one.status, world.sequences = SequenceStatus.DECODE, [one]
+    one.status, world.sequences = RequestStatus.DECODE, [one]
     world.gain(20)
     assert world.speculator.step_times() != known
 

@@ -10,7 +10,7 @@ import pytest
 
 from qwen_serve.llamacpp import HAS_OPERANDS
 from tests.marks import slow_but
-from tests.server.engine.helpers import EXACT, Alone, Answer, Request, ask, ask_all, random_prompt, running
+from tests.server.engine.helpers import EXACT, Alone, Answer, Question, ask, ask_all, random_prompt, running
 from tests.server.engine.inside import draft_by
 from tests.server.engine.speculation.test_exactness import Scripted
 
@@ -51,7 +51,7 @@ class Guests:
         self.texts: list[list[int]] = []
         self.scripts: list[list[int]] = []
 
-    def request(self) -> tuple[Request, list[int]]:
+    def request(self) -> tuple[Question, list[int]]:
         rng = self.rng
         if self.texts and rng.random() < 0.6:
             text = rng.choice(self.texts[-4:])
@@ -63,9 +63,9 @@ class Guests:
         expected = self.reference.greedy(prompt, n)
         self.scripts.append(prompt + expected)
         leaves = rng.randint(1, n) if rng.random() < 0.2 else None
-        return Request(prompt, n, delay=rng.uniform(0, 0.05), cancel_after=leaves), expected
+        return Question(prompt, n, delay=rng.uniform(0, 0.05), cancel_after=leaves), expected
 
-    def check(self, request: Request, answer: Answer, expected: list[int]) -> None:
+    def check(self, request: Question, answer: Answer, expected: list[int]) -> None:
         whole = request.cancel_after is None
         assert answer.tokens == expected[: len(answer.tokens)]
         assert len(answer.tokens) == len(expected) or not whole
@@ -145,7 +145,7 @@ async def test_drafts_of_one_length_take_one_graph(nano_f32: Path) -> None:
         ) as engine:
             context, steps = engine.components.context, engine.stats().steps
             reused = context.graphs_reused
-            await ask(engine, Request(prompt, 150))
+            await ask(engine, Question(prompt, 150))
             steps = engine.stats().steps - steps
             built[snapshots] = (steps - (context.graphs_reused - reused)) / steps
             counts = engine.stats().drafts["mtp"]

@@ -16,7 +16,7 @@ import pytest
 from qwen_serve.llamacpp import HAS_OPERANDS, Context, ContextOptions, Model
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.engine.batch import Batch
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.states import StateStore
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT
@@ -97,7 +97,7 @@ def fresh(context: Context, text: list[int]) -> npt.NDArray[np.float32]:
 
 def chunk_of(batch: Batch, slot: int, text: list[int], new: list[int], draft: list[int]) -> None:
     """Put into the batch what follows the `text` in a slot: `new` tokens, and a draft of more."""
-    one = Sequence([*text, *new], 1000, NO_SAMPLER)
+    one = Request([*text, *new], 1000, NO_SAMPLER)
     one.slot, one.computed = slot, len(text)
     batch.add(one, len(new))
     if draft:

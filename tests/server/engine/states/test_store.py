@@ -13,7 +13,7 @@ import pytest
 from qwen_serve.llamacpp import Context, ContextOptions, Model
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.server.engine.batch import Batch
-from qwen_serve.server.engine.sequence import Sequence
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.states import StateStore
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, store
@@ -73,7 +73,7 @@ def test_llama_cpp_has_as_many_cells_occupied(
         seen = {slot: states.length(slot) for slot in slots}
         batch, n = Batch(), len(sequences)
         for slot in slots:
-            one = Sequence([300] * (seen[slot] + count), 9, NO_SAMPLER)
+            one = Request([300] * (seen[slot] + count), 9, NO_SAMPLER)
             one.slot, one.computed = slot, seen[slot]
             batch.add(one, count)
         for i, slot in enumerate(sequences):

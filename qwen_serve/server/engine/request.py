@@ -45,7 +45,7 @@ class SchedulingParams:
 ANYBODY = SchedulingParams()
 
 
-class SequenceStatus(Enum):
+class RequestStatus(Enum):
     """What a sequence does next."""
 
     WAITING = "waiting"
@@ -58,7 +58,7 @@ class SequenceStatus(Enum):
     """It has sampled a token since it got its slot, so its pending tokens are not prefill."""
 
 
-PREFILL, DECODE = SequenceStatus.PREFILL, SequenceStatus.DECODE
+PREFILL, DECODE = RequestStatus.PREFILL, RequestStatus.DECODE
 """Module-level names, since looking up an enum's members is slow and happens many times a step."""
 
 
@@ -176,7 +176,7 @@ class GenerateRequest:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Sequence:
+class Request:
     """A request: its tokens, how many of them a slot has computed, and why it ended. Only the engine's thread
     changes it; its listener reads it.
 
@@ -229,7 +229,7 @@ class Sequence:
     """Tokens whose keys, values and state the slot holds."""
     slot: int | None = field(init=False, default=None)
     """llama.cpp's sequence id; None while it waits for one."""
-    status: SequenceStatus = field(init=False, default=SequenceStatus.WAITING)
+    status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     quarantined: bool = field(init=False, default=False)
     """Its logits, or those of another sequence of its step, were unusable: it runs alone until it has a
     token."""
