@@ -68,7 +68,8 @@ class Simulation:
             self.queue.steps += 1
             for one in self.running.copy():
                 self.served[one.scheduling.tenant] += WRITTEN
-                if one.extend([7], frozenset())[1]:
+                one.extend([7], frozenset())
+                if one.done:
                     self.queue.discard(one)
                     self.running.remove(one)
             self.step += 1
