@@ -174,7 +174,6 @@ class Components:
                 MEASURING_GPU if on_gpu else MEASURING_CPU,
                 prompt=(prefill, prefill * budget.each),
                 known=known.step_times if known else None,
-                pace=rehearsal.pace if on_gpu else None,
             )
         self.stages.done("measuring")
         self.remember()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .batch import Batch
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
     from .runner import Launched, Runner
     from .vocab import Vocab
-
-PACED = 8
-"""Steps behind each other that are timed."""
 
 
 class Rehearsal:
@@ -38,20 +34,6 @@ class Rehearsal:
         seconds = self._clock() - started
         self._leave(n)
         return seconds
-
-    def pace(self, n: int) -> float | None:
-        """Seconds of a plain step of `n` sequences that is launched behind another; None if none is."""
-        batch, done = self._batch(n, 1), list[float]()
-        step = self._runner.launch(batch)
-        while step.in_order and len(done) < PACED:
-            self._runner.sample(step)
-            following = self._runner.launch(batch, step)
-            self._collect(step)
-            done.append(self._clock())
-            step = following
-        self._context.wait()
-        self._leave(n)
-        return min((end - start for start, end in pairwise(done)), default=None)
 
     def _batch(self, n: int, rows: int) -> Batch:
         sampler, batch = Sampler(SamplingParams(), self._vocab, []), Batch()

@@ -46,8 +46,6 @@ class StepLoop:
         self._ahead: Launched | None = None
         self._done = 0.0
         """Time at which the last step was done, by the clock of steps."""
-        self._steady = False
-        """Whether it was a step of decodes, so that the next one follows at once."""
 
     @property
     def ahead(self) -> bool:
@@ -67,7 +65,6 @@ class StepLoop:
             step.at = self._components.clock()
             lap("propose")
         self._runner.sample(step)
-        self._speculator.learn()
         if self._components.device_runs_alone:  # the event loop then runs while this thread waits
             self._flush()
             lap("flush")
@@ -78,10 +75,8 @@ class StepLoop:
         sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None)
         lap("sample")
         done = self._components.clock()
-        before, steady = self._done, self._steady and not batch.prompt_tokens
-        began = max(step.at, before)
+        began = max(step.at, self._done)
         seconds = done - began
-        self._steady = rows is not None and not batch.prompt_tokens
         self._scheduler.prefill_budget.add(batch.prompt_tokens, began, None if rows is None else done)
         if rows is not None:
             self._done = done
@@ -92,7 +87,7 @@ class StepLoop:
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead, self._profile.overlaps = None, False
         ahead = None if self._ahead is None else self._ahead.batch
-        held = self._speculator.verify(batch, sampled, seconds, done - before if steady else None)
+        held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
         news = self._scheduler.commit(batch, sampled, held, ahead)
         lap("commit")

@@ -10,7 +10,6 @@ import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.api.observe.metrics import Metrics
-from qwen_serve.server.engine.speculation.lesson import Lesson
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -188,7 +187,7 @@ async def test_whatever_a_drafter_raises_at_whichever_call(
         drafter = drafters(speculator)[0]
         names = [name for name in METHODS + OF_READERS if hasattr(drafter, name)]
         faults: list[tuple[Any, str]] = [(drafter, name) for name in names]
-        faults += [(policy(speculator), "choose"), (speculator, "_requests"), (Lesson, "teach")]
+        faults += [(policy(speculator), "choose"), (speculator, "_requests"), (speculator, "_learn")]
         faults += [(states, "checkpoint"), (states, "rollback")]
         for owner, name in faults:
             for index in CALLS[calls]:

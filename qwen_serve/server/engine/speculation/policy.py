@@ -3,7 +3,7 @@
 The depth follows from acceptance and cost as in Leviathan et al. 2023, section 3.5; both are measured while
 the server runs. Of several sequences each has a depth of its own where a pass takes any lengths: tokens are
 added in the order of the chance that they are right, each sequence's by its own results, as long as the step
-gives more tokens a second. A drafter that lost time is paused, the longer the more it lost, and
+gives more tokens a second. A drafter that lost time is paused, longer each time (exponential back-off), and
 then tried again. The constants were chosen on simulated cards (tests/server/engine/speculation/card.py is
 one); test_loads.py compares the choices with the best fixed depths.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .acceptance import MEMORY, Acceptance, chances_of
+from .cooldown import Cooldown
 from .times import CACHED, Mean, StepTimes, group_of
 
 if TYPE_CHECKING:
@@ -47,10 +48,6 @@ each sequence's own results that is forgotten in each of them, since bad luck ma
 DOUBTFUL = 0.1
 """Of several sequences, tokens that are right less often than this are not drafted."""
 
-REPLAN = 4
-"""Rounds in a row with the same plan for several sequences: planning takes the host a twentieth of a round,
-while the device waits."""
-
 CHANGES = 0.5
 """How often another number of rows than that of the last step is followed by yet another."""
 
@@ -61,12 +58,11 @@ OPTIMISM = 0.95
 """Acceptance of each token that a retry assumes if drafts cannot pay with the known one. One draft tests
 it."""
 
-COOLDOWN_LEAST, COOLDOWN_MOST, EARLY = 128, 1024, 4
-"""Steps of a cooldown. A text changes its character within hundreds of steps. For a new request it is EARLY
-times shorter, since drafts that lost for others may pay for it."""
+COOLDOWN_FIRST, COOLDOWN_LAST = 128, 1024
+"""Steps of a cooldown, first and maximum. A text changes its character within hundreds of steps."""
 
 BUDGET = 0.0025
-"""A cooldown is as long as needed for what was lost before it to be this share of the time."""
+"""A cooldown is no longer than needed for a retry to take this share of the time."""
 
 PROVEN = 16
 """Consecutive steps with drafts after which a retry counts as successful."""
@@ -84,12 +80,7 @@ class Record:
     """What is known of one kind of drafts for one group of sequence counts."""
 
     acceptance: Acceptance
-    until: int = 0
-    """The step that ends the cooldown."""
-    early: int = 0
-    """The step from which a new request ends it."""
-    lost: bool = False
-    """Whether drafts lost and have not paid since."""
+    cooldown: Cooldown = field(default_factory=lambda: Cooldown(COOLDOWN_FIRST, COOLDOWN_LAST))
     retries: bool = False
     """Whether a retry after a cooldown is in progress and no draft was wrong since."""
     fresh: bool = True
@@ -150,11 +141,6 @@ class Policy:
         self._own: dict[Hashable, dict[str, Acceptance]] = {}
         """Results of single sequences, by kind."""
         self._optimism = Acceptance(OPTIMISM)
-        self._plan: Plan | None = None
-        """The last plan, if it is one for several sequences, and what it was made for."""
-        self._told: object = None
-        self._stale = 0
-        """The step in which it is made anew."""
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
         """The kinds of a drafter that are not in cooldown for `n` sequences."""
@@ -166,7 +152,7 @@ class Policy:
 
     def lost(self, drafter: Drafter, n: int) -> bool:
         """True while every kind of the drafter has lost for about `n` sequences and none has paid since."""
-        return all(self.record(drafter, kind, n).lost for kind in drafter.kinds)
+        return all(self.record(drafter, kind, n).cooldown.lost for kind in drafter.kinds)
 
     def forget(self, owner: Hashable) -> None:
         """Drop the results of a sequence that ended."""
@@ -175,18 +161,18 @@ class Policy:
     def request_begins(self) -> None:
         """Allow earlier retries of drafters in cooldown for a new request."""
         for record in self._records.values():
-            if self.now >= record.early:
-                record.until = min(record.until, self.now)
+            record.cooldown.retry_early(self.now)
 
     def choose(self, options: Sequence[Option], step: Step) -> Plan | None:
         """The best plan for a step; None if none beats plain decoding."""
         n = len(step.pending)
-        told = (step.owners, step.pending, step.rewinds, step.shape, options)
-        plan = self._plan if told == self._told and self.now < self._stale else None
-        if plan is None or sum(plan.lengths) > step.room:
-            plan = self._anew(options, step)
-            self._plan = plan if n > 1 else None
-            self._told, self._stale = told, self.now + REPLAN
+        for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
+            if record.cooldown.lost and not record.in_a_row:
+                record.acceptance.retry()
+                record.retries = n == 1 or self._apart(step)
+            elif record.fresh and self._apart(step):  # one draft tells more than what is assumed
+                record.retries = True
+        plan = self._best(options, step) or self._best(options, step, retrying=True)
         if plan is not None or max(step.pending) == 1:  # a step that catches up shows nothing about drafts
             for option in options:
                 for kind in {*option.kinds} - {""}:
@@ -195,16 +181,6 @@ class Policy:
             for own in self._own.get(owner, {}).values() if not length else ():
                 own.fade(OWN_FADE if plan else IDLE_FADE)
         return plan
-
-    def _anew(self, options: Sequence[Option], step: Step) -> Plan | None:
-        n = len(step.pending)
-        for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
-            if record.lost and not record.in_a_row:
-                record.acceptance.retry()
-                record.retries = n == 1 or self._apart(step)
-            elif record.fresh and self._apart(step):  # one draft tells more than what is assumed
-                record.retries = True
-        return self._best(options, step) or self._best(options, step, retrying=True)
 
     def _apart(self, step: Step) -> bool:
         """Whether each sequence may have a depth of its own."""
@@ -219,12 +195,12 @@ class Policy:
             record.idle += 1
             if longest >= min(JUDGED, option.drafter.depth) and record.idle >= (IDLE if apart else 1):
                 untried = n > 1 and not (record.in_a_row or instant)
-                self._give_up(record, n, least=COOLDOWN_MOST if untried else 0)
+                self._give_up(record, n, least=COOLDOWN_LAST if untried else 0)
         elif option.drafter is plan.drafter:
             record.in_a_row += 1
             record.idle = 0
             if record.in_a_row >= PROVEN:
-                record.lost = False
+                record.cooldown.end()
         elif not (plan.drafter.instant or instant):
             record.acceptance.fade()
 
@@ -296,7 +272,6 @@ class Policy:
         if deepest <= 0:
             return
         seconds = times.totals(n)
-        between = times.between.of(n)
         each = (seconds[min(CACHED, before + REDONE)] - seconds[before]) / REDONE
         chances = chances_of(own, known, deepest)
         chances[np.arange(deepest) >= np.array(limits)[:, None]] = 0
@@ -313,7 +288,7 @@ class Policy:
         chosen &= drafted <= room
         totals = np.minimum(before + drafted, CACHED)
         keeps_graph = (totals == step.shape[1]) & (step.shape[0] == n)
-        spent = seconds[totals] + between + np.where(keeps_graph, 0.0, times.building.value * CHANGES)
+        spent = seconds[totals] + np.where(keeps_graph, 0.0, times.building.value * CHANGES)
         again = each * np.cumsum(chosen * redone.flat[order], axis=1) + self.rollback.value
         spent += np.where(ends[:, None] > step.rewinds, again, 0.0)
         spent += np.array([drafter.cost(drafting, int(depth)) for depth in ends])[:, None]
@@ -351,7 +326,6 @@ class Policy:
         pending, n, times = step.pending, len(step.pending), self.times
         rows = [own + length for own, length in zip(pending, lengths, strict=True)]
         seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))
-        seconds += times.between.of(n)
         if max(lengths) > step.keeps_graph:  # the state moves to another cell
             seconds += times.leaving if drafter.instant or n > 1 else times.building.value
         else:
@@ -399,14 +373,12 @@ class Policy:
             self._give_up(record, n)
 
     def _give_up(self, record: Record, n: int, least: int = 0) -> None:
-        """Begin a cooldown of at least `least` steps, which makes the loss a small share of the time."""
-        lost = record.loss
+        """Begin a cooldown, no longer than needed to make the loss a small share of the time."""
+        most = 1e9
         if record.in_a_row:  # with the time to build the graph without drafts, which is needed next
-            lost += self.times.building.value
-        steps = round(lost / (BUDGET * self.times.of(n, 1)))
-        steps = max(least, COOLDOWN_LEAST, min(COOLDOWN_MOST, steps))
-        record.until, record.early = self.now + steps, self.now + max(least, steps // EARLY)
-        record.lost, record.in_a_row, record.loss, record.idle = True, 0, 0.0, 0
+            most = (record.loss + self.times.building.value) / (BUDGET * self.times.of(n, 1))
+        record.cooldown.begin(self.now, most, least)
+        record.in_a_row, record.loss, record.idle = 0, 0.0, 0
 
     def record(self, drafter: Drafter, kind: str, n: int) -> Record:
         """The record of a kind of drafts for the group of `n` sequences."""
@@ -417,4 +389,4 @@ class Policy:
         return record
 
     def _cooldown(self, drafter: Drafter, kind: str, n: int) -> int:
-        return max(0, self.record(drafter, kind, n).until - self.now)
+        return self.record(drafter, kind, n).cooldown.left(self.now)

@@ -9,8 +9,8 @@ from qwen_serve.server.engine.batch import UNREAD
 
 from .base import Draft, DraftRequest, Guesses
 from .health import DrafterHealth
+from .hidden import HiddenDrafter
 from .hidden_rows import COLLECT, HiddenRows
-from .lesson import Lesson
 from .policy import Option, Policy, Step
 from .proposal import Proposal
 from .times import StepTimer
@@ -74,8 +74,6 @@ class Speculator:
         self._timer = StepTimer(context, policy.times)
         self._overtaken = False
         """Whether the next batch was proposed before the last one is verified."""
-        self._lesson: Lesson | None = None
-        """Of the last step, until `learn`."""
         self._quiet = 0
         """Further steps in which no drafter is asked, as long as they only decode and have the same number of
         sequences."""
@@ -181,7 +179,7 @@ class Speculator:
 
     def _cooldown(self, health: DrafterHealth, n: int) -> int:
         """Steps left in which a drafter does not draft for `n` sequences, since it failed or did not pay."""
-        return max(health.paused, self._policy.cooldown(health.drafter, n))
+        return max(health.disabled.left(health.now), self._policy.cooldown(health.drafter, n))
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One request for each chunk; empty if no draft may have a token, as a sampled one always follows."""
@@ -217,7 +215,7 @@ class Speculator:
     ) -> Option | None:
         """What a drafter may draft in this step; an instant drafter's drafts go to `found`."""
         drafter, n = health.drafter, len(requests)
-        if n > drafter.most or health.paused:
+        if n > drafter.most or health.disabled.left(health.now):
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
             return None  # a first token must not wait for a drafter that has to read the prompt
@@ -294,16 +292,11 @@ class Speculator:
 
     # --- after a step --------------------------------------------------------------------------------------
 
-    def verify(
-        self, batch: Batch, sampled: Sequence[SampleResult], seconds: float, whole: float | None = None
-    ) -> list[int]:
-        """Roll wrong drafts back; return the tokens that each chunk's slot holds now. The policy learns from
-        the step in `learn`.
+    def verify(self, batch: Batch, sampled: Sequence[SampleResult], seconds: float) -> list[int]:
+        """Roll wrong drafts back and update the policy; return the tokens that each chunk's slot holds now.
 
-        `seconds` is the time from the launch to the last token; `whole` that from the last token of the step
-        before, if one came right before.
+        `seconds` is the time from the launch to the last token.
         """
-        self.learn()
         chunks = batch.chunks
         if not self._drafters:
             return [chunk.start + chunk.count for chunk in chunks]
@@ -323,18 +316,12 @@ class Speculator:
             held = [self._roll_back(self._proposal, *pair) for pair in zip(chunks, sampled, strict=True)]
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
-        self._count(batch, sampled, seconds if alone else None, whole)
+        try:
+            self._learn(batch, sampled, seconds if alone else None)
+        except Exception as error:
+            self._fail(error)
         self._publish()
         return held
-
-    def learn(self) -> None:
-        """Update the policy by the last step. This takes time, so call it while the device computes."""
-        lesson, self._lesson = self._lesson, None
-        if lesson is not None:
-            try:
-                lesson.teach(self._policy, self._timer, self._alive)
-            except Exception as error:
-                self._fail(error)
 
     def abandon(self) -> None:
         """Discard the proposal for a batch that could not be computed; llama.cpp may have no graph now."""
@@ -357,28 +344,40 @@ class Speculator:
             self._hidden.rolled_back(slot, held)
         return held
 
-    def _count(
-        self, batch: Batch, sampled: Sequence[SampleResult], seconds: float | None, whole: float | None
-    ) -> None:
-        """Count accepted tokens, and leave the rest to `learn`. `seconds` is None if they include time of the
-        previous batch."""
-        chunks, n, proposal = batch.chunks, len(batch.chunks), self._proposal
+    def _learn(self, batch: Batch, sampled: Sequence[SampleResult], seconds: float | None) -> None:
+        """`seconds` is None if they include time of the previous batch."""
+        chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
-        one_pass = self._policy.times.ragged or len({chunk.n_tokens for chunk in chunks}) == 1
-        graph = self._timer.graph((n, batch.n_tokens) if decodes and one_pass else (0, 0))
-        found: list[tuple[str, int, int, Request]] = []
+        one_pass = policy.times.ragged or len({chunk.n_tokens for chunk in chunks}) == 1
+        shape = (n, batch.n_tokens) if decodes and one_pass else (0, 0)
+        built, captured = self._timer.book(shape, seconds)
+        spent = seconds or 0.0
         if proposal is not None:
+            drafter = proposal.health.drafter
             for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
                 if kind:
-                    found.append((kind, len(chunk.draft), new.accepted, chunk.sequence))
-                    proposal.health.stats.add(len(chunk.draft), new.accepted)
-                    chunk.sequence.drafts.add(len(chunk.draft), new.accepted)
-            kinds = [kind for kind, *_ in found]
-            self._drafting = proposal.health.drafter, max(kinds, key=kinds.count)
+                    drafted, right = len(chunk.draft), new.accepted
+                    proposal.health.stats.add(drafted, right)
+                    chunk.sequence.drafts.add(drafted, right)
+                    policy.verified(drafter, kind, n, drafted, right, chunk.sequence if n > 1 else None)
+            if proposal.exceeds_snapshots:
+                policy.rollback.add(proposal.rollback)
+            self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
+            depth = max(len(chunk.draft) for chunk in chunks)
+            if isinstance(drafter, HiddenDrafter):
+                drafter.took(sum(map(bool, proposal.kinds)), depth, proposal.seconds)
+            # a prompt is read only once, so that time does not predict the cost of the next draft
+            expected = drafter.cost(n, depth)
+            spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
+            spent += proposal.rollback
+            if n == 1 and not drafter.instant:  # nor does the time to build a graph that is kept
+                graph = policy.times.building if built else policy.times.capturing
+                spent = max(spent / 2, spent - graph.value * (built or captured))
         elif batch.is_decode:
             self._drafting = None
-        tokens = sum(len(new.tokens) for new in sampled) if self._drafting and decodes else 0
-        self._lesson = Lesson(n, found, proposal, self._drafting, graph, seconds, whole, tokens)
+        if self._drafting is not None and decodes and seconds is not None:
+            tokens = sum(len(new.tokens) for new in sampled)
+            policy.add(*self._drafting, n, tokens, spent)
 
     # --- warming up ----------------------------------------------------------------------------------------
 
@@ -388,14 +387,12 @@ class Speculator:
         seconds: float,
         prompt: tuple[int, float] | None = None,
         known: StepTimesRecord | None = None,
-        pace: Callable[[int], float | None] | None = None,
     ) -> None:
         """Time drafts, and verifications of more and more rows for about `seconds` (`StepTimer.rehearse`).
         Times of verifications that are `known` from an earlier start (`step_times`) are not measured.
 
         `rehearse(n, rows)` computes a batch with `rows` arbitrary tokens of each of `n` sequences, a row of
-        logits each, empties the slots again, and returns the seconds that the batch took. `pace(n)` returns
-        those of a plain step of `n` sequences behind another, if steps are launched ahead.
+        logits each, empties the slots again, and returns the seconds that the batch took.
         """
         self._timer.start()
         if known is not None:
@@ -408,8 +405,6 @@ class Speculator:
                 return few and rows <= longest and n * rows <= self._most_rows
 
             self._timer.rehearse(rehearse, fits, seconds, self._clock, prompt)
-        if pace is not None and self._drafters:
-            self._policy.times.take_pace(pace, self._slots)
         for health in self._drafters:
             health.call(None, health.drafter.measure)
         self._publish()

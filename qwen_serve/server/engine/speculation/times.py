@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -122,28 +122,15 @@ class StepTimes:
         self._undrafted: dict[int, Mean] = {}
         """Seconds of a plain step behind another, when nobody drafts, by number of sequences: on a GPU less,
         since it is launched before the last one's tokens are read."""
-        self.between = GroupMeans()
-        """Seconds of a round of drafts in which the host prepares the next one, and the device waits."""
 
     def undrafted(self, n: int, seconds: float) -> None:
         """Record a plain step of `n` sequences at a time when nobody drafts."""
         self._undrafted.setdefault(n, Mean()).add(seconds)
 
-    def take_pace(self, pace: Callable[[int], float | None], most: int) -> None:
-        """Time plain steps behind each other, of up to `most` sequences."""
-        for n in (1, *MANY):
-            if n <= most and (seconds := pace(n)) is not None:
-                self.undrafted(n, seconds)
-
     def without_drafts(self, n: int) -> float:
         """Expected seconds of a plain step of `n` sequences if nobody drafts."""
-        seconds, known = self.of(n, 1), self._undrafted
-        if n in known:
-            return min(seconds, known[n].value)
-        if not known:
-            return seconds
-        near = min(known, key=lambda other: abs(other - n))
-        return seconds * min(1.0, known[near].value / self.of(near, 1))
+        seconds = self.of(n, 1)
+        return min(seconds, self._undrafted[n].value) if n in self._undrafted else seconds
 
     def dump(self) -> StepTimesRecord:
         """A copy of all times; `take` restores it."""
@@ -274,19 +261,6 @@ class StepTimes:
         return np.asarray(np.interp(rows, known, values) + max(0.0, slope) * beyond)
 
 
-class Graph(NamedTuple):
-    """What llama.cpp did for the graph of a step."""
-
-    shape: tuple[int, int]
-    """Sequences, and rows of all of them together; (0, 0) if it was not a single pass of decodes."""
-    built: bool
-    captured: bool
-
-    def seconds(self, times: StepTimes) -> float:
-        """What that took."""
-        return times.building.value if self.built else times.capturing.value * self.captured
-
-
 class StepTimer:
     """Records steps of `context` in `times`, and detects which built a graph and which reused one."""
 
@@ -303,20 +277,22 @@ class StepTimer:
         """Count a step that is not recorded, which reused its graph."""
         self._skipped += 1
 
-    def book(self, graph: Graph, seconds: float | None) -> None:
-        """Record a step with this graph. `seconds` is None if unknown."""
-        if graph.shape != (0, 0) and seconds is not None:
-            n, rows = graph.shape
-            self.times.add(n, rows / n, seconds, built=graph.built, captured=graph.captured)
+    def book(self, shape: tuple[int, int], seconds: float | None) -> tuple[bool, bool]:
+        """Record a step of a shape, or of (0, 0) if it has none. `seconds` is None if unknown. Return whether
+        the step built a graph, and whether it had one captured."""
+        built, captured = self._graph(shape)
+        if shape != (0, 0) and seconds is not None:
+            n, rows = shape
+            self.times.add(n, rows / n, seconds, built=built, captured=captured)
+        return built, captured
 
-    def graph(self, shape: tuple[int, int]) -> Graph:
-        """The graph of the last step, which had a shape, or (0, 0) if it had none."""
+    def _graph(self, shape: tuple[int, int]) -> tuple[bool, bool]:
         reused, self._graphs_reused = self._graphs_reused, self._context.graphs_reused
         built = self._graphs_reused - reused < self._skipped + 1
         captured = self._built and not (built or self._skipped)  # a skipped step would have captured it
         self._built, self._skipped = built, 0
         self.shape = shape
-        return Graph(shape, built, captured)
+        return built, captured
 
     def start(self) -> None:
         """Ignore the graphs of everything computed before."""
@@ -344,8 +320,7 @@ class StepTimer:
             for shape in shapes:
                 if clock() <= deadline or (not turn and shape[1] <= MEASURED[1]):
                     took.setdefault(shape, []).extend(
-                        (step(*shape), *self.graph((shape[0], shape[0] * shape[1]))[1:])
-                        for _ in range(STEADY)
+                        (step(*shape), *self._graph((shape[0], shape[0] * shape[1]))) for _ in range(STEADY)
                     )
         steady = {
             shape: min(found)

@@ -300,7 +300,6 @@ class World:
                 right += 1
             sampled.append([*chunk.draft[:right], self.rng.randrange(ANYONE)])
         held = self.speculator.verify(batch, [*map(SampleResult, sampled)], self.card.decode(batch))
-        self.speculator.learn()
         for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
             chunk.sequence.tokens += new
             chunk.sequence.computed = length

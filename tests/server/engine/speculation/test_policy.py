@@ -15,8 +15,9 @@ from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.request import RequestStatus
 from qwen_serve.server.engine.speculation.acceptance import DEPTHS, Acceptance
 from qwen_serve.server.engine.speculation.always import Always
+from qwen_serve.server.engine.speculation.cooldown import Cooldown
 from qwen_serve.server.engine.speculation.hidden_rows import COLLECT
-from qwen_serve.server.engine.speculation.policy import COOLDOWN_LEAST, COOLDOWN_MOST, Option, Policy, Step
+from qwen_serve.server.engine.speculation.policy import COOLDOWN_FIRST, Option, Policy, Step
 from qwen_serve.server.engine.speculation.speculator import SPARSE
 from qwen_serve.server.engine.speculation.times import StepTimes
 from qwen_serve.server.engine.verification import SampleResult
@@ -139,17 +140,33 @@ def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None
     assert world.speculator.step_times() != known
 
 
+def test_each_loss_lengthens_the_cooldown_and_a_gain_ends_it() -> None:
+    cooldown, lengths = Cooldown(2, 50), list[int]()
+    assert cooldown.left(0) == 0
+    for now in range(0, 400, 100):
+        cooldown.begin(now)
+        assert cooldown.lost
+        lengths.append(cooldown.left(now))
+        assert cooldown.left(now + 60) == 0
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (2, 50)
+    cooldown.end()
+    assert not cooldown.lost
+    cooldown.begin(7)
+    assert cooldown.left(7) == 2
+
+
 def test_a_request_that_begins_ends_a_cooldown_of_which_a_part_is_over() -> None:
-    policy, head = Policy(card_times()), stand_in()
-    while not policy.cooldown(head, 1):
-        policy.add(head, "sure", 1, 1, 9.0)
-    rest = policy.cooldown(head, 1)
-    policy.request_begins()
-    assert policy.cooldown(head, 1) == rest
-    policy.now += rest // 2
-    assert policy.cooldown(head, 1) == rest - rest // 2
-    policy.request_begins()
-    assert not policy.cooldown(head, 1)
+    cooldown = Cooldown(40, 100)
+    cooldown.begin(100)
+    cooldown.retry_early(100)
+    assert cooldown.left(110) == 30
+    cooldown.retry_early(130)
+    assert cooldown.left(130) == 0
+    cooldown.begin(200, most=60)
+    assert cooldown.left(200) == 60, "that is enough"
+    cooldown.begin(300, least=100)
+    assert cooldown.left(300) == 100
 
 
 def test_no_hidden_rows_are_collected_during_a_long_cooldown() -> None:
@@ -192,7 +209,7 @@ def test_a_retry_goes_on_as_long_as_nothing_was_wrong() -> None:
         policy.verified(head, "sure", 1, 1, 0)
     option, step = Option(head, ["sure"], [8]), Step([1], 512, 512)
     assert policy.choose([option], step) is None
-    policy.now += COOLDOWN_LEAST
+    policy.now += COOLDOWN_FIRST
     for _ in range(3):
         plan = policy.choose([option], step)
         assert plan is not None
@@ -274,7 +291,7 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     for kind in ("match-3", "match-6"):
         for _ in range(60):
             world.policy.add(world.ngram, kind, 1, 1, 1.0)  # far longer than a step
-        assert world.policy.record(world.ngram, kind, 1).until > world.policy.now + 500
+        assert world.policy.record(world.ngram, kind, 1).cooldown.left(world.policy.now) > 500
     [one] = world.sequences
     copied = [*range(10**6, 10**6 + match)]
     one.tokens += [*copied, *range(10**6 + 500, 10**6 + 600), *copied]
@@ -284,20 +301,20 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     assert bool(draft) is drafts
 
 
-def test_what_loses_by_its_results_is_given_up_for_longer_the_more_it_lost() -> None:
+def test_what_loses_by_its_results_is_given_up_for_longer_each_time() -> None:
     policy, head = Policy(card_times()), stand_in()
     plain, cooldowns = policy.times.of(1, 1), list[int]()
-    for times in (2, 3, 9, 99):
+    for _ in range(4):
         steps = 0
         while not policy.cooldown(head, 1):
-            policy.add(head, "sure", 1, 1, times * plain)
+            policy.add(head, "sure", 1, 1, 3 * plain)
             steps += 1
         assert steps < 20
         assert not policy.cooldown(head, 8), "crowds are judged apart"
         cooldowns.append(policy.cooldown(head, 1))
         policy.now += cooldowns[-1]
     assert cooldowns == sorted(cooldowns)
-    assert cooldowns[-1] == COOLDOWN_MOST
+    assert cooldowns[-1] > 4 * cooldowns[0]
 
 
 def test_what_pays_goes_on() -> None:
