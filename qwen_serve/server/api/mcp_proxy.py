@@ -91,11 +91,13 @@ async def _beside(call: Callable[[], Response], slots: threading.BoundedSemaphor
 
     def run() -> None:
         try:
-            answered.set_result(call())
+            try:
+                response = call()
+            finally:  # before the client is answered, who may call again at once
+                slots.release()
+            answered.set_result(response)
         except Exception as error:
             answered.set_exception(error)
-        finally:
-            slots.release()
 
     threading.Thread(target=run, name="mcp-proxy", daemon=True).start()
     return await asyncio.wrap_future(answered)

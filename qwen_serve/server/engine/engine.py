@@ -97,7 +97,7 @@ class Engine:
         self._steps = self._prompt_tokens = 0
         self._step_loop = StepLoop(components, self._profile, self._flush, self._relieve)
         self._unsent: list[Request] = []
-        """Sequences with tokens that are delivered while the device computes the next step."""
+        """Requests with news that are delivered while the device computes the next step."""
 
     # --- the callers' side ---------------------------------------------------------------------------------
 
@@ -164,9 +164,9 @@ class Engine:
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            self._admission.take(request.scheduling.tenant)
-            if loop not in self._queues:
+            if loop not in self._queues:  # this may find no free file descriptor
                 self._queues = {**self._queues, loop: OutputQueue(loop)}
+            self._admission.take(request.scheduling.tenant)
             self._open[sequence] = generation = Generation(sequence, self._queues[loop], self._request_cancel)
             self._inbox.put(Message(partial(self._add, sequence, request), sequence, overlaps=True))
         return generation
@@ -244,9 +244,13 @@ class Engine:
                     return True
                 self._flush()
                 self._speculator.catch_up()
-            act, sequence, overlaps = self._inbox.get()
-            while self._step_loop.ahead and not overlaps:
-                self._step(last=True)
+            act, sequence, overlaps = message = self._inbox.get()
+            try:
+                while self._step_loop.ahead and not overlaps:
+                    self._step(last=True)
+            except Exception:
+                self._inbox.put(message)  # `_fail` answers it
+                raise
             try:
                 act()
             except Exception as error:
@@ -270,7 +274,7 @@ class Engine:
         for sequence in news:
             done = sequence.done
             if isinstance(done, Exception) and not isinstance(done, RequestFault):
-                log.error("a sequence failed in its sampler", exc_info=done)
+                log.error("a request failed in its sampler", exc_info=done)
                 sequence.done = GenerationError(f"sampling failed: {done}")
             if done is None:
                 self._unsent.append(sequence)
@@ -320,7 +324,7 @@ class Engine:
             self._finish(sequence)
 
     def _finish(self, sequence: Request) -> None:
-        """A sequence has left the scheduler: free what it has, deliver the rest of its tokens and the end."""
+        """A request has left the scheduler: free what it has, deliver the rest of its tokens and the end."""
         self._speculator.forget(sequence)
         self._close(sequence)
 
@@ -335,7 +339,7 @@ class Engine:
 
     def _relieve(self, error: NoMemorySlot) -> None:
         """llama.cpp found no free cells although the scheduler counted some: log that and preempt a
-        sequence."""
+        request."""
         scheduler, cells = self._scheduler, self.components.states.cells
         log.error("%s, though only %d of %d are counted as used", error, cells.used, cells.total)
         if len(scheduler.running) > 1:

@@ -46,12 +46,12 @@ ANYBODY = SchedulingParams()
 
 
 class RequestStatus(Enum):
-    """What a sequence does next."""
+    """What a request does next."""
 
     WAITING = "waiting"
     """It has no slot."""
     WAITING_FOR_PREFIX = "waiting for prefix"
-    """It has a slot, and another sequence computes its prefix."""
+    """It has a slot, and another request computes its prefix."""
     PREFILL = "prefill"
     """It reads its prompt, or after a preemption all its tokens."""
     DECODE = "decode"
@@ -195,13 +195,13 @@ class Request:
     logprobs: Logprobs | None = None
     """Collects log-probabilities, if the request wants any."""
     stops: frozenset[int] = frozenset()
-    """Further tokens that end this sequence, besides those that end every generation."""
+    """Further tokens that end this answer, besides those that end every generation."""
     include_stop: bool = False
     """Whether one of `stops` becomes part of the answer."""
     pictures: Layout = NO_PICTURES
     """The pictures in its prompt."""
     salt: str = ""
-    """Only sequences with the same salt share prefixes."""
+    """Only requests with the same salt share prefixes."""
     scheduling: SchedulingParams = ANYBODY
     stream: bool = True
     """Whether its listener gets tokens as they come, rather than all at the end."""
@@ -209,7 +209,7 @@ class Request:
     thinking: ThinkingWatch | None = None
     """Follows the answer's think block, if it has one; it has seen at least the tokens that were sent."""
     adapters: Adapters = ()
-    """All sequences of a step have the same adapters."""
+    """All requests of a step have the same adapters."""
     arrival: int = field(init=False, default=0)
     """Its number in the queue's order of arrival; 0 before it arrives and after it ends."""
     charged: tuple[int, int] = field(init=False, default=(0, 0))
@@ -231,7 +231,7 @@ class Request:
     """llama.cpp's sequence id; None while it waits for one."""
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
     quarantined: bool = field(init=False, default=False)
-    """Its logits, or those of another sequence of its step, were unusable: it runs alone until it has a
+    """Its logits, or those of another request of its step, were unusable: it runs alone until it has a
     token."""
     reused: int | None = field(init=False, default=None)
     """Prompt tokens found in the prefix cache at its first start; None before."""
@@ -322,7 +322,8 @@ class Request:
         log-probabilities in lumps, so that these are written while the device computes. Slots' lumps end
         in different steps."""
         lump = LUMP if self.sent > self.prompt_length else 1 + (self.slot or 0) % LUMP
-        return self.stream or (self.logprobs is not None and len(self.tokens) - self.sent >= lump)
+        scored = self.logprobs is not None and self.logprobs.of_answer
+        return self.stream or (scored and len(self.tokens) - self.sent >= lump)
 
     def take_unsent(self) -> list[int]:
         """The tokens to send to its listener now."""

@@ -171,8 +171,8 @@ class SchedulerSettings(Section, title="scheduler"):
     by the lowest `priority`. fcfs: first come, first served. With fair and priority an answer may be
     preempted; its state then waits in the prefix cache"""
     batch_size: int = Field(0, ge=0)
-    """maximum tokens in one step, and maximum prompt tokens between two decode steps. 0: four passes
-    (ubatch_size) on a GPU, 2,048 without one"""
+    """maximum tokens in one step, and maximum prompt tokens between two decode steps. 0: four passes of
+    prompts on a GPU (8,192 with the default ubatch_size), 2,048 without one"""
     ubatch_size: int = Field(0, ge=0)
     """maximum tokens in one pass over the weights, which determines the size of the compute buffers. Prompts
     that need several passes are read in multiples of 512 tokens; the last pass may have up to this many. 0:

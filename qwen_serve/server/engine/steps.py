@@ -54,7 +54,7 @@ class StepLoop:
         return self._ahead is not None
 
     def step(self, *, last: bool = False) -> tuple[Batch, list[Request]] | None:
-        """Run a step; return its batch and the sequences with news, or None if there was none, for want of
+        """Run a step; return its batch and the requests with news, or None if there was none, for want of
         cells. With `last` the next step is not launched."""
         step, self._ahead = self._ahead or self._launch(), None
         if step is None:

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
-from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.llamacpp.row_results import Status
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
-from qwen_serve.server.engine import GenerateRequest, SamplingParams, ThinkingLimits
+from qwen_serve.server.engine import (
+    EngineDead,
+    GenerateRequest,
+    GenerationError,
+    SamplingParams,
+    ThinkingLimits,
+)
 from tests.server.engine.helpers import (
     Question,
     ask,
@@ -26,6 +32,7 @@ from tests.server.engine.helpers import (
     told,
 )
 from tests.server.engine.launching import ENDS, PLAIN, ahead, assert_right
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -238,6 +245,28 @@ async def test_slots_that_do_not_follow_each_other_are_two_passes(nano_q4_k_m: P
         launched.clear()
         assert await ask_at_once(engine, asked[::2]) == alone[::2]
         assert launched["again"] > 50
+
+
+async def test_who_waits_for_the_step_ahead_is_told_that_it_failed(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ahead(nano_f32) as (engine, launched):
+        steps = engine._step_loop  # noqa: SLF001 - a step that fails as it is waited for
+        step = steps.step
+
+        def fail_at_last(*, last: bool = False) -> Any:
+            if last:
+                raise LlamaError("llama_decode returned -3")
+            return step()
+
+        monkeypatch.setattr(steps, "step", fail_at_last)
+        answer = asyncio.ensure_future(ask(engine, Question([300, 301], 1000)))
+        await asyncio.to_thread(wait_until, lambda: launched["again"] > 2)
+        waiting = engine.between_steps(lambda: "done")
+        with pytest.raises(EngineDead, match="returned -3"):
+            await asyncio.wait_for(asyncio.wrap_future(waiting), 60)
+        with pytest.raises(GenerationError, match="returned -3"):
+            await answer
 
 
 async def test_switched_off(nano_f32: Path) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qwen_serve.llamacpp import SamplerChain
-from qwen_serve.llamacpp.row_sampler import NO_LOGITS, RowRequest
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, NO_LOGITS, RowRequest
 from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .chain import samplers_of
 from .dry import Dry
 from .logprobs import best_of
-from .native import NativeSampler, applies_to
+from .native import NativeSampler
 from .parameters import SamplingParams
 from .processors import NONE_LEFT, LogitRules, Penalties
 
@@ -44,8 +44,8 @@ class Sampler:
     """Chooses the tokens of one sequence. It survives preemption, so a seeded draw continues where it was.
 
     With a `constraint`, the choice is as if all tokens that may not come next had a logit of -inf.
-    `RowSampler` samples where rows are computed; for what it does not have, and in a llama.cpp without it,
-    llama.cpp's samplers choose from whole rows on the host.
+    `RowSampler` samples where rows are computed. In a llama.cpp without it, llama.cpp's samplers choose from
+    whole rows on the host.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Sampler:
         self._top_k = params.top_k if params.chain[:1] == ("top_k",) else 0
         """The chain considers only this many best tokens; 0: perhaps all."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        if applies_to(params):
+        if HAS_ROW_SAMPLER:
             self._native = NativeSampler(params, seed, vocab, prompt, self._banned, thinking, dry)
         else:
             self._use_llama_cpp(seed % NO_SEED, vocab, prompt, dry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp.row_results import RowResult, Status
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, NO_LOGITS, Filters, RowRequest, RowSampler
+from qwen_serve.llamacpp.row_sampler import NO_LOGITS, Filters, RowRequest, RowSampler
 from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .dry import Dry
@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from .constraint import Constraint
     from .parameters import SamplingParams
     from .thinking import ThinkingWatch
-
-
-def applies_to(params: SamplingParams) -> bool:
-    """Whether `RowSampler` has all that a request asks for. Other requests have llama.cpp's samplers."""
-    return HAS_ROW_SAMPLER
 
 
 class NativeSampler:

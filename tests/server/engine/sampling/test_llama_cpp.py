@@ -162,7 +162,7 @@ def test_the_same_as_llama_cpp(
     name: str, model: Model, monkeypatch: pytest.MonkeyPatch, *, stock: bool
 ) -> None:
     if stock:
-        monkeypatch.setattr("qwen_serve.server.engine.sampling.native.HAS_ROW_SAMPLER", False)
+        monkeypatch.setattr("qwen_serve.server.engine.sampling.draw.HAS_ROW_SAMPLER", False)
     params = SamplingParams(**{**WARM, "seed": SEED, **CASES[name]})
     vocab = cast("Vocab", SmallVocab())
     dries = DrySamplers(model, CONTEXT)
