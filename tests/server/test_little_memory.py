@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import run
 
-LIMIT = 1000
+LIMIT = 800
 """MiB of address space: more than the program takes without a model, and less than with one."""
 
 

@@ -94,12 +94,13 @@ def test_samplers_act(http: httpx.Client) -> None:
         "XTC": {"xtc_probability": 1, "xtc_threshold": 0.05},
         "typical": {"typical_p": 0.3},
         "sigma": {"top_n_sigma": 0.5},
-        "mirostat": {"mirostat": 2, "mirostat_tau": 9},
-        "dynamic": {"dynatemp_range": 1},
+        "mirostat": {"mirostat": 2, "mirostat_tau": 1},
+        "dynamic": {"temperature": 4, "dynatemp_range": 4},
         "penalty": {"repeat_penalty": 2, "repeat_last_n": 8},
     }
     for name, fields in changes.items():
-        plain = completed(http, **{**base, "prompt": fields.get("prompt", base["prompt"])})["content"]
+        same = {name: fields[name] for name in ("prompt", "temperature") if name in fields}
+        plain = completed(http, **{**base, **same})["content"]
         changed = [completed(http, **{**base, **fields})["content"] for _ in range(2)]
         assert changed[0] == changed[1] != plain, name
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "seed": 7, **changes["XTC"]}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from qwen_serve.bench.cli import main
 from qwen_serve.bench.models.header import float_tensors, write_header
 from qwen_serve.bench.models.shapes import SHAPES
 from qwen_serve.convert.errors import ConvertError
@@ -19,6 +19,9 @@ from qwen_serve.convert.search.record import Record
 from qwen_serve.convert.search.search import HEADER_EXTRA, probed
 from qwen_serve.convert.search.target import Target
 from qwen_serve.convert.search.transfer import Costs
+from tests.processes import run
+
+ROOT = Path(__file__).parents[3]
 
 
 def layout_of(shape: str, folder: Path) -> tuple[Path, Layout]:
@@ -100,32 +103,25 @@ def test_a_record_without_some_probes_is_refused(tmp_path: Path, small: tuple[Pa
         Costs.transferred(small[1], small[1], record)
 
 
-def test_the_command_writes_a_recipe(
-    tmp_path: Path, small: tuple[Path, Layout], capsys: pytest.CaptureFixture[str]
-) -> None:
-    probes(small[1], tmp_path / "x.json")
-    words = [
-        "engine",
-        "recipe",
-        "--base",
-        small[0],
-        "--record",
-        tmp_path / "x.json",
-        "--out",
-        tmp_path / "27b.toml",
-    ]
-    assert main([str(word) for word in words]) == 0
-    said = capsys.readouterr().out
-    assert "ffn_down" in said
-    assert "Computed, not measured" in said
-    recipe = load_recipe(tmp_path / "27b.toml")
+def test_the_script_writes_a_recipe(tmp_path: Path, small: tuple[Path, Layout]) -> None:
+    record, made, again = (tmp_path / name for name in ("x.json", "27b.toml", "again.toml"))
+    probes(small[1], record)
+    script: list[str | Path] = [sys.executable, ROOT / "scripts/recipe.py"]
+    done = run([*script, "--base", small[0], "--record", record, "--out", made])
+    assert done.returncode == 0, done.stderr
+    assert "ffn_down" in done.stdout
+    assert "Computed, not measured" in done.stdout
+    recipe = load_recipe(made)
     assert any("ssm_out" in override.pattern for override in recipe.override)
     assert recipe.evidence is not None
     assert recipe.evidence.measured is None
-    again = recipe.evidence.command.replace("small.gguf", str(small[0])).replace("x.json", str(words[5]))
-    assert main([*again.split()[1:], "--out", str(tmp_path / "again.toml")]) == 0
-    assert load_recipe(tmp_path / "again.toml") == recipe
-    assert main(["engine", "recipe", "--base", str(small[0]), "--record", str(small[0])]) == 1
+    words = (
+        recipe.evidence.command.replace("small.gguf", str(small[0])).replace("x.json", str(record)).split()
+    )
+    assert words[:2] == ["python", "scripts/recipe.py"]
+    assert run([*script, *words[2:], "--out", again]).returncode == 0
+    assert load_recipe(again) == recipe
+    assert run([*script, "--base", small[0], "--record", small[0]]).returncode == 1
 
 
 def test_the_27b_has_a_recipe_and_its_evidence_is_true(tmp_path: Path) -> None:

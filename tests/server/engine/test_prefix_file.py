@@ -70,7 +70,7 @@ async def test_salts_are_kept_apart_across_a_restart(nano_f32: Path, tmp_path: P
         params = SamplingParams(ignore_eos=True)
         generation = engine.submit(GenerateRequest(engine.prompt(prompt), params, 4, salt=salt))
         assert [token async for tokens in generation for token in tokens]
-        return int(generation.cached_tokens)
+        return int(generation.request.cached_tokens)
 
     with running(nano_f32, **options) as engine:
         assert await cached(engine, "one") == 0
