@@ -366,6 +366,7 @@ private:
         uint64_t least = lowest_kept(ordered, lrs_part(total, params.typical), mass_of);
         if (params.min_keep > 1) {
             std::vector<uint64_t> keys;
+            keys.reserve(ordered.size());
             for (const auto & t : ordered) { keys.push_back(t.key); }
             least = std::min(least, lowest(best_of(std::move(keys), params.min_keep)));
         }

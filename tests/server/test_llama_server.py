@@ -95,11 +95,11 @@ def test_samplers_act(http: httpx.Client) -> None:
         "typical": {"typical_p": 0.3},
         "sigma": {"top_n_sigma": 0.5},
         "mirostat": {"mirostat": 2, "mirostat_tau": 1},
-        "dynamic": {"temperature": 4, "dynatemp_range": 4},
+        "dynamic": {"min_p": 0, "top_p": 1, "dynatemp_range": 1.2},
         "penalty": {"repeat_penalty": 2, "repeat_last_n": 8},
     }
     for name, fields in changes.items():
-        same = {name: fields[name] for name in ("prompt", "temperature") if name in fields}
+        same = {name: fields[name] for name in ("prompt", "min_p", "top_p") if name in fields}
         plain = completed(http, **{**base, **same})["content"]
         changed = [completed(http, **{**base, **fields})["content"] for _ in range(2)]
         assert changed[0] == changed[1] != plain, name
