@@ -88,18 +88,26 @@ def test_a_stream_tells_of_a_long_prompts_progress(
 
 def test_samplers_act(http: httpx.Client) -> None:
     """Each by itself changes what is drawn; the same seed draws the same again."""
-    base: dict[str, Any] = {"prompt": "Once upon", "temperature": 1.2, "top_k": 0, "seed": 7, "n_predict": 40}
+    base: dict[str, Any] = {
+        "prompt": "Once upon",
+        "temperature": 1.2,
+        "top_k": 0,
+        "top_p": 1,
+        "min_p": 0,
+        "seed": 7,
+        "n_predict": 40,
+    }
     changes: dict[str, Any] = {
         "DRY": {"prompt": PROMPT, "dry_multiplier": 5, "dry_allowed_length": 1},
         "XTC": {"xtc_probability": 1, "xtc_threshold": 0.05},
         "typical": {"typical_p": 0.3},
         "sigma": {"top_n_sigma": 0.5},
         "mirostat": {"mirostat": 2, "mirostat_tau": 1},
-        "dynamic": {"min_p": 0, "top_p": 1, "dynatemp_range": 1.2},
+        "dynamic": {"temperature": 3, "dynatemp_range": 3},
         "penalty": {"repeat_penalty": 2, "repeat_last_n": 8},
     }
     for name, fields in changes.items():
-        same = {name: fields[name] for name in ("prompt", "min_p", "top_p") if name in fields}
+        same = {name: fields[name] for name in ("prompt", "temperature") if name in fields}
         plain = completed(http, **{**base, **same})["content"]
         changed = [completed(http, **{**base, **fields})["content"] for _ in range(2)]
         assert changed[0] == changed[1] != plain, name
