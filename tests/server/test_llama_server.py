@@ -16,14 +16,19 @@ import httpx
 import pytest
 
 from qwen_serve.server.engine.prefix_cache import file
+from tests.server.engine.test_prefix_file import HUGE, forged
 from tests.server.serving import Served, serving
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 @pytest.fixture(scope="module")
-def server(nano_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("slots")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("slots")
+
+
+@pytest.fixture(scope="module")
+def server(nano_f32: Path, folder: Path) -> Iterator[Served]:
     with serving(nano_f32, parallel=2, batch_size=64, ubatch_size=64, slot_save_path=folder) as server:
         yield server
 
@@ -189,6 +194,18 @@ def test_what_is_kept_goes_to_a_file_and_back(http: httpx.Client) -> None:
     assert missing["message"].endswith("it cannot be read: No such file or directory")
     assert act("forget").json()["error"]["param"] == "action"
     assert act("save", slot="7").status_code == 400
+
+
+@pytest.mark.parametrize("change", [{"about.json": b"[" * 100_000}, {"0/state.npy": HUGE}])
+def test_a_forged_slot_file_is_refused(http: httpx.Client, folder: Path, change: dict[str, bytes]) -> None:
+    completed(http, "The files were forged, and everybody read. " * 30)
+    assert http.post("/slots/0?action=save", json={"filename": "forged.bin"}).json()["n_saved"] > 64
+    saved = folder / "forged.bin"
+    saved.write_bytes(forged(saved.read_bytes(), change))
+    refused = http.post("/slots/0?action=restore", json={"filename": "forged.bin"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "filename"
+    assert str(folder) not in refused.text
 
 
 @pytest.mark.parametrize(
