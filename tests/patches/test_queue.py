@@ -297,12 +297,9 @@ int main() {
 """What repacks weights, on a card that computes nothing."""
 
 
-@pytest.mark.reference
-def test_with_switches_weights_repacked_at_load_are_counted_again(patched: Path, tmp_path: Path) -> None:
-    """Else a server of such a build takes the matrices that it asks to repack for unrepacked ones."""
-    sources = shutil.copytree(patched, tmp_path / "sources")
-    apply(PATCHES / "switches.patch", sources)
-    code = (sources / "ggml/src/ggml-cuda/ggml-cuda.cu").read_text()
+def test_weights_that_are_repacked_already_are_counted_again(tmp_path: Path) -> None:
+    """Else a server of a build with switches, which repacks at load, takes them for unrepacked ones."""
+    code = (PATCHES.parent / "native/ggml/src/ggml-cuda/ggml-cuda-keep-copies.inc").read_text()
     pattern = r"^static size_t ggml_backend_cuda_repack_weights\(.*?^}$"
     [function] = re.findall(pattern, code, re.MULTILINE | re.DOTALL)
     (tmp_path / "repack.cpp").write_text(REPACKING % function)
