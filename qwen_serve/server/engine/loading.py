@@ -36,7 +36,6 @@ from .planning.sequence_ids import SequenceIds
 from .planning.vision import MOST_TOKENS, WITHOUT
 from .prefill_budget import PrefillBudget
 from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
-from .rehearsal import Rehearsal
 from .reproducible import Reproducible, chunk_of, reproduced
 from .runner import Runner
 from .sampling import GrammarCompiler
@@ -168,9 +167,8 @@ class Components:
         if not settings.prefill_budget:
             log.debug("a step reads up to %d prompt tokens, %.1f us each", budget.tokens, 1e6 * budget.each)
         if drafts:
-            rehearsal = Rehearsal(context, self.runner, self.vocab, self.clock)
             self.speculator.measure(
-                rehearsal.verification,
+                partial(warmup.time_verification, context, self.runner, self.vocab, self.clock),
                 MEASURING_GPU if on_gpu else MEASURING_CPU,
                 prompt=(prefill, prefill * budget.each),
                 known=known.step_times if known else None,

@@ -9,10 +9,18 @@ import numpy as np
 
 from qwen_serve.llamacpp.row_sampler import Filters, RowRequest, RowSampler, sample_rows
 
+from .batch import Batch
+from .request import Request, RequestStatus
+from .sampling import Sampler, SamplingParams
+from .verification import sample
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from qwen_serve.llamacpp import Context
+
+    from .runner import Runner
+    from .vocab import Vocab
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +51,28 @@ def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> fl
         times.append(clock() - started)
     context.clear()
     return min(times)
+
+
+def time_verification(
+    context: Context, runner: Runner, vocab: Vocab, clock: Callable[[], float], n: int, rows: int
+) -> float:
+    """Seconds to verify `rows` - 1 arbitrary draft tokens for each of `n` sequences. These are in the first
+    slots, which are empty again afterwards."""
+    sampler, batch = Sampler(SamplingParams(), vocab, []), Batch()
+    for slot in range(n):
+        sequence = Request([0], rows, sampler)
+        sequence.slot, sequence.status = slot, RequestStatus.DECODE
+        batch.add(sequence, 1)
+        if rows > 1:
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
+    started = clock()
+    step = runner.launch(batch)
+    runner.sample(step)
+    sample(step.batch, runner.collect(step), vocab.eog_ids)
+    seconds = clock() - started
+    for slot in range(n):
+        context.remove(slot)
+    return seconds
 
 
 def _check(context: Context, n: int, n_real: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
-from qwen_serve.server.engine.rehearsal import Rehearsal
+from qwen_serve.server.engine.warmup import time_verification
 from tests.server.engine.helpers import Question, ask, running
 
 if TYPE_CHECKING:
@@ -20,6 +20,5 @@ async def test_timed_verifications_change_no_answer(nano_f32: Path) -> None:
     with running(nano_f32, parallel=3, ctx_size=1024, speculation="off") as engine:
         expected = await ask(engine, request)
         parts = engine.components
-        rehearsal = Rehearsal(parts.context, parts.runner, parts.vocab, parts.clock)
-        assert rehearsal.verification(2, 5) > 0
+        assert time_verification(parts.context, parts.runner, parts.vocab, parts.clock, 2, 5) > 0
         assert (await ask(engine, request)).tokens == expected.tokens
