@@ -14,6 +14,7 @@ from llama_cpp import llama_cpp_ext
 from . import abi_checks, layers, operands
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
+from .host_sampler import HostRowSteps
 from .log import reason, tapped_log
 from .memory import matrix
 from .patches import BATCH_INVARIANT, brings
@@ -140,7 +141,7 @@ class Context:
         )
         self._place, self._ahead = options.row_sampling, options.ahead
         self.row_steps: RowSteps | None = None
-        """Samples rows where they are computed; None if all are copied to the host."""
+        """Samples rows; None if they are read by `logits`."""
         self.sample_rows()
 
     @cached_property
@@ -240,11 +241,8 @@ class Context:
 
     def sample_rows(self, on: bool = True) -> None:
         """Sample rows where they are computed, as the options say, or copy them to the host (`logits`)."""
-        steps = RowSteps(self._handle, self._n_vocab) if HAS_ROW_SAMPLER and self._place is not None else None
-        if steps is not None and steps.switch(self._place if on else None):
-            self.row_steps = steps
-        else:
-            self.row_steps = None
+        steps = (RowSteps if HAS_ROW_SAMPLER else HostRowSteps)(self._handle, self._n_vocab)
+        self.row_steps = steps if steps.switch(self._place if on else None) else None
 
     def sample_on_host(self) -> None:
         """Sample rows on the host from now on."""
@@ -253,7 +251,7 @@ class Context:
 
     @property
     def samples_on_device(self) -> bool:
-        return self.row_steps is not None and self._place is Place.DEVICE
+        return HAS_ROW_SAMPLER and self.row_steps is not None and self._place is Place.DEVICE
 
     @cached_property
     def runs_ahead(self) -> bool:

@@ -12,7 +12,7 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.row_steps import MOST_ROWS
 
 from .batch import Placement
-from .sampling.rows import RawRows, SampledRows
+from .sampling.rows import SampledRows
 from .ubatches import ubatches
 from .verification import requests_of
 
@@ -113,8 +113,9 @@ class Runner:
 
     def _begin(self, step: Launched, *, now: bool) -> None:
         step.asked = []
-        if self._context.row_steps is None or not step.indices:
+        if not step.indices:
             return
+        assert self._context.row_steps is not None
         requests = []
         for row, request in requests_of(step.batch, step.errors):
             step.asked.append(row)
@@ -128,6 +129,7 @@ class Runner:
         return (
             step.asked is not None
             and self._context.row_steps is not None
+            and self._context.row_steps.outlive_batches
             and self.in_one_pass(batch)
             and len(list(self._ubatches(batch))) == 1
         )
@@ -162,11 +164,9 @@ class Runner:
         """
         if not step.indices:
             return None
-        if self._context.row_steps is None:
-            rows: Rows = RawRows(self._context.logits(len(step.indices)))
-        else:
-            assert step.asked is not None
-            rows = SampledRows(self._context.row_steps.results(), step.asked, step.errors)
+        assert self._context.row_steps is not None
+        assert step.asked is not None
+        rows = SampledRows(self._context.row_steps.results(), step.asked, step.errors)
         self._profile.lap("wait")
         return rows
 
