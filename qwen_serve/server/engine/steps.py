@@ -76,7 +76,7 @@ class StepLoop:
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
-        seconds = done - began
+        seconds, since = done - began, done - self._done
         self._scheduler.prefill_budget.add(batch.prompt_tokens, began, None if rows is None else done)
         if rows is not None:
             self._done = done
@@ -87,7 +87,7 @@ class StepLoop:
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead, self._profile.overlaps = None, False
         ahead = None if self._ahead is None else self._ahead.batch
-        held = self._speculator.verify(batch, sampled, seconds)
+        held = self._speculator.verify(batch, sampled, seconds, since)
         lap("verify")
         news = self._scheduler.commit(batch, sampled, held, ahead)
         lap("commit")

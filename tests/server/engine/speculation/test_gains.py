@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from qwen_serve.server.engine.speculation.policy import COOLDOWN_FIRST
+from qwen_serve.server.engine.speculation.budget import REST_LAST
 from tests.server.engine.speculation.card import ANYONE, BUILD, World, faster, h200, on_h200
 
 KEEPS = 0.93
@@ -110,7 +110,7 @@ def test_a_head_that_was_bad_is_tried_again() -> None:
     world = on_h200()
     world.head.right = 0.0
     world.gain(100)
-    drafts = [world.step() for _ in range(4 * COOLDOWN_FIRST)]
+    drafts = [world.step() for _ in range(2 * REST_LAST)]
     assert 0 < sum(bool(n) for n in drafts) <= 12, "now and then"
     world.head.right = 1.0
     world.gain(600)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from qwen_serve.server.engine.speculation.always import Always
+from qwen_serve.server.engine.speculation.cooldown import Cooldown
 
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.request import RequestStatus
 from qwen_serve.server.engine.speculation.acceptance import DEPTHS, Acceptance
-from qwen_serve.server.engine.speculation.always import Always
-from qwen_serve.server.engine.speculation.cooldown import Cooldown
 from qwen_serve.server.engine.speculation.hidden_rows import COLLECT
 from qwen_serve.server.engine.speculation.policy import COOLDOWN_FIRST, Option, Policy, Step
 from qwen_serve.server.engine.speculation.speculator import SPARSE
