@@ -380,9 +380,8 @@ static void launch_sort(ggml_backend_cuda_context & ctx, const grouped_args & ar
     CUDA_CHECK(cudaGetLastError());
 }
 
-void ggml_cuda_grouped_sort(
-        ggml_backend_cuda_context & ctx, const ggml_type type, const grouped_args & args, const grouped_plan & plan, const int tile_cols) {
-    type == GGML_TYPE_BF16 ? launch_sort<nv_bfloat16>(ctx, args, plan, tile_cols) : launch_sort<half>(ctx, args, plan, tile_cols);
+void ggml_cuda_grouped_sort_f16(ggml_backend_cuda_context & ctx, const grouped_args & args, const grouped_plan & plan, const int tile_cols) {
+    launch_sort<half>(ctx, args, plan, tile_cols);
 }
 
 template <typename T, bool glu, int cols, int mt, int stages, int blocks>

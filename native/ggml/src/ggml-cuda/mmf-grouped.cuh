@@ -26,8 +26,7 @@ struct grouped_plan {
 };
 
 // Sorts pairs by expert into tiles of up to tile_cols of one expert, and converts y. args.w, args.dst and their strides are not read.
-void ggml_cuda_grouped_sort(
-        ggml_backend_cuda_context & ctx, const ggml_type type, const grouped_args & args, const grouped_plan & plan, int tile_cols);
+void ggml_cuda_grouped_sort_f16(ggml_backend_cuda_context & ctx, const grouped_args & args, const grouped_plan & plan, int tile_cols);
 
 // MUL_MAT_ID of F16 and BF16 experts with tensor cores, the tiles of all experts in one launch. The device sorts the rows, so that
 //     nothing waits for the host. A row of dst has the same bits whatever the other rows are.

@@ -4,19 +4,22 @@
 #include "cp-async.cuh"
 #include "mmf-grouped.cuh"
 
+#include <cooperative_groups.h>
 #include <type_traits>
 
-// Experts from gate and up to down with Hopper's wgmma. native.cmake compiles this file for sm_90a, too.
+// Experts from gate and up to the weighted sum with Hopper's wgmma. native.cmake compiles this file for sm_90a, too.
 //
-// A block stays on its multiprocessor and computes one tile after the other: some rows of an expert's weights and up to cols of its
-//     pairs. One warpgroup copies 64 values of K of both into a ring of stages, and goes on with the next tile while the two others
-//     multiply. With glu a group of 16 rows in the ring is 8 rows of gate and the same 8 of up, which a thread then has beside each
-//     other; what comes out are rows in the order of the sorted pairs, which down reads.
+// Pairs of a token and an expert are sorted by expert once; what gate and up make and what down makes are rows of BF16 in that order. In the
+//     products a block stays on its multiprocessor and computes one tile after the other: some rows of an expert's weights and up to
+//     cols of its pairs. One warpgroup copies 64 values of K of both into a ring of stages, and goes on with the next tile while the two
+//     others multiply. With glu a group of 16 rows in the ring is 8 rows of gate and the same 8 of up, which a thread then has beside each
+//     other.
 
 constexpr int WGMMA_K       = 64; // of a stage: 128 bytes of a row, whose units of 16 lie in the order of SWIZZLE_128B
 constexpr int WGMMA_THREADS = 3 * 128;
 constexpr int WGMMA_MT = 2, WGMMA_COLS = 128; // of the kernels that are used
-constexpr int WGMMA_MIN_TOKENS = 256;
+constexpr int WGMMA_SORT_BLOCKS = 8;          // a cluster
+constexpr int WGMMA_MIN_TOKENS  = 256;
 
 static constexpr __host__ __device__ int wgmma_rows(const int mt) { return 128 * mt; } // in the ring; mt: times 64 rows of a warpgroup
 static constexpr __host__ __device__ int wgmma_stage(const int mt, const int cols) { return (wgmma_rows(mt) + cols) * WGMMA_K * 2; }
@@ -55,23 +58,16 @@ static __device__ __forceinline__ uint64_t wgmma_descriptor(const uint32_t src) 
 #define WGMMA_R64 WGMMA_R56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 
 // n columns, r = n/2 values of a thread, which are operands 0 to r - 1; a, b: the operands behind them
-#define WGMMA_CASE(n, r, a, b)                                                                                                              \
-    if constexpr (nt == n / 16) {                                                                                                           \
-        if constexpr (std::is_same_v<T, half>) {                                                                                            \
-            asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.f16.f16 {" WGMMA_R##r "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}\n"   \
-                    : WGMMA_C##r(c, 0)                                                                                                      \
-                    : "l"(da), "l"(db));                                                                                                    \
-        } else {                                                                                                                            \
-            asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" WGMMA_R##r "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}\n" \
-                    : WGMMA_C##r(c, 0)                                                                                                      \
-                    : "l"(da), "l"(db));                                                                                                    \
-        }                                                                                                                                   \
+#define WGMMA_CASE(n, r, a, b)                                                                                                          \
+    if constexpr (nt == n / 16) {                                                                                                       \
+        asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                                         \
+                     "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" WGMMA_R##r "}, %" #a ", %" #b ", p, 1, 1, 0, 0;\n}\n" \
+                : WGMMA_C##r(c, 0)                                                                                                      \
+                : "l"(da), "l"(db));                                                                                                    \
     }
 
 // c += a*b: 64 rows, 16 values of K, 16*nt columns
-template <typename T, int nt>
+template <int nt>
 static __device__ __forceinline__ void wgmma_multiply(float (&c)[8 * nt], const uint64_t da, const uint64_t db) {
     WGMMA_CASE(16, 8, 8, 9)
     WGMMA_CASE(32, 16, 16, 17)
@@ -83,11 +79,133 @@ static __device__ __forceinline__ void wgmma_multiply(float (&c)[8 * nt], const 
     WGMMA_CASE(128, 64, 64, 65)
 }
 
+static __device__ __forceinline__ float wgmma_glu(const float gate, const float up) { return gate / (1.0f + expf(-gate)) * up; }
+
+static __device__ __forceinline__ uint32_t wgmma_pack(const float a, const float b) {
+    const nv_bfloat162 x = __floats2bfloat162_rn(a, b);
+    return *(const uint32_t *) &x;
+}
+
+static __device__ __forceinline__ uint4 wgmma_convert(const float4 * src) {
+    const float4 a = src[0], b = src[1];
+    return make_uint4(wgmma_pack(a.x, a.y), wgmma_pack(a.z, a.w), wgmma_pack(b.x, b.y), wgmma_pack(b.z, b.w));
+}
+
+// x0, x1: a row of two columns; odd: whether the row is. Lanes of even rows write two rows of the first column, the others of the second.
+static __device__ __forceinline__ void wgmma_store(nv_bfloat16 * dst, const float x0, const float x1, const int odd, const bool fits) {
+    const float other = __shfl_xor_sync(~0u, odd ? x0 : x1, 4);
+    if (fits) { *(uint32_t *) dst = odd ? wgmma_pack(other, x1) : wgmma_pack(x0, other); }
+}
+
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// p.rows is a multiple of the rows of a tile (with glu of half of them) and p.k of WGMMA_K. With glu y has a row for each token and dst is
-//     rows of T for the sorted pairs, else y is these rows and dst a row of floats for each pair.
-template <typename T, bool glu, int mt, int cols>
+// The first cluster sorts pairs by expert, in no fixed order for each, and makes tiles of them. The others convert the tokens. place: where a
+//     pair is in that order, -1 if its expert isn't there.
+__launch_bounds__(1024) static __global__ void wgmma_sort(const grouped_args p, const grouped_plan plan, int * place, const int tile_cols) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const int tid = threadIdx.x;
+    if (blockIdx.x >= WGMMA_SORT_BLOCKS) {
+        const int     units = p.k / 8;
+        const int64_t all   = (int64_t) p.n_tokens * units;
+        for (int64_t i = (int64_t) (blockIdx.x - WGMMA_SORT_BLOCKS) * 1024 + tid; i < all; i += (int64_t) (gridDim.x - WGMMA_SORT_BLOCKS) * 1024) {
+            const int token       = i / units;
+            ((uint4 *) plan.y)[i] = wgmma_convert((const float4 *) (p.y + token * p.sy_token + (i - (int64_t) token * units) * 8));
+        }
+        return;
+    }
+    __shared__ int counts[1024], next[1024], sums[32], sums_tiles[32];
+    const auto     cluster = cooperative_groups::this_cluster();
+    const int      lane = tid % 32, warp = tid / 32, rank = blockIdx.x;
+    const int      share = (p.n_tokens + WGMMA_SORT_BLOCKS - 1) / WGMMA_SORT_BLOCKS * p.n_used; // pairs of a block
+    const int      end   = min((rank + 1) * share, p.n_tokens * p.n_used);
+    const auto     each  = [&](const auto f) {
+        for (int i = rank * share + tid; i < end; i += 1024) {
+            const int e = p.ids[(i / p.n_used) * p.si_token + i % p.n_used];
+            f(e < p.n_experts ? e : -1, i);
+        }
+    };
+    counts[tid] = 0;
+    __syncthreads();
+    each([&](const int e, const int) {
+        if (e >= 0) { atomicAdd(counts + e, 1); }
+    });
+    cluster.sync();
+    int n = 0, before = 0;
+#pragma unroll
+    for (int i = 0; i < WGMMA_SORT_BLOCKS; ++i) {
+        const int m = *cluster.map_shared_rank(counts + tid, i);
+        n += m;
+        before += i < rank ? m : 0;
+    }
+    const int tiles = (n + tile_cols - 1) / tile_cols;
+    int       a = n, b = tiles;
+#pragma unroll
+    for (int o = 1; o < 32; o *= 2) {
+        const int a1 = __shfl_up_sync(~0u, a, o), b1 = __shfl_up_sync(~0u, b, o);
+        a += lane >= o ? a1 : 0;
+        b += lane >= o ? b1 : 0;
+    }
+    if (lane == 31) {
+        sums[warp]       = a;
+        sums_tiles[warp] = b;
+    }
+    __syncthreads();
+    for (int i = 0; i < warp; ++i) {
+        a += sums[i];
+        b += sums_tiles[i];
+    }
+    next[tid] = a - n + before;
+    if (rank == 0) {
+        for (int j = 0; j < tiles; ++j) { plan.tiles[b - tiles + j] = make_int4(tid, a - n + j * tile_cols, min(tile_cols, n - j * tile_cols), 0); }
+        if (tid == 1023) { *plan.n_tiles = b; }
+    }
+    cluster.sync(); // counts are read
+    each([&](const int e, const int i) {
+        const int at = e >= 0 ? atomicAdd(next + e, 1) : -1;
+        if (at >= 0) { plan.pairs[at] = i; }
+        place[i] = at;
+    });
+#else
+    GGML_UNUSED_VARS(p, plan, place, tile_cols);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
+
+// Rows of tokens, weighted sums of those of their pairs. A thread has 8 values.
+__launch_bounds__(256) static __global__ void wgmma_sum(
+        const nv_bfloat16 * h, const int * place, const float * weights, float * dst, const int rows, const int n_used) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const int row = (blockIdx.x * 256 + threadIdx.x) * 8, token = blockIdx.y;
+    if (row >= rows) { return; }
+    float sum[8] = {};
+    for (int j0 = 0; j0 < n_used; j0 += 8) {
+        uint4 x[8];
+        float w[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const int i  = token * n_used + min(j0 + j, n_used - 1);
+            const int at = place[i];
+            x[j]         = *(const uint4 *) (h + (int64_t) max(at, 0) * rows + row);
+            w[j]         = j0 + j < n_used && at >= 0 ? weights[i] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+            for (int l = 0; l < 8; ++l) { sum[l] += w[j] * (float) ((const nv_bfloat16 *) &x[j])[l]; }
+        }
+    }
+    float4 * to = (float4 *) (dst + (int64_t) token * rows + row);
+    to[0]       = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    to[1]       = make_float4(sum[4], sum[5], sum[6], sum[7]);
+#else
+    GGML_UNUSED_VARS(h, place, weights, dst, rows, n_used);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
+
+// p.rows is a multiple of the rows of a tile (with glu of half of them) and p.k of WGMMA_K. dst has rows of BF16 for the sorted pairs; y with
+//     glu a row for each token, else for each sorted pair.
+template <bool glu, int mt, int cols>
 __launch_bounds__(WGMMA_THREADS, 1) static __global__ void mul_mat_f_wgmma(const grouped_args p, const grouped_plan plan) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int rows = wgmma_rows(mt), stage = wgmma_stage(mt, cols), stages = wgmma_stages(mt, cols), tile_rows = glu ? rows / 2 : rows;
@@ -121,16 +239,17 @@ __launch_bounds__(WGMMA_THREADS, 1) static __global__ void mul_mat_f_wgmma(const
     };
 
     if (group == 2) { // copies
-        constexpr int nw = rows / 16, ny = cols / 16;
-        const int     u = threadIdx.x % 8, r = threadIdx.x / 8 % 16;
-        const T *     w      = (const T *) (glu && r < 8 ? p.w_gate : p.w) + (glu ? r % 8 : r) * p.sw_row + u * 8;
-        const int64_t w_step = (glu ? 8 : 16) * p.sw_row;
-        const T *     y      = (const T *) plan.y + u * 8;
-        const int     to     = r * 128 + (u ^ r % 8) * 16;
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        constexpr int       nw = rows / 16, ny = cols / 16;
+        const int           u = threadIdx.x % 8, r = threadIdx.x / 8 % 16;
+        const nv_bfloat16 * w      = (const nv_bfloat16 *) (glu && r < 8 ? p.w_gate : p.w) + (glu ? r % 8 : r) * p.sw_row + u * 8;
+        const int64_t       w_step = (glu ? 8 : 16) * p.sw_row;
+        const nv_bfloat16 * y      = (const nv_bfloat16 *) plan.y + u * 8;
+        const int           to     = r * 128 + (u ^ r % 8) * 16;
         for (int i = blockIdx.x; i < tiles; i += gridDim.x) {
-            const int4 tile = plan.tiles[i / blocks];
-            const T *  from = w + tile.x * p.sw_expert + (int64_t) (i % blocks) * tile_rows * p.sw_row;
-            int        of[ny]; // row of y
+            const int4          tile = plan.tiles[i / blocks];
+            const nv_bfloat16 * from = w + tile.x * p.sw_expert + (int64_t) (i % blocks) * tile_rows * p.sw_row;
+            int                 of[ny]; // row of y
 #pragma unroll
             for (int j = 0; j < ny; ++j) {
                 of[j] = tile.y + min(j * 16 + r, tile.z - 1);
@@ -153,6 +272,7 @@ __launch_bounds__(WGMMA_THREADS, 1) static __global__ void mul_mat_f_wgmma(const
         return;
     }
 
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int  warp = threadIdx.x % 128 / 32, g = lane / 4, t = lane % 4;
     const auto release = [&](const int of) {
         if (lane == 0) { bulk_barrier_arrive(empty + 8 * of); }
@@ -174,7 +294,7 @@ __launch_bounds__(WGMMA_THREADS, 1) static __global__ void mul_mat_f_wgmma(const
 #pragma unroll
                 for (int j = 0; j < WGMMA_K / 16; ++j) {
 #pragma unroll
-                    for (int m = 0; m < mt; ++m) { wgmma_multiply<T, nt>(acc[m], a + m * (128 * 128 >> 4) + 2 * j, b + 2 * j); }
+                    for (int m = 0; m < mt; ++m) { wgmma_multiply<nt>(acc[m], a + m * (128 * 128 >> 4) + 2 * j, b + 2 * j); }
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
@@ -191,27 +311,19 @@ __launch_bounds__(WGMMA_THREADS, 1) static __global__ void mul_mat_f_wgmma(const
             }
 #pragma unroll
             for (int j = 0; j < 2 * nt; ++j) {
+                // a lane and the one with the next row exchange columns, so that each has two rows of one
+                const int     col = j * 8 + 2 * t + g % 2;
+                nv_bfloat16 * dst = (nv_bfloat16 *) p.dst + (int64_t) (tile.y + col) * p.rows + row0 + g / 2 * 2;
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int col = j * 8 + 2 * t + h;
-                    if (col >= tile.z) { continue; }
-#pragma unroll
-                    for (int m = 0; m < mt; ++m) {
-                        const int at = (m * 2 + group) * 64 + warp * 16; // in the ring
-                        if constexpr (glu) {
-                            const float gate = acc[m][4 * j + h], up = acc[m][4 * j + 2 + h];
-                            const float x   = gate / (1.0f + expf(-gate)) * up;
-                            T *         dst = (T *) p.dst + (int64_t) (tile.y + col) * p.rows + row0 + at / 2 + g;
-                            if constexpr (std::is_same_v<T, half>) {
-                                *dst = __float2half_rn(x);
-                            } else {
-                                *dst = __float2bfloat16_rn(x);
-                            }
-                        } else {
-                            float * dst = p.dst + (int64_t) plan.pairs[tile.y + col] * p.rows + row0 + at + g;
-                            dst[0]      = acc[m][4 * j + h];
-                            dst[8]      = acc[m][4 * j + 2 + h];
-                        }
+                for (int m = 0; m < mt; ++m) {
+                    const int     at = (m * 2 + group) * 64 + warp * 16; // in the ring
+                    const float * c  = acc[m] + 4 * j;
+                    if constexpr (glu) {
+                        const float x0 = wgmma_glu(c[0], c[2]), x1 = wgmma_glu(c[1], c[3]);
+                        wgmma_store(dst + at / 2, x0, x1, g % 2, col < tile.z);
+                    } else {
+                        wgmma_store(dst + at, c[0], c[1], g % 2, col < tile.z);
+                        wgmma_store(dst + at + 8, c[2], c[3], g % 2, col < tile.z);
                     }
                 }
             }
@@ -242,11 +354,11 @@ __launch_bounds__(WGMMA_THREADS, 1) static __global__ void mul_mat_f_wgmma(const
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-template <typename T, bool glu, int mt, int cols>
+template <bool glu, int mt, int cols>
 static void launch_wgmma(const grouped_args & p, const grouped_plan & plan, const int nsm, cudaStream_t stream) {
     constexpr int nbytes_shared = wgmma_nbytes_shared(mt, cols);
-    CUDA_SET_SHARED_MEMORY_LIMIT((mul_mat_f_wgmma<T, glu, mt, cols>), nbytes_shared);
-    mul_mat_f_wgmma<T, glu, mt, cols><<<nsm, WGMMA_THREADS, nbytes_shared, stream>>>(p, plan);
+    CUDA_SET_SHARED_MEMORY_LIMIT((mul_mat_f_wgmma<glu, mt, cols>), nbytes_shared);
+    mul_mat_f_wgmma<glu, mt, cols><<<nsm, WGMMA_THREADS, nbytes_shared, stream>>>(p, plan);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -255,14 +367,15 @@ static bool wgmma_is_there(const int device) {
     static int found[GGML_CUDA_MAX_DEVICES] = {};
     if (found[device] == 0) {
         cudaFuncAttributes attributes;
-        const cudaError_t  error = cudaFuncGetAttributes(&attributes, mul_mat_f_wgmma<nv_bfloat16, true, WGMMA_MT, WGMMA_COLS>);
+        const cudaError_t  error = cudaFuncGetAttributes(&attributes, mul_mat_f_wgmma<true, WGMMA_MT, WGMMA_COLS>);
         if (error != cudaSuccess) { (void) cudaGetLastError(); }
         found[device] = error == cudaSuccess && attributes.numRegs > 64 ? 1 : -1;
     }
     return found[device] > 0;
 }
 
-bool ggml_cuda_can_fuse_wgmma(const ggml_tensor * gate, const ggml_tensor * up, const ggml_tensor * glu, const ggml_tensor * down, const int cc) {
+bool ggml_cuda_can_fuse_wgmma(const ggml_tensor * gate, const ggml_tensor * up, const ggml_tensor * glu, const ggml_tensor * down,
+        const ggml_tensor * weights, const ggml_tensor * dst, const int cc) {
     static const char * env_c      = getenv("GGML_CUDA_MMF_WGMMA_MIN");
     const int64_t       min_tokens = env_c ? std::atoll(env_c) : WGMMA_MIN_TOKENS;
 
@@ -274,61 +387,74 @@ bool ggml_cuda_can_fuse_wgmma(const ggml_tensor * gate, const ggml_tensor * up, 
         return t->type == w->type && ggml_is_contiguous(t) && (uintptr_t) t->data % 16 == 0 && t->ne[0] % WGMMA_K == 0 && t->ne[1] % multiple == 0 &&
                t->ne[2] == w->ne[2] && t->ne[3] == 1;
     };
-    return cc == GGML_CUDA_CC_HOPPER && ids->ne[1] >= min_tokens && (w->type == GGML_TYPE_F16 || w->type == GGML_TYPE_BF16) &&
-           is_w(gate->src[0], rows / 2) && is_w(w, rows / 2) && is_w(down->src[0], rows) && ggml_are_same_shape(gate->src[0], w) &&
-           down->src[0]->ne[0] == w->ne[1] && w->ne[2] <= GROUPED_MAX_EXPERTS && !ggml_is_batch_invariant(gate) && !ggml_is_batch_invariant(up) &&
-           !ggml_is_batch_invariant(down) && glu->src[0] == gate && glu->src[1] == up && down->src[1] == glu &&
-           ggml_get_glu_op(glu) == GGML_GLU_OP_SWIGLU && gate->src[1] == x && gate->src[2] == ids && down->src[2] == ids &&
-           ids->nb[0] == sizeof(int) && ids->ne[2] * ids->ne[3] == 1 && ggml_nelements(ids) <= INT_MAX / 2 && x->type == GGML_TYPE_F32 &&
+    return cc == GGML_CUDA_CC_HOPPER && ids->ne[1] >= min_tokens && w->type == GGML_TYPE_BF16 && is_w(gate->src[0], rows / 2) && is_w(w, rows / 2) &&
+           is_w(down->src[0], rows) && ggml_are_same_shape(gate->src[0], w) && down->src[0]->ne[0] == w->ne[1] && w->ne[2] <= GROUPED_MAX_EXPERTS &&
+           !ggml_is_batch_invariant(gate) && !ggml_is_batch_invariant(up) && !ggml_is_batch_invariant(down) && glu->src[0] == gate &&
+           glu->src[1] == up && down->src[1] == glu && ggml_get_glu_op(glu) == GGML_GLU_OP_SWIGLU && gate->src[1] == x && gate->src[2] == ids &&
+           down->src[2] == ids && ids->nb[0] == sizeof(int) && ids->ne[2] * ids->ne[3] == 1 && ids->ne[1] <= 65535 && x->type == GGML_TYPE_F32 &&
            x->nb[0] == sizeof(float) && x->ne[1] == 1 && x->ne[3] == 1 && x->nb[2] % 16 == 0 && (uintptr_t) x->data % 16 == 0 &&
-           down->type == GGML_TYPE_F32 && ggml_is_contiguous(down) && wgmma_is_there(ggml_cuda_get_device());
+           weights->type == GGML_TYPE_F32 && ggml_is_contiguous(weights) && dst->type == GGML_TYPE_F32 && ggml_is_contiguous(dst) &&
+           wgmma_is_there(ggml_cuda_get_device());
 }
 
-template <typename T>
-static void wgmma_experts(ggml_backend_cuda_context & ctx, const ggml_tensor * gate, const ggml_tensor * up, ggml_tensor * down) {
-    const ggml_tensor * w   = up->src[0];
-    const ggml_tensor * x   = up->src[1];
-    const ggml_tensor * ids = up->src[2];
-    const int           nsm = ggml_cuda_info().devices[ctx.device].nsm;
+void ggml_cuda_mul_mat_f_wgmma(ggml_backend_cuda_context & ctx, const ggml_tensor * gate, const ggml_tensor * up, const ggml_tensor * down,
+        const ggml_tensor * weights, ggml_tensor * dst) {
+    const ggml_tensor * w      = up->src[0];
+    const ggml_tensor * x      = up->src[1];
+    const ggml_tensor * ids    = up->src[2];
+    const int           nsm    = ggml_cuda_info().devices[ctx.device].nsm;
+    cudaStream_t        stream = ctx.stream();
 
     grouped_args args{};
-    args.w          = w->data;
-    args.w_gate     = gate->src[0]->data;
-    args.sw_row     = w->ne[0];
-    args.sw_expert  = w->ne[0] * w->ne[1];
-    args.y          = (const float *) x->data;
-    args.sy_channel = x->nb[1] / sizeof(float);
-    args.sy_token   = x->nb[2] / sizeof(float);
-    args.ids        = (const int *) ids->data;
-    args.si_token   = ids->nb[1] / sizeof(int);
-    args.k          = w->ne[0];
-    args.rows       = w->ne[1];
-    args.n_tokens   = ids->ne[1];
-    args.n_used     = ids->ne[0];
-    args.n_channels = 1;
-    args.n_experts  = w->ne[2];
+    args.w         = w->data;
+    args.w_gate    = gate->src[0]->data;
+    args.sw_row    = w->ne[0];
+    args.sw_expert = w->ne[0] * w->ne[1];
+    args.y         = (const float *) x->data;
+    args.sy_token  = x->nb[2] / sizeof(float);
+    args.ids       = (const int *) ids->data;
+    args.si_token  = ids->nb[1] / sizeof(int);
+    args.k         = w->ne[0];
+    args.rows      = w->ne[1];
+    args.n_tokens  = ids->ne[1];
+    args.n_used    = ids->ne[0];
+    args.n_experts = w->ne[2];
 
-    const int                  n_pairs = args.n_tokens * args.n_used;
-    ggml_cuda_pool_alloc<int4> tiles(ctx.pool(), std::min(n_pairs, args.n_experts) + n_pairs / WGMMA_COLS);
-    ggml_cuda_pool_alloc<int>  pairs(ctx.pool(), n_pairs + 1);
-    ggml_cuda_pool_alloc<T>    y(ctx.pool(), (size_t) args.n_tokens * args.k);
-    ggml_cuda_pool_alloc<T>    h(ctx.pool(), (size_t) n_pairs * args.rows);
-    grouped_plan               plan = { pairs.ptr + n_pairs, tiles.ptr, pairs.ptr, y.ptr };
-    ggml_cuda_grouped_sort(ctx, w->type, args, plan, WGMMA_COLS);
+    const int                         n_pairs = args.n_tokens * args.n_used;
+    ggml_cuda_pool_alloc<int4>        tiles(ctx.pool(), std::min(n_pairs, args.n_experts) + n_pairs / WGMMA_COLS);
+    ggml_cuda_pool_alloc<int>         pairs(ctx.pool(), 2 * n_pairs + 1);
+    ggml_cuda_pool_alloc<nv_bfloat16> y(ctx.pool(), (size_t) args.n_tokens * args.k);
+    ggml_cuda_pool_alloc<nv_bfloat16> h(ctx.pool(), (size_t) n_pairs * args.rows);
+    ggml_cuda_pool_alloc<nv_bfloat16> out(ctx.pool(), (size_t) n_pairs * down->ne[0]);
+    int *                             place = pairs.ptr + n_pairs;
+    grouped_plan                      plan  = { place + n_pairs, tiles.ptr, pairs.ptr, y.ptr };
+
+    cudaLaunchConfig_t  config{};
+    cudaLaunchAttribute attribute;
+    attribute.id               = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = WGMMA_SORT_BLOCKS;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs                                            = &attribute;
+    config.numAttrs                                         = 1;
+    config.gridDim =
+            dim3(WGMMA_SORT_BLOCKS + GGML_PAD(std::min<int64_t>((int64_t) args.n_tokens * args.k / 8 / 1024 + 1, 2 * nsm), WGMMA_SORT_BLOCKS));
+    config.blockDim = dim3(1024);
+    config.stream   = stream;
+    CUDA_CHECK(cudaLaunchKernelEx(&config, wgmma_sort, args, plan, place, WGMMA_COLS));
 
     args.dst = (float *) h.ptr;
-    launch_wgmma<T, true, WGMMA_MT, WGMMA_COLS>(args, plan, nsm, ctx.stream());
+    launch_wgmma<true, WGMMA_MT, WGMMA_COLS>(args, plan, nsm, stream);
 
     args.w         = down->src[0]->data;
     args.k         = args.rows;
     args.rows      = down->src[0]->ne[1];
     args.sw_row    = args.k;
     args.sw_expert = (int64_t) args.k * args.rows;
-    args.dst       = (float *) down->data;
+    args.dst       = (float *) out.ptr;
     plan.y         = h.ptr;
-    launch_wgmma<T, false, WGMMA_MT, WGMMA_COLS>(args, plan, nsm, ctx.stream());
-}
+    launch_wgmma<false, WGMMA_MT, WGMMA_COLS>(args, plan, nsm, stream);
 
-void ggml_cuda_mul_mat_f_wgmma(ggml_backend_cuda_context & ctx, const ggml_tensor * gate, const ggml_tensor * up, ggml_tensor * down) {
-    up->src[0]->type == GGML_TYPE_F16 ? wgmma_experts<half>(ctx, gate, up, down) : wgmma_experts<nv_bfloat16>(ctx, gate, up, down);
+    wgmma_sum<<<dim3((args.rows / 8 + 255) / 256, args.n_tokens), 256, 0, stream>>>(
+            out.ptr, place, (const float *) weights->data, (float *) dst->data, args.rows, args.n_used);
+    CUDA_CHECK(cudaGetLastError());
 }

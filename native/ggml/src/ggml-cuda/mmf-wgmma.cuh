@@ -2,7 +2,10 @@
 
 #include "common.cuh"
 
-// F16 and BF16 experts of many tokens from gate and up to down, where this was built for sm_90a and runs on it. dst is down.
-bool ggml_cuda_can_fuse_wgmma(const ggml_tensor * gate, const ggml_tensor * up, const ggml_tensor * glu, const ggml_tensor * down, int cc);
+// BF16 experts of many tokens from gate and up to the sum weighted by the router, where this was built for sm_90a and runs on it. Rows
+//     between the products, and those that are summed, are BF16.
+bool ggml_cuda_can_fuse_wgmma(const ggml_tensor * gate, const ggml_tensor * up, const ggml_tensor * glu, const ggml_tensor * down,
+        const ggml_tensor * weights, const ggml_tensor * dst, int cc);
 
-void ggml_cuda_mul_mat_f_wgmma(ggml_backend_cuda_context & ctx, const ggml_tensor * gate, const ggml_tensor * up, ggml_tensor * down);
+void ggml_cuda_mul_mat_f_wgmma(ggml_backend_cuda_context & ctx, const ggml_tensor * gate, const ggml_tensor * up, const ggml_tensor * down,
+        const ggml_tensor * weights, ggml_tensor * dst);

@@ -1005,7 +1005,7 @@ static void launch_mmq_grouped_many(ggml_backend_cuda_context & ctx, const group
     ggml_cuda_pool_alloc<int>  pairs(ctx.pool(), n_pairs + 1);
     ggml_cuda_pool_alloc<half> y(ctx.pool(), (size_t) args.n_tokens * args.n_channels * args.k);
     const grouped_plan         plan = { pairs.ptr + n_pairs, tiles.ptr, pairs.ptr, y.ptr };
-    ggml_cuda_grouped_sort(ctx, GGML_TYPE_F16, args, plan, MMQ_GROUPED_MANY_COLS);
+    ggml_cuda_grouped_sort_f16(ctx, args, plan, MMQ_GROUPED_MANY_COLS);
 
     constexpr size_t nbytes_shared = mmq_grouped_many_nbytes_shared<type, glu>();
     CUDA_SET_SHARED_MEMORY_LIMIT((mul_mat_q_grouped_many<type, glu>), nbytes_shared);
