@@ -357,6 +357,7 @@ class Pipeline:
         """Size, types and sha256, and the KL divergence from the whole model in the base type."""
         measured = (recipe is not None or self._cut(recipe) != WHOLE) and self._options.measure
         texts = {what: self._make_text(what) for what in TEXTS} if measured else {}
+        compensated = measured and recipe is not None and self._options.compensates
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "llama": LLAMA_VERSION}
         parts["texts"] = [text.fingerprint for text in texts.values()]
@@ -372,6 +373,7 @@ class Pipeline:
                 texts={what: text.path for what, text in texts.items()},
                 runtime=self._options.runtime,
                 provenance=provenance,
+                base=self._base(self._options.outtype, self._cut(recipe)).path if compensated else None,
             ),
         )
         if self._options.show_tensors:

@@ -63,11 +63,7 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
         ConvertError: the text is too short, too long or not text; activations are not finite.
         LlamaError: the model cannot be loaded or run.
     """
-    tensors = {
-        name: tensor
-        for name, tensor in read_header(quantized).tensors.items()
-        if GGMLQuantizationType(tensor.type) in GRIDS and name.endswith(".weight")
-    }
+    tensors = rounded_tensors(quantized)
     with ExitStack() as stack:
         bring = backend(gpu=runtime.n_gpu_layers != 0)
         model = stack.enter_context(runtime.load(base, writable=True))
@@ -78,6 +74,15 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
         file = _File(quantized, tensors, Weights(model, runtime.n_threads), progress, bring)
         stack.callback(file.close)
         Run(model, chunks, file, runtime, bring).run()
+
+
+def rounded_tensors(quantized: Path) -> dict[str, TensorInfo]:
+    """The tensors whose types have grids, by name."""
+    return {
+        name: tensor
+        for name, tensor in read_header(quantized).tensors.items()
+        if GGMLQuantizationType(tensor.type) in GRIDS and name.endswith(".weight")
+    }
 
 
 class Chooser(Protocol):

@@ -78,9 +78,8 @@ class Grams:
         else:
             self._sums[key] = product
 
-    def take(self, name: str, matrix: int, width: int) -> Inputs:
-        """The inputs of one matrix [.., width] of the weight, whose sum is then discarded. A matrix that read
-        nothing has the identity, so no error is carried.
+    def total(self, name: str, matrix: int, width: int) -> Array:
+        """The sum of one matrix [.., width] of the weight, which is then discarded; 0 if it read nothing.
 
         Raises:
             ConvertError: the inputs are not finite.
@@ -90,4 +89,9 @@ class Grams:
             gram = self._bring(np.zeros((width, width), np.float32))
         if not bool(namespace(gram).isfinite(gram).all()):
             raise ConvertError(f"the inputs of {name} are not finite; is the checkpoint intact?")
-        return Inputs(gram)
+        return gram
+
+    def take(self, name: str, matrix: int, width: int) -> Inputs:
+        """The inputs of one matrix, from `total`. A matrix that read nothing has the identity, so no error is
+        carried."""
+        return Inputs(self.total(name, matrix, width))
