@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .request import Adapters
     from .sampling.rows import Rows
     from .speculation.base import Guesses
-    from .ubatches import Pass
 
 
 @dataclass(slots=True, eq=False)
@@ -225,18 +224,14 @@ class Runner:
                 self._add_row(index, placement.scored_rows)
         return placements
 
-    def _ubatches(self, batch: Batch) -> Iterator[Pass]:
-        lengths = [chunk.n_tokens for chunk in batch.chunks]
-        context = self._context
-        return ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes)
-
     def _fill_ubatches(self, batch: Batch) -> list[Placement]:
         """Write tokens in the order of ubatches; llama.cpp would swap outputs of another order row by row."""
         context, chunks = self._context, batch.chunks
         write = self._write_rows if batch.of_pictures else self._write_tokens
         placements = [Placement([]) for _ in chunks]
         done, start = [0] * len(chunks), 0
-        for one in self._ubatches(batch):
+        lengths = [chunk.n_tokens for chunk in chunks]
+        for one in ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes):
             for i, length in one:
                 chunk, placement, first, end = chunks[i], placements[i], done[i], start + length
                 write(chunk, first, start, end)

@@ -100,8 +100,10 @@ class StepLoop:
             return None
         batch = scheduler.schedule()
         lap("schedule")
-        if behind and not (batch.chunks and self._can_follow(behind, batch)):
-            return None
+        if behind:
+            quiet = not batch.is_decode or speculator.is_quiet(len(batch.chunks))
+            if not (batch.chunks and quiet and self._runner.can_follow(behind, batch)):
+                return None
         # otherwise the tokens would wait for the step or for drafters
         if not self._components.device_runs_alone or speculator.catches_up(batch):
             self._flush()
@@ -122,7 +124,3 @@ class StepLoop:
         scheduler.launched(batch)
         lap("reserve")
         return step
-
-    def _can_follow(self, behind: Launched, batch: Batch) -> bool:
-        quiet = not batch.is_decode or self._speculator.is_quiet(len(batch.chunks))
-        return quiet and self._runner.can_follow(behind, batch)
