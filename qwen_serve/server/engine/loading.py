@@ -167,10 +167,10 @@ class Components:
         if not settings.prefill_budget:
             log.debug("a step reads up to %d prompt tokens, %.1f us each", budget.tokens, 1e6 * budget.each)
         if drafts:
-            rehearsal = warmup.Rehearsal(context, self.runner, self.vocab, self.clock)
+            parts = context, self.runner, self.vocab, self.clock
             self.speculator.measure(
-                rehearsal.verification,
-                rehearsal.pace,
+                partial(warmup.time_verification, *parts),
+                partial(warmup.time_plain, *parts),
                 MEASURING_GPU if on_gpu else MEASURING_CPU,
                 prompt=(prefill, prefill * budget.each),
                 known=known.step_times if known else None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp import Context
 
-    from .runner import Launched, Runner
+    from .runner import Runner
     from .vocab import Vocab
 
 log = logging.getLogger(__name__)
@@ -56,54 +56,50 @@ def time_prompt(context: Context, length: int, clock: Callable[[], float]) -> fl
     return min(times)
 
 
-class Rehearsal:
-    """Steps of new sequences in the first slots, which are empty again afterwards. They are timed."""
+def time_verification(
+    context: Context, runner: Runner, vocab: Vocab, clock: Callable[[], float], n: int, rows: int
+) -> float:
+    """Seconds to verify `rows` - 1 arbitrary draft tokens for each of `n` sequences. These are in the first
+    slots, which are empty again afterwards."""
+    batch = _batch(vocab, n, rows)
+    started = clock()
+    step = runner.launch(batch)
+    runner.sample(step)
+    sample(batch, runner.collect(step), vocab.eog_ids)
+    seconds = clock() - started
+    for slot in range(n):
+        context.remove(slot)
+    return seconds
 
-    def __init__(self, context: Context, runner: Runner, vocab: Vocab, clock: Callable[[], float]) -> None:
-        self._context, self._runner, self._vocab, self._clock = context, runner, vocab, clock
 
-    def verification(self, n: int, rows: int) -> float:
-        """Seconds to verify `rows` - 1 arbitrary draft tokens for each of `n` sequences."""
-        batch = self._batch(n, rows)
-        started = self._clock()
-        step = self._runner.launch(batch)
-        self._runner.sample(step)
-        self._collect(step)
-        seconds = self._clock() - started
-        self._leave(n)
-        return seconds
+def time_plain(
+    context: Context, runner: Runner, vocab: Vocab, clock: Callable[[], float], n: int
+) -> float | None:
+    """Seconds of a plain step of `n` such sequences behind another; None if steps wait for each other."""
+    batch, done = _batch(vocab, n, 1), list[float]()
+    step = runner.launch(batch)
+    while step.in_order and len(done) < PACED:
+        runner.sample(step)
+        following = runner.launch(batch, step)
+        sample(batch, runner.collect(step), vocab.eog_ids)
+        done.append(clock())
+        step = following
+    context.wait()
+    for slot in range(n):
+        context.remove(slot)
+    done = done[PACED // 4 :]  # the first ones build a graph and have it captured
+    return (done[-1] - done[0]) / (len(done) - 1) if done else None
 
-    def pace(self, n: int) -> float | None:
-        """Seconds of a plain step of `n` sequences behind another; None if steps wait for each other."""
-        batch, done = self._batch(n, 1), list[float]()
-        step = self._runner.launch(batch)
-        while step.in_order and len(done) < PACED:
-            self._runner.sample(step)
-            following = self._runner.launch(batch, step)
-            self._collect(step)
-            done.append(self._clock())
-            step = following
-        self._context.wait()
-        self._leave(n)
-        done = done[PACED // 4 :]  # the first ones build a graph and have it captured
-        return (done[-1] - done[0]) / (len(done) - 1) if len(done) > 1 else None
 
-    def _batch(self, n: int, rows: int) -> Batch:
-        sampler, batch = Sampler(SamplingParams(), self._vocab, []), Batch()
-        for slot in range(n):
-            sequence = Request([0], rows, sampler)
-            sequence.slot, sequence.status = slot, RequestStatus.DECODE
-            batch.add(sequence, 1)
-            if rows > 1:
-                batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
-        return batch
-
-    def _collect(self, step: Launched) -> None:
-        sample(step.batch, self._runner.collect(step), self._vocab.eog_ids)
-
-    def _leave(self, n: int) -> None:
-        for slot in range(n):
-            self._context.remove(slot)
+def _batch(vocab: Vocab, n: int, rows: int) -> Batch:
+    sampler, batch = Sampler(SamplingParams(), vocab, []), Batch()
+    for slot in range(n):
+        sequence = Request([0], rows, sampler)
+        sequence.slot, sequence.status = slot, RequestStatus.DECODE
+        batch.add(sequence, 1)
+        if rows > 1:
+            batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
+    return batch
 
 
 def _check(context: Context, n: int, n_real: int) -> None:

@@ -35,6 +35,10 @@ QUIET, SPARSE = 128, 8
 takes a considerable part of a short step."""
 
 
+CAPTURED = 2
+"""Steps of a shape after which one takes its usual time."""
+
+
 class Speculator:
     """Asks the drafters, rolls wrong drafts back, and updates the policy with the results.
 
@@ -71,6 +75,9 @@ class Speculator:
         """Their states must be copied, freed and saved with the trunk's."""
         self._shape = (0, 0)
         """Sequences of the last step and rows of all of them, if it decoded."""
+        self._alike = 0
+        """Steps before it of the same shape. The first of a shape may build a graph, and the second may have
+        it captured."""
         self._behind = 0
         """Sequences of the last step, if it was a plain one that nothing of drafts has slowed down."""
         self._overtaken = False
@@ -311,7 +318,7 @@ class Speculator:
         if self._overtaken or (self._is_quiet and not self._hidden.collects):
             self._overtaken = False
             n = self._behind = len(chunks) if batch.is_decode else 0
-            self._shape = n, n
+            self._shape, self._alike = (n, n), 0
             if before == n > 0 and since is not None:
                 self._policy.times.took(n, "", 0, since, self._policy.times.of(n, n))
             return [chunk.start + chunk.count for chunk in chunks]
@@ -356,6 +363,7 @@ class Speculator:
         chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
         before, self._shape = self._shape, (n, batch.n_tokens) if decodes else (0, 0)
+        self._alike = self._alike + 1 if self._shape == before else 0
         spent = since if before != (0, 0) else None
         if proposal is not None:
             drafter, plan = proposal.health.drafter, proposal.plan
@@ -369,7 +377,7 @@ class Speculator:
             self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
             if spent is None and seconds is not None:
                 spent = seconds + proposal.seconds + proposal.rollback
-            steady = before == self._shape
+            steady = self._alike >= CAPTURED
             if (
                 (steady or drafter.instant)
                 and spent is not None

@@ -17,7 +17,7 @@ WINDOW, LATE = 64, 3.0
 work may have delayed it. Two results that are collected together are 0 and twice the mean."""
 
 HELD_UP = 0.8
-"""If rounds take less than this share of the time by the table, the start was held up by other work."""
+"""If steps take less than this share of the time by the table, the start was held up by other work."""
 
 DOUBT = 4
 """What was expected counts as this many values of what is measured."""
@@ -175,7 +175,8 @@ class StepTimes:
             return mean.value
         like = [known for known in self.factors if known[1] == drafter]
         if not like:
-            return OVERHEAD
+            plain = self._plain(n).value
+            return OVERHEAD * (plain if plain < HELD_UP else 1.0)
         bits = key[0].bit_length()
         nearest = min(like, key=lambda one: (abs(one[0].bit_length() - bits), abs(one[2] - depth)))
         return self.factors[nearest].value

@@ -7,7 +7,7 @@ collected in pairs. The real speculator and policy decide.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ GOOD, BAD = 0.915, 0.52
 LEAST = 0.98
 """Of the tokens a second of the better of no drafts and the best depth."""
 
-SETTLED, MEASURED = 100, 1000
+SETTLED, MEASURED = 100, 2000
 """Steps until a load is known, and steps that are measured."""
 
 CHANGED = 1800
@@ -63,19 +63,15 @@ def head(n: int, depth: int) -> float:
 class Server(World):
     """Launches plain steps behind each other, as the engine does while nobody drafts."""
 
-    def __init__(self, n: int, right: float, seed: int = 0, **options: Any) -> None:
-        self.steady = True
+    def __init__(self, n: int, right: float, seed: int = 0) -> None:
         super().__init__(
-            n,
-            **{"table": table, "draft": head, "deepest": 8, "build": 1e-3, "snapshots": 8} | options,
-            ragged=True,
-            slots=64,
-            seed=seed,
+            n, table=table, draft=head, deepest=8, build=1e-3, snapshots=8, ragged=True, slots=64, seed=seed
         )
         self.head.most, self.head.right, self.states.operands = 64, right, True
         self._ahead: Batch | None = None
+        """The next step, which was launched behind the last one."""
         self._uncollected = 0.0
-        self.steady = False
+        """Seconds of a step whose result came with that of the next one."""
 
     def pace(self, n: int) -> float:
         return table(n, 1)
