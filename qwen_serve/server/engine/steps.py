@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
 
-from .profile import kind_of
 from .verification import sample
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class StepLoop:
         lap("verify")
         news = scheduler.commit(batch, sampled, held)
         lap("commit")
-        self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
+        self._profile.finish(batch)
         return batch, news
 
     def _launch(self, behind: Launched | None = None) -> Launched | None:
