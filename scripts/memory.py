@@ -108,7 +108,7 @@ def _plan(path: Path, n_bytes: int, parallel: int) -> MemoryPlan | None:
     )
     cells = sizes[max(count - 1, 0)]
     while cells > least:
-        wide = plan.rehearsed(plan.settings.replace(ctx_size=cells))  # buffers grow with the context
+        wide = plan.profiled(plan.settings.replace(ctx_size=cells))  # buffers grow with the context
         if wide.fits:
             return wide
         cells = max(least, padded(cells * 31 // 32) - CELL_PADDING)

@@ -45,13 +45,13 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def on_the_card(settings: EngineSettings, spec: ModelSpec, *_: object) -> dict[str, int]:
         return {
-            "CUDA0": sum(measured.rehearse(settings.replace(n_gpu_layers=0), spec, places, None).values())
+            "CUDA0": sum(measured.profile_run(settings.replace(n_gpu_layers=0), spec, places, None).values())
         }
 
     monkeypatch.setattr(devices, "devices", lambda: places)
     monkeypatch.setattr(devices, "available_memory", lambda: None)
     monkeypatch.setattr(fit, "keeps_f16_copies", lambda _: False)  # the card is no Hopper
-    monkeypatch.setattr("qwen_serve.server.engine.planning.plan.rehearse", on_the_card)
+    monkeypatch.setattr("qwen_serve.server.engine.planning.plan.profile_run", on_the_card)
     monkeypatch.setattr("qwen_serve.server.engine.planning.plan.takes_rows", lambda *_: True)
 
 

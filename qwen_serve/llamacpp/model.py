@@ -48,7 +48,7 @@ class _BufferTypeOverride(ctypes.Structure):
 class Model:
     """Weights and vocabulary of one GGUF file; a context manager, to be closed after its contexts.
 
-    With `rehearse`, neither the weights nor the KV caches of contexts are allocated; such a model only
+    With `no_alloc`, neither the weights nor the KV caches of contexts are allocated; such a model only
     reports what llama.cpp would allocate. `shares` splits the layers among all GPUs in these proportions
     (None: by free memory); without it, `main_gpu` holds all GPU layers. The token embedding is on the device
     `embedding_on`, by ggml's name, or else on the host. If it is also the output head, and the head is on the
@@ -71,7 +71,7 @@ class Model:
         embedding_on: str | None = None,
         use_mmap: bool = True,
         mlock: bool = False,
-        rehearse: bool = False,
+        no_alloc: bool = False,
         f16_copies: bool = False,
         repack: bool = False,
         load_mtp: bool = False,
@@ -92,9 +92,9 @@ class Model:
             overrides[0] = _BufferTypeOverride(EMBEDDING, buffer_type(embedding_on))
             params.tensor_buft_overrides = ctypes.addressof(overrides)
         mode = use_mmap * C.LLAMA_LOAD_MODE_MMAP | mlock * C.LLAMA_LOAD_MODE_MLOCK
-        params.load_mode = C.LLAMA_LOAD_MODE_NONE if rehearse or writable else mode
-        params.no_alloc = rehearse
-        self.checked = CHECK_TENSORS and check and not rehearse
+        params.load_mode = C.LLAMA_LOAD_MODE_NONE if no_alloc or writable else mode
+        params.no_alloc = no_alloc
+        self.checked = CHECK_TENSORS and check and not no_alloc
         """Whether all weights were read and found finite."""
         params.check_tensors = self.checked
         params.load_mtp = load_mtp

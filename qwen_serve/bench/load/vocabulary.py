@@ -48,7 +48,7 @@ class GgufVocabulary(Vocabulary):
             raise BenchError(f"--tokenizer {path}: no such file")
         self.source = str(path)
         try:
-            self._model = Model(path, n_gpu_layers=0, rehearse=True)
+            self._model = Model(path, n_gpu_layers=0, no_alloc=True)
         except ModelLoadError as error:
             raise BenchError(f"--tokenizer {path}: llama.cpp cannot read its vocabulary: {error}") from error
         self.size = self._model.n_vocab

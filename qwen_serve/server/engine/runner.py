@@ -49,7 +49,7 @@ class Launched:
 
 
 class Runner:
-    """While the engine runs, only this class decodes in the context; rehearsals do so before the start."""
+    """While the engine runs, only this class decodes in the context; the warm-up does so before the start."""
 
     def __init__(self, context: Context, profile: StepProfile, adapters: Sequence[LoraAdapter] = ()) -> None:
         """`adapters` are in the order of their numbers."""

@@ -13,6 +13,11 @@ the closest of each tenant comes before the second of any tenant. If a prompt sh
 one that is being computed, it keeps its place and waits for that prefix, unless the earlier request ends
 before.
 
+A step may be chosen while the one before it is computed. A launched batch counts as computed, and a
+placeholder stands for each token that it samples, so known tokens and those in flight are scheduled alike.
+Only what depends on results waits for them, such as preemption. If a sequence turns out to have ended, the
+step that is being computed drops it.
+
 The KV cache is a pool of cells, one a token, that all sequences share. A sequence is admitted when there are
 cells for its tokens and each running sequence keeps a little room to grow. No cells are reserved for its
 whole answer. When cells run short, checkpoints of the prefix cache are evicted first. If that is not enough,

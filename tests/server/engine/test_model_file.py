@@ -182,11 +182,11 @@ def test_one_that_is_replaced_in_the_middle_of_loading_is_refused(
     shutil.copy(nano_f32, paths["model"])
     shutil.copy(nano_draft_f32, paths["draft_model"])
 
-    def load(path: Path, *, rehearse: bool = False, **options: Any) -> Model:
-        if path == paths[which] and not rehearse:
+    def load(path: Path, *, no_alloc: bool = False, **options: Any) -> Model:
+        if path == paths[which] and not no_alloc:
             other = with_other_weights(path, tmp_path / "other.gguf")
             other.replace(path)
-        return Model(path, rehearse=rehearse, **options)
+        return Model(path, no_alloc=no_alloc, **options)
 
     monkeypatch.setattr(contexts, "Model", load)
     prefixes = None if remember else tmp_path / "prefixes"
@@ -212,7 +212,7 @@ def test_weights_are_checked_once(
 
     def load(path: Path, **options: Any) -> Model:
         model = Model(path, **options)
-        if not options.get("rehearse"):
+        if not options.get("no_alloc"):
             checked.append(model.checked)
         return model
 

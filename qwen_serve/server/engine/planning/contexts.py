@@ -67,7 +67,7 @@ def mtp_cells(settings: EngineSettings) -> int:
 
 
 def load_model(
-    settings: EngineSettings, spec: ModelSpec, embedding_on: Device | None, *, rehearse: bool = False
+    settings: EngineSettings, spec: ModelSpec, embedding_on: Device | None, *, no_alloc: bool = False
 ) -> Model:
     """Load the model, its token embedding on `embedding_on` or the host. Raises ModelLoadError."""
     model = Model(
@@ -78,13 +78,13 @@ def load_model(
         embedding_on=embedding_on.name if embedding_on else None,
         use_mmap=settings.use_mmap,
         mlock=settings.mlock,
-        rehearse=rehearse,
-        f16_copies=settings.f16_copies == "on" and not rehearse,
-        repack=settings.repack == "on" and not rehearse,
+        no_alloc=no_alloc,
+        f16_copies=settings.f16_copies == "on" and not no_alloc,
+        repack=settings.repack == "on" and not no_alloc,
         load_mtp=uses_mtp(settings, spec),
         check=not _is_checked(spec.file, settings),
     )
-    if settings.repack == "on" and not (rehearse or model.repacked):
+    if settings.repack == "on" and not (no_alloc or model.repacked):
         log.warning(
             "repack is 'on', but no matrix was reordered: that needs an NVIDIA GPU from sm_80 on and the "
             "patch repacked-weights"
@@ -92,7 +92,7 @@ def load_model(
     return _confirmed(model, spec.file, settings)
 
 
-def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = False) -> Model:
+def load_draft(settings: EngineSettings, spec: DraftSpec, *, no_alloc: bool = False) -> Model:
     """Load the draft model on the device of the model's output. Raises ModelLoadError."""
     model = Model(
         spec.file.path,
@@ -100,7 +100,7 @@ def load_draft(settings: EngineSettings, spec: DraftSpec, *, rehearse: bool = Fa
         main_gpu=len(settings.shares) - 1 if settings.shares else settings.main_gpu,
         use_mmap=settings.use_mmap,
         mlock=settings.mlock,
-        rehearse=rehearse,
+        no_alloc=no_alloc,
         check=not _is_checked(spec.file, settings),
     )
     return _confirmed(model, spec.file, settings)

@@ -132,11 +132,11 @@ def plan_memory(wanted: EngineSettings, header: Header, places: Sequence[Device]
     while not plan.fits:
         smaller = _smaller(plan, wanted)
         if smaller == plan.settings:
-            plan = plan.rehearsed(smaller)
+            plan = plan.profiled(smaller)
             raise DoesNotFit("\n".join([*shortfalls(plan), "the plan was:", str(plan)]))
         plan = plan.rearranged(smaller)
-        if place_layers(smaller, spec, places, [0] * len(places)).fits:  # else a rehearsal cannot help
-            plan = plan.rehearsed(smaller)
+        if place_layers(smaller, spec, places, [0] * len(places)).fits:  # else a profile run cannot help
+            plan = plan.profiled(smaller)
     return plan
 
 
@@ -318,7 +318,7 @@ def _with_larger_prefix_cache(plan: MemoryPlan, wanted: EngineSettings) -> Memor
         range(1, PARTS + 1), True, key=lambda part: not is_modest(plan.rearranged(larger(part)))
     )
     while part:
-        grown = plan.rehearsed(larger(part))
+        grown = plan.profiled(larger(part))
         if is_modest(grown):  # even with the buffers for more ids
             return grown
         part -= 1

@@ -47,7 +47,7 @@ class Measured(BaseModel):
 
 
 class Buffers(BaseModel):
-    """What a rehearsal measures."""
+    """What a profile run measures."""
 
     sizes: dict[str, int] = Field(min_length=1)
     """Bytes of compute and output buffers, by ggml's name of the device."""
@@ -123,7 +123,7 @@ def build() -> str:
 _BUFFER = re.compile(r"(\S+)\s+(compute|output) buffer size =\s*([0-9.]+) MiB")
 
 
-def rehearse(
+def profile_run(
     settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], embedding_on: Device | None
 ) -> dict[str, int]:
     """Bytes of compute and output buffers by ggml's name of the device. llama.cpp reports them, now or at an
@@ -132,12 +132,12 @@ def rehearse(
     if file is not None and (known := file.read()) is not None:
         return known.sizes
     sizes: Counter[str] = Counter()
-    with load_model(settings, spec, embedding_on, rehearse=True) as model:
+    with load_model(settings, spec, embedding_on, no_alloc=True) as model:
         try:
             context = Context(model, context_options(settings))
             sizes += reported(context.log, "the model's context")
             if spec.draft is not None:
-                with load_draft(settings, spec.draft, rehearse=True) as draft:
+                with load_draft(settings, spec.draft, no_alloc=True) as draft:
                     beside = draft_context(settings, spec.draft, draft, context)
                     sizes += reported(beside.log, "the draft model's context")
                     beside.close()

@@ -1,7 +1,7 @@
 """The memory that everything takes on each device, planned before anything is loaded.
 
 The sizes of weights come from the GGUF's tensors, those of KV cells and recurrent states from its metadata,
-and those of compute buffers from a rehearsal: llama.cpp builds its graphs without allocating weights or
+and those of compute buffers from a profile run: llama.cpp builds its graphs without allocating weights or
 cache.
 """
 
@@ -24,7 +24,7 @@ from qwen_serve.server.engine.speculation import dflash
 from qwen_serve.server.engine.speculation.mtp import host_bytes
 
 from .contexts import draft_cells, draft_ring, mtp_cells, uses_mtp
-from .measured import rehearse
+from .measured import profile_run
 from .sequence_ids import SequenceIds
 from .vision import IN_FLIGHT, IN_FLIGHT_SHARE
 
@@ -227,7 +227,7 @@ class MemoryPlan:
         """The plan for other settings, with the same compute buffers."""
         return place_layers(settings, self.spec, self.places, [usage.compute for usage in self.usages])
 
-    def rehearsed(self, settings: EngineSettings) -> MemoryPlan:
+    def profiled(self, settings: EngineSettings) -> MemoryPlan:
         """The plan for other settings, with their own compute buffers."""
         return make_plan(settings, self.spec, self.places)
 
@@ -321,17 +321,17 @@ def make_plan(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device
 def compute_buffers(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
     """Bytes of compute buffers in each of `places`.
 
-    A rehearsal allocates states and the table of cells. If these do not fit, rehearsals with fewer of them
+    A profile run allocates states and the table of cells. If these do not fit, runs with fewer of them
     show how the buffers grow with the number of cells.
     """
     if place_layers(settings, spec, places, [0] * len(places)).fits:
-        return _rehearsed(settings, spec, places)
+        return _profiled(settings, spec, places)
     few = settings.replace(parallel=1, prefix_checkpoints=0, ctx_size=min(settings.ctx_size, MAX_CELLS))
-    found = _rehearsed(few, spec, places)
+    found = _profiled(few, spec, places)
     if settings.ctx_size == few.ctx_size:
         return found
     half = few.ctx_size // 2
-    fewer = _rehearsed(few.replace(ctx_size=half), spec, places)
+    fewer = _profiled(few.replace(ctx_size=half), spec, places)
     return on_the_line((half, fewer), (few.ctx_size, found), settings.ctx_size)
 
 
@@ -341,8 +341,8 @@ def on_the_line(a: tuple[int, list[int]], b: tuple[int, list[int]], cells: int) 
     return [int(low + share * (high - low)) for low, high in zip(a[1], b[1], strict=True)]
 
 
-def _rehearsed(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
-    sizes = rehearse(settings, spec, places, embedding_place(settings, spec, places))
+def _profiled(settings: EngineSettings, spec: ModelSpec, places: Sequence[Device]) -> list[int]:
+    sizes = profile_run(settings, spec, places, embedding_place(settings, spec, places))
     # buffers on the host: plain ones (CPU), and pinned ones for the GPU (CUDA_Host)
     host = sum(size for name, size in sizes.items() if name.startswith("CPU") or "Host" in name)
     return [sizes.get(place.name, 0) if place.is_gpu else host for place in places]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .plan import DeviceMemory, MemoryPlan
 
 TRIALS = 5
-"""Rehearsals to find the largest context that fits."""
+"""Profile runs to find the largest context that fits."""
 
 SMALLEST_UBATCH = 128
 """Smallest `ubatch_size` that an error recommends."""
@@ -90,7 +90,7 @@ def _helpful(plan: MemoryPlan, index: int) -> list[str]:
     if settings.prefix_cache and not any("checkpoints" in said for said in found) and does_with(**without):
         found.append("prefix_cache=false")
     ubatch = settings.ubatch_size // 2
-    if ubatch >= SMALLEST_UBATCH and does(plan.rehearsed(settings.replace(ubatch_size=ubatch))):
+    if ubatch >= SMALLEST_UBATCH and does(plan.profiled(settings.replace(ubatch_size=ubatch))):
         found.append(f"ubatch_size={ubatch}")
     if plan.places[index].is_gpu:
         all_layers = plan.spec.n_blocks + 1 if settings.n_gpu_layers < 0 else settings.n_gpu_layers
@@ -106,14 +106,14 @@ def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
     """The largest `ctx_size` that fits with its own compute buffers; 0 if none is found."""
     settings, spec, places = plan.settings, plan.spec, plan.places
 
-    def rehearsed(cells: int) -> tuple[int, list[int]]:
+    def profiled(cells: int) -> tuple[int, list[int]]:
         return cells, compute_buffers(settings.replace(ctx_size=cells), spec, places)
 
     def fits(cells: int, found: list[int]) -> bool:
         return does(place_layers(settings.replace(ctx_size=cells), spec, places, found))
 
     most = min(settings.ctx_size, MAX_CELLS)
-    a, b = rehearsed(most // 2), rehearsed(most)
+    a, b = profiled(most // 2), profiled(most)
     for _ in range(TRIALS):
         cells = CELL_PADDING * _largest(
             0,
@@ -122,7 +122,7 @@ def _most_cells(plan: MemoryPlan, does: Callable[[MemoryPlan], bool]) -> int:
         )
         if cells in (0, b[0]):
             return cells
-        a, b = b, rehearsed(cells)
+        a, b = b, profiled(cells)
         if fits(*b):
             return cells
     return 0

@@ -69,7 +69,7 @@ def pretend_copies(monkeypatch: pytest.MonkeyPatch, *, pay: bool, build: bool = 
 
 
 def four_b_plan(**changes: Any) -> MemoryPlan:
-    # What fits is decided without the file; `_rehearse` is replaced.
+    # What fits is decided without the file; `_profiled` is replaced.
     return plan_memory(EngineSettings(model=Path("4b.gguf"), threads=1, threads_batch=1, **changes), four_b())
 
 

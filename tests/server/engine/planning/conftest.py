@@ -27,7 +27,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Any:
         buffers = {f"CUDA{i}": 300 * MIB for i in range(len(free))}
         monkeypatch.setattr(devices, "devices", lambda: found)
         monkeypatch.setattr(devices, "available_memory", lambda: None)
-        monkeypatch.setattr(plan, "rehearse", lambda *_: {**buffers, "CUDA_Host": 20 * MIB})
+        monkeypatch.setattr(plan, "profile_run", lambda *_: {**buffers, "CUDA_Host": 20 * MIB})
 
     return pretend
 

@@ -101,11 +101,11 @@ def test_buffers_that_come_with_more_ids_are_part_of_its_share(
     card(23 * GIB)
     small = four_b_plan()
 
-    def rehearse(settings: EngineSettings, *_: object) -> dict[str, int]:
+    def profile_run(settings: EngineSettings, *_: object) -> dict[str, int]:
         ids = len(SequenceIds.of(settings))
         return {"CUDA0": 300 * MIB, "CUDA_Host": 20 * MIB + 200 * MIB * (ids - 40)}
 
-    monkeypatch.setattr(f"{PLAN}.rehearse", rehearse)
+    monkeypatch.setattr(f"{PLAN}.profile_run", profile_run)
     plan = four_b_plan()
     assert 32 < plan.settings.prefix_checkpoints < small.settings.prefix_checkpoints
     assert plan.usages[1].left > 14 * GIB
@@ -322,19 +322,19 @@ def test_a_context_that_can_not_be_is_refused_at_once_with_one_that_fits(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, cells: int
 ) -> None:
     monkeypatch.setattr(devices, "available_memory", lambda: 4 * GIB)
-    rehearsed: list[int] = []
+    profiled: list[int] = []
 
     def watched(
         settings: EngineSettings, spec: ModelSpec, places: Sequence[Device], *_: object
     ) -> dict[str, int]:
-        rehearsed.append(settings.ctx_size)
-        return measured.rehearse(settings, spec, places, None)
+        profiled.append(settings.ctx_size)
+        return measured.profile_run(settings, spec, places, None)
 
-    monkeypatch.setattr(f"{PLAN}.rehearse", watched)
+    monkeypatch.setattr(f"{PLAN}.profile_run", watched)
     wanted = decided(nano_q4_k_m, speculation="both", ctx_size=cells)
     with pytest.raises(DoesNotFit, match=r"CPU: .*ctx_size=\d+") as caught:
         plan_memory(wanted, read_header(nano_q4_k_m))
-    assert max(rehearsed) * plan_cell(nano_q4_k_m) < 4 * GIB, "the rehearsal allocates in proportion"
+    assert max(profiled) * plan_cell(nano_q4_k_m) < 4 * GIB, "the profile run allocates in proportion"
     suggested = re.search(r"ctx_size=(\d+)", str(caught.value))
     assert suggested
     plan = plan_memory(wanted.replace(ctx_size=int(suggested[1])), read_header(nano_q4_k_m))
@@ -357,7 +357,7 @@ def test_advice_counts_the_buffers_that_grow_with_the_context(
         cells = settings.ctx_size
         return {"CUDA0": 300 * MIB + 16 * 1024 * cells + 16 * 1024 * max(0, cells - bend)}
 
-    monkeypatch.setattr(f"{PLAN}.rehearse", buffers)
+    monkeypatch.setattr(f"{PLAN}.profile_run", buffers)
     with pytest.raises(DoesNotFit) as caught:
         four_b_plan(speculation="off", ctx_size=1_000_000)
     suggested = re.search(r"ctx_size=(\d+)", str(caught.value))

@@ -142,7 +142,7 @@ def test_each_kind_of_start_has_its_own(
     assert RecordFile(Measured, settings, spec, []).read() is None, "of another file"
 
 
-def test_the_next_start_rehearses_nothing(
+def test_the_next_start_profiles_nothing(
     nano_q4_k_m: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
@@ -150,7 +150,7 @@ def test_the_next_start_rehearses_nothing(
     plan = plan_memory(settings, header)
     buffers = [usage.compute for usage in plan.usages]
     assert min(buffers) > 0
-    monkeypatch.setattr(measured, "load_model", lambda *_, **__: pytest.fail("a rehearsal"))
+    monkeypatch.setattr(measured, "load_model", lambda *_, **__: pytest.fail("a profile run"))
     again = plan_memory(settings, header)
     assert ([usage.compute for usage in again.usages], again.settings) == (buffers, plan.settings)
     with pytest.raises(pytest.fail.Exception):
