@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp import DrySampler
     from qwen_serve.llamacpp.row_results import RowResult
-    from qwen_serve.llamacpp.row_sampler import RowRequest, RowSampler
+    from qwen_serve.llamacpp.row_sampler import Bits, RowRequest, RowSampler
     from qwen_serve.server.engine.sampling.rows import Rows
     from qwen_serve.server.engine.vocab import Vocab
 
@@ -55,11 +55,16 @@ class Sampler:
         """What drafters choose with: drafts by the same noise are likelier to be accepted."""
         return self._native.sampler
 
-    def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
+    def constrained(self, draft: Sequence[int]) -> tuple[Constraint, Sequence[int]] | None:
+        """The constraint whose masks `requests` needs, and the part of the draft that it has not accepted."""
+        if self._constraint is None or len(self._forced) > len(draft):
+            return None
+        return self._constraint, draft[len(self._forced) :]
+
+    def requests(self, draft: Sequence[int], n_top: int, masks: Sequence[Bits]) -> list[RowRequest]:
         """Requests for the row after the pending tokens, and for those after each token of a draft. `n_top`:
-        the likeliest tokens with log-probabilities, or -1 for none. Raises what the constraint raises."""
-        forced = list(self._forced) if self._forced else []
-        return self._native.requests(forced, draft, self._constraint, n_top)
+        the likeliest tokens with log-probabilities, or -1 for none. `masks`: for what `constrained` gives."""
+        return self._native.requests(list(self._forced) if self._forced else (), draft, masks, n_top)
 
     def request_score(self, token: int, n_top: int) -> RowRequest:
         """A request for the log-probability of a prompt's `token`, which follows the row."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .health import DrafterHealth
+    from .policy import Plan
 
 
 @dataclass(slots=True)
@@ -15,6 +16,7 @@ class Proposal:
 
     health: DrafterHealth
     """The drafter that made them."""
+    plan: Plan
     kinds: list[str]
     """The kind of draft of each chunk; "" for a chunk without a draft."""
     exceeds_snapshots: bool

@@ -21,7 +21,9 @@ class HostRows:
     """A row that a sampler is about to choose from."""
 
     def __init__(self, sampler: Sampler, logits: np.ndarray[Any, Any]) -> None:
-        self._results = sample_rows(sampler.requests((), -1), [logits])
+        asked = sampler.constrained(())
+        masks = [] if asked is None else asked[0].masks(asked[1])
+        self._results = sample_rows(sampler.requests((), -1, masks), [logits])
 
     def result(self, row: int) -> RowResult:
         return self._results[row]
