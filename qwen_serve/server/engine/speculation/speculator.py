@@ -377,6 +377,8 @@ class Speculator:
             self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
             if spent is None and seconds is not None:
                 spent = seconds + proposal.seconds + proposal.rollback
+            if before != (0, 0):
+                policy.changes.add(float(self._shape != before))
             steady = self._alike >= CAPTURED
             if (
                 (steady or drafter.instant)
