@@ -87,7 +87,7 @@ class StepLoop:
             self._components.context.wait()  # its logits are useless, since the sequences start again
             self._ahead, self._profile.overlaps = None, False
         ahead = None if self._ahead is None else self._ahead.batch
-        held = self._speculator.verify(batch, sampled, seconds, since)
+        held = self._speculator.verify(batch, sampled, since)
         lap("verify")
         news = self._scheduler.commit(batch, sampled, held, ahead)
         lap("commit")
