@@ -195,7 +195,9 @@ class Speculator:
             limit = sequence.limit - len(sequence.tokens) - 1 if slot < self._slots else 0
             if (horizon := sequence.sampler.horizon) is not None:
                 limit = min(limit, horizon - 1)
-            requests.append(DraftRequest(sequence, slot, max(0, limit)))
+            requests.append(
+                DraftRequest(sequence, slot, max(0, min(limit, self._states.longest_draft(chunk))))
+            )
         return requests if any(request.limit for request in requests) else []
 
     def _propose(self, batch: Batch, requests: list[DraftRequest]) -> None:

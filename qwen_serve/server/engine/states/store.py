@@ -116,6 +116,10 @@ class StateStore:
         decoded again."""
         return self._rollback.rewinds(slot, alone=alone)
 
+    def longest_draft(self, chunk: Chunk) -> int:
+        """Longest draft of a chunk that can be taken back."""
+        return self._rollback.longest(chunk)
+
     def checkpoint(self, batch: Batch) -> None:
         """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.
         Raises LlamaError."""

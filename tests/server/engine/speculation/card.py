@@ -143,6 +143,9 @@ class States:
     def keeps_graph(self, slot: int) -> int:
         return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
 
+    def longest_draft(self, chunk: Chunk) -> int:
+        return chunk.sequence.limit
+
     def checkpoint(self, batch: Batch) -> None:
         alone, longest = len(batch.chunks) == 1, max(len(chunk.draft) for chunk in batch.chunks)
         self._way = "snapshot" if longest <= self.rewinds(0, alone=alone) else "copy"
