@@ -241,16 +241,6 @@ class HostRowSteps(RowSteps):
         rows: list[Row] = [matrix(_logits_of(self._context, i), 1, self._n_vocab)[0] for i in indices]
         return sample_rows(requests, rows)
 
-    def read_next(self, rows: npt.NDArray[np.int32], source: RowSteps | None = None) -> bool:
-        return False
-
-    def read_hidden(self, rows: npt.NDArray[np.int32]) -> bool:
-        return False
-
-    @property
-    def n_in_order(self) -> int:
-        return 0
-
 
 def sample_rows(requests: Sequence[RowRequest], rows: Sequence[Row]) -> RowResults:
     """Choose a token from each row [n_vocab]."""

@@ -151,7 +151,7 @@ class Engine:
         sequence = Request(
             prompt.ids,
             room if max_tokens is None else min(max_tokens, room),
-            logprobs=Logprobs.wanted(params, self.vocab.n_real),
+            logprobs=Logprobs.wanted(params),
             stops=params.stop_token_ids,
             include_stop=params.include_stop,
             pictures=prompt.pictures,

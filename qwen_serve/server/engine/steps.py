@@ -83,7 +83,7 @@ class StepLoop:
             self._done = done
         if batch.is_decode:
             policy.decoded(batch.n_tokens, seconds, budget.each)
-        held = self._speculator.verify(batch, sampled, seconds, since)
+        held = self._speculator.verify(batch, sampled, since)
         lap("verify")
         news = scheduler.commit(batch, sampled, held)
         lap("commit")
