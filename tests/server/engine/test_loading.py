@@ -111,15 +111,14 @@ def test_without_a_gpu_steps_are_compared_by_what_they_compute(
     parts = build_engine(plan_memory(wanted, read_header(nano_q4_k_m)), StepProfile(), StartProfile())
     launch = parts.runner.launch
 
-    def held_up(batch: Batch) -> Launched:
+    def held_up(batch: Batch, behind: Launched | None = None) -> Launched:
         sleep(0.02)  # something else has the cores
-        return launch(batch)
+        return launch(batch, behind)
 
     monkeypatch.setattr(parts.runner, "launch", held_up)
     parts.warm_up()
     times = policy(parts.speculator).times
     assert 0 < times.of(1, 1) < 0.02
-    assert times.building.value < 0.02
     parts.close()
 
 
