@@ -34,7 +34,8 @@ STAY = 16
 """Steps over which the time to change to another graph is spread, or fewer if it changes more often."""
 
 REPLAN = 4
-"""Steps for which a plan for several requests stays, since planning takes time while the device waits."""
+"""Steps for which a plan stays, since planning takes time while the device waits; for one request, until a
+draft is all wrong."""
 
 UNTRIED = 4
 """Longest draft for a request of which nothing is known, if making it takes time."""
@@ -276,6 +277,8 @@ class Policy:
         if kind not in own:
             own[kind] = Acceptance(drafter.kinds[kind])
         own[kind].add(drafted, right, self.now)
+        if not right and self._last is not None and len(self._last.step.owners) == 1:
+            self._last.until = self.now
 
     def spent(self, kind: str, n: int, tokens: int, seconds: float, plan: Plan | None = None) -> None:
         """Record a step with drafts of a kind, or one that catches up after them, which has no plan. It gave

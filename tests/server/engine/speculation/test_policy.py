@@ -296,11 +296,9 @@ def test_a_drafter_that_lost_reads_the_end_of_a_prompt_only(monkeypatch: pytest.
         return sum(read)
 
     assert rows_read() == 300
-    world.head.right = 0.0
-    world.gain(1500)  # it lost
+    world.policy.spent("mtp", 1, 1, 40 * world.policy.times.plain(1))
     assert rows_read() <= COLLECT
-    world.head.right = 1.0
-    world.gain(1500)
+    world.gain(world.policy.cooldown(world.head, 1) + 200)
     assert rows_read() == 300
 
 
