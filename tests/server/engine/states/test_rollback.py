@@ -159,8 +159,8 @@ class Program:
         rows, cells = decode(self.context, parts, drafts), self.store.cells
         reports = [found for record in self.log.records if (found := REPORT.search(record.getMessage()))]
         assert int(reports[0][1]) == cells.used
-        self.store.appended(batch)
         for chunk in batch.chunks:
+            cells.append(chunk.slot, chunk.n_tokens)
             slot, (start, new) = chunk.slot, parts[chunk.slot]
             accepted = rng.randint(0, len(chunk.draft))
             text = self.texts[slot]
@@ -238,7 +238,7 @@ def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
             chunk_of(batch, 0, text, waiting, draft)
             states.checkpoint(batch)
             decode(context, {0: (len(text), [*waiting, *draft])})
-            states.appended(batch)
+            states.cells.append(0, batch.n_tokens)
             accepted = rng.randrange(len(draft) + 1)
             right = [*waiting, *draft[:accepted]]
             kept = len(text) + len(right)
