@@ -22,11 +22,11 @@ class Budget:
     the time. While nothing is left none are begun. A rest saves the time of planning; each is longer than the
     one before, until drafts have gained."""
 
-    __slots__ = ("_begun", "_left", "_next", "_owed", "_since", "_until")
+    __slots__ = ("_begun", "_left", "_new", "_next", "_owed", "_since", "_until")
 
     def __init__(self) -> None:
         self._left, self._owed, self._since = FIRST, 0.0, 0
-        self._until, self._next, self._begun = 0, REST_FIRST, False
+        self._until, self._next, self._begun, self._new = 0, REST_FIRST, False, 0
 
     def wait(self, now: int) -> int:
         """Steps from step `now` on until drafts may be made."""
@@ -49,12 +49,14 @@ class Budget:
 
     def rest(self, now: int) -> None:
         """Begin a rest in step `now`."""
-        self._begun = False
+        self._begun, self._new = False, 0
         self._until, self._next = now + self._next, min(REST_LAST, GROWTH * self._next)
 
-    def wake(self, now: int) -> None:
-        """End a rest, because there is a new request."""
-        self._until = min(self._until, now)
+    def wake(self, now: int, n: int) -> None:
+        """Count a new request; end a rest if half of `n` requests are new, whose drafts may pay."""
+        self._new += 1
+        if 2 * self._new >= n:
+            self._until = min(self._until, now)
 
     def __str__(self) -> str:
         return f"{self._left:.1f}"

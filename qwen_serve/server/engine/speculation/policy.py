@@ -159,9 +159,9 @@ class Policy:
         self._own.pop(owner, None)
 
     def request_begins(self) -> None:
-        """End rests for a new request, whose drafts may pay."""
-        for budget in self._budgets.values():
-            budget.wake(self.now)
+        """End rests, if enough requests are new."""
+        for (_, n), budget in self._budgets.items():
+            budget.wake(self.now, n)
 
     # --- choosing ------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import pytest
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.verification import SampleResult
 from tests.marks import slow_but
-from tests.server.engine.speculation.card import World
+from tests.server.engine.speculation.card import PREFILL, World
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,10 +101,22 @@ class Server(World):
         held = self.speculator.verify(batch, [*map(SampleResult, sampled)], since)
         for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
             chunk.sequence.tokens += new
-            chunk.sequence.computed = length
+            chunk.sequence.computed = length + behind  # its batch was made before the last step counted
         self.tokens += sum(map(len, sampled))
         self.lengths.append(drafted)
         return drafted
+
+    def answers(self, tokens: int) -> float:
+        """Tokens a second while each request is replaced by a new one after 256 tokens."""
+        for number, one in enumerate(self.sequences):  # they began at different times
+            one.prompt_length -= number * 256 // len(self.sequences)
+        started, first = self.card.now, self.tokens
+        while self.tokens < first + tokens:
+            for one in [one for one in self.sequences if len(one.tokens) - one.prompt_length >= 256]:
+                self._ahead = None
+                self.admit(one.slot or 0)
+            self.step()
+        return (self.tokens - first) / (self.card.now - started)
 
     def _following(self, batch: Batch) -> Batch:
         following = Batch(draft_room=2000)
@@ -139,6 +151,25 @@ def test_it_comes_near_the_better_of_no_drafts_and_the_best_depth(n: int, right:
     print(f"{n}, {right}: {rate / best(n, right):.3f} of the best, {first / best(n, right):.3f} at first")
     assert rate > LEAST * best(n, right)
     assert one.tokens / one.card.now > LEAST * n / table(n, 1) / (1 + LATE * (MANY_TIMES - 1))
+
+
+@pytest.mark.parametrize(("n", "right"), slow_but([(32, 0.0)], [(8, 0.0), (8, BAD), (32, 0.0), (32, BAD)]))
+def test_requests_that_come_and_go_are_not_slowed_down_by_drafts_that_lose(n: int, right: float) -> None:
+    one, prompts = Server(n, right), 0
+    admit = one.admit
+
+    def counted(slot: int) -> None:
+        nonlocal prompts
+        prompts += 1
+        admit(slot)
+
+    one.admit = counted  # type: ignore[method-assign]
+    steps = 3000
+    rate = one.answers(steps * n)
+    plain = steps * table(n, 1) * (1 + LATE * (MANY_TIMES - 1))
+    assert rate > LEAST * steps * n / (
+        plain + prompts * (PREFILL + 2 * WAITS)
+    )  # two steps behind a prompt wait
 
 
 def test_a_few_requests_draft_from_the_first_round_on() -> None:

@@ -185,7 +185,7 @@ def test_what_prepares_a_draft_is_paid_with_it() -> None:
     assert budget.wait(0) == pytest.approx(other.wait(0) + 1.6 / RATE, abs=1)
 
 
-def test_rests_grow_until_drafts_gain_and_a_new_request_ends_one() -> None:
+def test_rests_grow_until_drafts_gain_and_new_requests_end_one() -> None:
     budget, lengths = Budget(), list[int]()
     now = 0
     for _ in range(5):
@@ -198,7 +198,9 @@ def test_rests_grow_until_drafts_gain_and_a_new_request_ends_one() -> None:
     budget.spend(now, -2 * MOST)
     budget.rest(now)
     assert budget.wait(now) == REST_FIRST
-    budget.wake(now)
+    budget.wake(now, 3)
+    assert budget.wait(now) == REST_FIRST
+    budget.wake(now, 3)
     assert budget.wait(now) == 0
 
 
