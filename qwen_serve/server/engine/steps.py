@@ -74,7 +74,7 @@ class StepLoop:
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
-        seconds, since = done - began, done - self._done
+        seconds = done - began
         scheduler = self._scheduler
         budget, policy = scheduler.prefill_budget, scheduler.waiting.policy
         if batch.prompt_tokens or budget.reading:
@@ -83,7 +83,7 @@ class StepLoop:
             self._done = done
         if batch.is_decode:
             policy.decoded(batch.n_tokens, seconds, budget.each)
-        held = self._speculator.verify(batch, sampled, since)
+        held = self._speculator.verify(batch, sampled, seconds)
         lap("verify")
         news = scheduler.commit(batch, sampled, held)
         lap("commit")

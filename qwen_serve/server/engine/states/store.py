@@ -112,6 +112,11 @@ class StateStore:
         decoded again."""
         return self._rollback.rewinds(slot, alone=alone)
 
+    def keeps_graph(self, slot: int) -> int:
+        """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph, whether the
+        draft was right or wrong."""
+        return self._rollback.keeps_graph(slot)
+
     def longest_draft(self, chunk: Chunk) -> int:
         """Longest draft of a chunk that can be taken back."""
         return self._rollback.longest(chunk)
