@@ -12,7 +12,7 @@ import numpy as np
 from . import ggml
 from .memory import matrix
 from .row_results import LOG_ONE, MOST_TOP, RESULT, RowResults, Status
-from .row_sampler import ALWAYS, UNCHECKED, Filters, RowRequest, RowSampler
+from .row_sampler import ALWAYS, HAS_ROW_SAMPLER, UNCHECKED, Filters, RowRequest, RowSampler
 from .row_steps import RowSteps
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ ZIPF = 100
 LOG2_E = math.log2(math.e)
 
 _logits_of = ggml.declare("llama_get_logits_ith", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
+
+
+def make_sampler(filters: Filters, n_real: int) -> RowSampler:
+    """A sampler for this build."""
+    return (RowSampler if HAS_ROW_SAMPLER else HostSampler)(filters, n_real)
 
 
 class HostSampler(RowSampler):
@@ -239,10 +244,10 @@ class HostRowSteps(RowSteps):
     def results(self) -> RowResults:
         requests, indices = self._asked
         rows: list[Row] = [matrix(_logits_of(self._context, i), 1, self._n_vocab)[0] for i in indices]
-        return sample_rows(requests, rows)
+        return sample_on_host(requests, rows)
 
 
-def sample_rows(requests: Sequence[RowRequest], rows: Sequence[Row]) -> RowResults:
+def sample_on_host(requests: Sequence[RowRequest], rows: Sequence[Row]) -> RowResults:
     """Choose a token from each row [n_vocab]."""
     results, drafted = np.zeros(len(requests), RESULT), 0
     for request, row, result in zip(requests, rows, results, strict=True):
