@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .request import Adapters
     from .sampling.rows import Rows
     from .speculation.base import Guesses
-    from .ubatches import Pass
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +89,7 @@ class Runner:
             rows, source = self._draft_rows(batch, batch.guesses), batch.guesses.context
         step = Launched(batch, self._indices, in_order=False)
         if behind is None and not (alone and (batch.is_decode or rows is not None)):
-            self._begin(step, now=False)  # a pass's rows are written over by those of the next one
+            self.sample(step, now=False)  # a pass's rows are written over by those of the next one
         self._profile.lap("fill")
         try:
             self._context.decode(
@@ -104,22 +103,20 @@ class Runner:
             step.in_order = self._context.row_steps.n_in_order == batch.n_rows
         return step
 
-    def sample(self, step: Launched) -> None:
-        """Begin to sample the rows of a batch, behind its computation. All tokens of the steps before it must
-        be known, and those of its drafts. Call it before another batch is launched."""
-        if step.asked is None:
-            self._begin(step, now=True)
-
-    def _begin(self, step: Launched, *, now: bool) -> None:
+    def sample(self, step: Launched, *, now: bool = True) -> None:
+        """Begin to sample the rows of a batch, behind its computation or, without `now`, within it, unless
+        that is begun. All tokens of the steps before it must be known, and those of its drafts. Call it
+        before another batch is launched."""
+        if step.asked is not None:
+            return
         step.asked = []
         if not step.indices:
             return
         assert self._context.row_steps is not None
-        requests = []
-        for row, request in requests_of(step.batch, step.errors, self._masks):
-            step.asked.append(row)
-            requests.append(request)
-        self._context.row_steps.begin(requests, [step.indices[row] for row in step.asked], now=now)
+        found = [*requests_of(step.batch, step.errors, self._masks)]
+        step.asked += [row for row, _ in found]
+        indices = [step.indices[row] for row in step.asked]
+        self._context.row_steps.begin([request for _, request in found], indices, now=now)
         self._profile.lap("sample")
 
     def can_be_followed(self, step: Launched) -> bool:
@@ -227,18 +224,14 @@ class Runner:
                 self._add_row(index, placement.scored_rows)
         return placements
 
-    def _ubatches(self, batch: Batch) -> Iterator[Pass]:
-        lengths = [chunk.n_tokens for chunk in batch.chunks]
-        context = self._context
-        return ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes)
-
     def _fill_ubatches(self, batch: Batch) -> list[Placement]:
         """Write tokens in the order of ubatches; llama.cpp would swap outputs of another order row by row."""
         context, chunks = self._context, batch.chunks
         write = self._write_rows if batch.of_pictures else self._write_tokens
         placements = [Placement([]) for _ in chunks]
         done, start = [0] * len(chunks), 0
-        for one in self._ubatches(batch):
+        lengths = [chunk.n_tokens for chunk in chunks]
+        for one in ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes):
             for i, length in one:
                 chunk, placement, first, end = chunks[i], placements[i], done[i], start + length
                 write(chunk, first, start, end)

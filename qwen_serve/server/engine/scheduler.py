@@ -181,8 +181,10 @@ class Scheduler:
         Empty if the choice depends on results of that batch. If the same sequences continue by one token
         each, it is the same object as before.
         """
-        if self._in_flight and len(self.running) == 1 and self._waits_for(self.running[0]):
-            return Batch()
+        if self._in_flight and len(self.running) == 1:
+            [alone] = self.running  # forced tokens behind its own are computed together
+            if alone.quarantined or (alone.sampler.may_force and not self.waiting):
+                return Batch()
         batch = self._again() or self._anew()
         batch.draft_room = min(self._decode_size - batch.n_tokens, self._cells.free - batch.n_tokens)
         if self.reproducible is not None and self.reproducible.alone:
@@ -272,11 +274,6 @@ class Scheduler:
         return news
 
     # --- the parts of schedule -----------------------------------------------------------------------------
-
-    def _waits_for(self, alone: Request) -> bool:
-        """Whether the next step of the only sequence depends on its result: tokens that are forced behind it
-        are computed together, and it may be the cause of unusable logits."""
-        return alone.quarantined or (not self.waiting and alone.sampler.may_force)
 
     def _again(self) -> Batch | None:
         """Return the previous batch again, if possible: building a new one would keep the device waiting."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
 
-from .profile import kind_of
 from .verification import sample
 
 if TYPE_CHECKING:
@@ -84,11 +83,11 @@ class StepLoop:
             self._done = done
         if batch.is_decode:
             policy.decoded(batch.n_tokens, seconds, budget.each)
-        held = self._speculator.verify(batch, sampled, seconds, since)
+        held = self._speculator.verify(batch, sampled, since)
         lap("verify")
         news = scheduler.commit(batch, sampled, held)
         lap("commit")
-        self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
+        self._profile.finish(batch)
         return batch, news
 
     def _launch(self, behind: Launched | None = None) -> Launched | None:
@@ -100,8 +99,10 @@ class StepLoop:
             return None
         batch = scheduler.schedule()
         lap("schedule")
-        if behind and not (batch.chunks and self._can_follow(behind, batch)):
-            return None
+        if behind:
+            quiet = not batch.is_decode or speculator.is_quiet(len(batch.chunks))
+            if not (batch.chunks and quiet and self._runner.can_follow(behind, batch)):
+                return None
         # otherwise the tokens would wait for the step or for drafters
         if not self._components.device_runs_alone or speculator.catches_up(batch):
             self._flush()
@@ -122,7 +123,3 @@ class StepLoop:
         scheduler.launched(batch)
         lap("reserve")
         return step
-
-    def _can_follow(self, behind: Launched, batch: Batch) -> bool:
-        quiet = not batch.is_decode or self._speculator.is_quiet(len(batch.chunks))
-        return quiet and self._runner.can_follow(behind, batch)

@@ -1,11 +1,14 @@
 #include "mmf-wgmma.cuh"
 
 #include "bulk-copy.cuh"
+#include "cluster-launch.cuh"
 #include "cp-async.cuh"
 #include "mmf-grouped.cuh"
 
-#include <cooperative_groups.h>
 #include <type_traits>
+
+#ifdef GGML_CUDA_USE_PDL
+#include <cooperative_groups.h>
 
 // Experts from gate and up to the weighted sum with Hopper's wgmma. native.cmake compiles this file for sm_90a, too.
 //
@@ -104,6 +107,7 @@ static __device__ __forceinline__ void wgmma_store(nv_bfloat16 * dst, const floa
 __launch_bounds__(1024) static __global__ void wgmma_sort(const grouped_args p, const grouped_plan plan, int * place, const int tile_cols) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int tid = threadIdx.x;
+    ggml_cuda_pdl_sync();
     if (blockIdx.x >= WGMMA_SORT_BLOCKS) {
         const int     units = p.k / 8;
         const int64_t all   = (int64_t) p.n_tokens * units;
@@ -429,18 +433,10 @@ void ggml_cuda_mul_mat_f_wgmma(ggml_backend_cuda_context & ctx, const ggml_tenso
     int *                             place = pairs.ptr + n_pairs;
     grouped_plan                      plan  = { place + n_pairs, tiles.ptr, pairs.ptr, y.ptr };
 
-    cudaLaunchConfig_t  config{};
-    cudaLaunchAttribute attribute;
-    attribute.id               = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = WGMMA_SORT_BLOCKS;
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs                                            = &attribute;
-    config.numAttrs                                         = 1;
-    config.gridDim =
-            dim3(WGMMA_SORT_BLOCKS + GGML_PAD(std::min<int64_t>((int64_t) args.n_tokens * args.k / 8 / 1024 + 1, 2 * nsm), WGMMA_SORT_BLOCKS));
-    config.blockDim = dim3(1024);
-    config.stream   = stream;
-    CUDA_CHECK(cudaLaunchKernelEx(&config, wgmma_sort, args, plan, place, WGMMA_COLS));
+    const int64_t n_convert = std::min<int64_t>((int64_t) args.n_tokens * args.k / 8 / 1024 + 1, 2 * nsm);
+    const dim3    blocks(WGMMA_SORT_BLOCKS + GGML_PAD(n_convert, WGMMA_SORT_BLOCKS));
+    ggml_cuda_kernel_launch_clusters(
+            wgmma_sort, ggml_cuda_kernel_launch_params(blocks, dim3(1024), 0, stream), dim3(WGMMA_SORT_BLOCKS, 1, 1), args, plan, place, WGMMA_COLS);
 
     args.dst = (float *) h.ptr;
     launch_wgmma<true, WGMMA_MT, WGMMA_COLS>(args, plan, nsm, stream);
@@ -458,3 +454,14 @@ void ggml_cuda_mul_mat_f_wgmma(ggml_backend_cuda_context & ctx, const ggml_tenso
             out.ptr, place, (const float *) weights->data, (float *) dst->data, args.rows, args.n_used);
     CUDA_CHECK(cudaGetLastError());
 }
+#else
+bool ggml_cuda_can_fuse_wgmma(
+        const ggml_tensor *, const ggml_tensor *, const ggml_tensor *, const ggml_tensor *, const ggml_tensor *, const ggml_tensor *, int) {
+    return false;
+}
+
+void ggml_cuda_mul_mat_f_wgmma(
+        ggml_backend_cuda_context &, const ggml_tensor *, const ggml_tensor *, const ggml_tensor *, const ggml_tensor *, ggml_tensor *) {
+    GGML_ABORT("built without clusters");
+}
+#endif // GGML_CUDA_USE_PDL

@@ -31,7 +31,7 @@ MARGIN = 1.02
 this many times those of the last one."""
 
 STAY = 16
-"""Steps over which the time to change to another graph is spread."""
+"""Steps over which the time to change to another graph is spread, or fewer if it changes more often."""
 
 REPLAN = 4
 """Steps for which a plan for several requests stays, since planning takes time while the device waits."""
@@ -109,6 +109,8 @@ class Policy:
         """Steps so far."""
         self.rollback = Mean()
         """Seconds of a checkpoint and the rollback to it, for drafts longer than `Step.rewinds`."""
+        self.changes = Mean(1 / STAY, 1)
+        """The share of rounds that have another graph than the step before."""
         self._budgets: dict[tuple[str, int], Budget] = {}
         """By kind and group of sequences."""
         self._own: dict[Hashable, dict[str, Acceptance]] = {}
@@ -231,7 +233,8 @@ class Policy:
         room = min(step.room, step.most_rows - before)
         if (deepest := int(min(limits.max(), room))) <= 0:
             return None, 0.0
-        depths = np.array([*(depth for depth in DEPTHS if depth < deepest), deepest])[:, None]
+        same = (step.shape[1] - before) // n if step.shape[0] == n else 0  # the depth that keeps the graph
+        depths = np.array([*sorted({*(d for d in (*DEPTHS, same) if 0 < d < deepest), deepest})])[:, None]
         right = np.array([[0.0] * deepest if one is None else one.right(deepest) for one in known])
         expected = np.cumsum(np.pad(right, ((0, 0), (1, 0))), axis=1)  # [n, tokens of a draft]
         lengths = np.minimum(limits, depths)  # [depths, n]
@@ -252,7 +255,7 @@ class Policy:
         factors = [times.factor(n, drafter.name, int(depth)) for [depth] in depths]
         spent = np.array(factors)[:, None] * seconds
         changes = (before + drafted != step.shape[1]) | (n != step.shape[0])
-        spent += changes * times.known.change * (2 if drafter.instant else 1 / STAY)
+        spent += changes * times.known.change * (2 if drafter.instant else max(1 / STAY, self.changes.value))
         if deepest > step.rewinds:  # after a wrong draft accepted tokens are computed again
             each = (times.passes([*pending + deepest]) - times.passes([*pending])) / (n * deepest)
             wrong = 1 - np.pad(right, ((0, 0), (1, 0)), constant_values=1)[np.arange(n), lengths]

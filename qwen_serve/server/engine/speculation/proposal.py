@@ -23,7 +23,3 @@ class Proposal:
     """Whether a draft is longer than a snapshot can roll back."""
     rollback: float
     """Seconds for the checkpoint and the rollback to it."""
-    started: float
-    """When it was begun, by the clock of steps."""
-    seconds: float = 0.0
-    """Seconds that making the drafts took."""

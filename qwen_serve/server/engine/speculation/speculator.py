@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.engine.batch import UNREAD
 
-from .base import Draft, DraftRequest, Guesses
+from .base import Draft, DraftRequest
 from .health import DrafterHealth
 from .hidden_rows import COLLECT, HiddenRows
 from .policy import Option, Policy, Step
@@ -87,8 +87,6 @@ class Speculator:
         sequences."""
         self._is_quiet = False
         """Whether the batch is such a step."""
-        self._waited = True
-        """Whether the host waited for the previous batch; otherwise the device may still be computing it."""
         self._stats: Mapping[str, DrafterStats] = {}
         """The last published statistics. Any thread may read them, so each update is a new object."""
         self._publish()
@@ -156,7 +154,6 @@ class Speculator:
         if self._is_quiet:
             self._quiet -= 1
             return
-        started = self._clock()
         self._n, self._quiet, self._proposal = len(chunks), 0, None
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
@@ -169,10 +166,7 @@ class Speculator:
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
-        if self._proposal is not None:
-            self._proposal.started = started
-            self._proposal.seconds = self._clock() - started - self._proposal.rollback
-        elif all(chunk.count == 1 for chunk in chunks):
+        if self._proposal is None and all(chunk.count == 1 for chunk in chunks):
             self._quiet = min(QUIET, *map(self._wait, self._drafters))
             self._choose_rows()
             self._publish()  # `verify` does not publish in quiet steps without hidden rows
@@ -201,7 +195,9 @@ class Speculator:
             limit = sequence.limit - len(sequence.tokens) - 1 if slot < self._slots else 0
             if (horizon := sequence.sampler.horizon) is not None:
                 limit = min(limit, horizon - 1)
-            requests.append(DraftRequest(sequence, slot, max(0, limit)))
+            requests.append(
+                DraftRequest(sequence, slot, max(0, min(limit, self._states.longest_draft(chunk))))
+            )
         return requests if any(request.limit for request in requests) else []
 
     def _propose(self, batch: Batch, requests: list[DraftRequest]) -> None:
@@ -280,8 +276,7 @@ class Speculator:
             return
         health.fruitless = 0
         kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
-        now = self._clock()
-        self._proposal = Proposal(health, plan, kinds, exceeds_snapshots, now - started, now)
+        self._proposal = Proposal(health, plan, kinds, exceeds_snapshots, self._clock() - started)
 
     def _begin(self, batch: Batch, health: DrafterHealth, requests: list[DraftRequest]) -> list[list[int]]:
         """The tokens of drafts of a drafter that is not instant. If they need not be known before they are
@@ -290,37 +285,27 @@ class Speculator:
         if guesses.context is None or not all(one.sequence.sampler.takes_any for one in requests):
             return guesses.read()
 
-        def read() -> list[list[int]]:
-            tokens = guesses.read()
-            if (proposal := self._proposal) is not None:
-                proposal.seconds = self._clock() - proposal.started - proposal.rollback
-            return tokens
-
-        batch.guesses = Guesses(read, guesses.context, guesses.rows)
+        batch.guesses = guesses
         drafted = zip(requests, guesses.rows, strict=True)
         return [[UNREAD] * min(one.limit, len(rows)) for one, rows in drafted]
 
     # --- after a step --------------------------------------------------------------------------------------
 
-    def verify(
-        self, batch: Batch, sampled: Sequence[SampleResult], seconds: float, since: float | None = None
-    ) -> list[int]:
+    def verify(self, batch: Batch, sampled: Sequence[SampleResult], seconds: float) -> list[int]:
         """Roll wrong drafts back and update the policy; return the tokens that each chunk's slot holds now.
 
-        `seconds` is the time from the launch to the last token, `since` that from the last token of the step
-        before.
+        `seconds` is the time since the last token of the step before.
         """
         chunks = batch.chunks
         if not self._drafters:
             return [chunk.start + chunk.count for chunk in chunks]
-        alone, self._waited = self._waited, batch.n_rows > 0
         before, self._behind = self._behind, 0
         if self._overtaken or (self._is_quiet and not self._hidden.collects):
             self._overtaken = False
             n = self._behind = len(chunks) if batch.is_decode else 0
             self._shape, self._alike = (n, n), 0
-            if before == n > 0 and since is not None:
-                self._policy.times.took(n, "", 0, since, self._policy.times.of(n, n))
+            if before == n > 0:
+                self._policy.times.took(n, "", 0, seconds, self._policy.times.of(n, n))
             return [chunk.start + chunk.count for chunk in chunks]
         if self._hidden.collects:
             self._hidden.collect(batch, sampled, len(self._alive))
@@ -329,7 +314,7 @@ class Speculator:
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         try:
-            self._learn(batch, sampled, seconds if alone else None, since)
+            self._learn(batch, sampled, seconds)
         except Exception as error:
             self._fail(error)
         self._publish()
@@ -356,15 +341,12 @@ class Speculator:
             self._hidden.rolled_back(slot, held)
         return held
 
-    def _learn(
-        self, batch: Batch, sampled: Sequence[SampleResult], seconds: float | None, since: float | None
-    ) -> None:
-        """`seconds` is None if they include time of the previous batch."""
+    def _learn(self, batch: Batch, sampled: Sequence[SampleResult], seconds: float) -> None:
         chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
         before, self._shape = self._shape, (n, batch.n_tokens) if decodes else (0, 0)
         self._alike = self._alike + 1 if self._shape == before else 0
-        spent = since if before != (0, 0) else None
+        timed = decodes and before != (0, 0)  # behind a prompt the time includes the prompt's
         if proposal is not None:
             drafter, plan = proposal.health.drafter, proposal.plan
             for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
@@ -375,24 +357,18 @@ class Speculator:
             if proposal.exceeds_snapshots:
                 policy.rollback.add(proposal.rollback)
             self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
-            if spent is None and seconds is not None:
-                spent = seconds + proposal.seconds + proposal.rollback
-            steady = self._alike >= CAPTURED
-            if (
-                (steady or drafter.instant)
-                and spent is not None
-                and plan.lengths == [len(chunk.draft) for chunk in chunks]
-            ):
-                pure = spent - proposal.rollback - (0.0 if steady else policy.times.known.change)
+            policy.changes.add(float(self._shape != before))
+            steady, as_planned = self._alike >= CAPTURED, plan.lengths == [len(one.draft) for one in chunks]
+            if timed and as_planned and (steady or drafter.instant):
+                pure = seconds - proposal.rollback - (0.0 if steady else policy.times.known.change)
                 policy.times.took(n, drafter.name, plan.depth, pure, plan.seconds)
         elif batch.is_decode:
             self._drafting = ""
-        if spent is not None and decodes:
+        if timed and self._drafting:
             tokens = sum(len(new.tokens) for new in sampled)
-            if self._drafting:
-                policy.spent(self._drafting, n, tokens, spent, proposal.plan if proposal else None)
-            for kind in () if self._drafting else self._hidden.kinds(n):
-                policy.prepared(kind, n, spent)
+            policy.spent(self._drafting, n, tokens, seconds, proposal.plan if proposal else None)
+        for kind in self._hidden.kinds(n) if timed and not self._drafting else ():
+            policy.prepared(kind, n, seconds)
 
     # --- warming up ----------------------------------------------------------------------------------------
 

@@ -112,10 +112,9 @@ class StateStore:
         decoded again."""
         return self._rollback.rewinds(slot, alone=alone)
 
-    def keeps_graph(self, slot: int) -> int:
-        """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph, whether the
-        draft was right or wrong."""
-        return self._rollback.keeps_graph(slot)
+    def longest_draft(self, chunk: Chunk) -> int:
+        """Longest draft of a chunk that can be taken back."""
+        return self._rollback.longest(chunk)
 
     def checkpoint(self, batch: Batch) -> None:
         """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.

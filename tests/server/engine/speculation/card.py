@@ -143,6 +143,9 @@ class States:
     def keeps_graph(self, slot: int) -> int:
         return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
 
+    def longest_draft(self, chunk: Chunk) -> int:
+        return chunk.sequence.limit
+
     def checkpoint(self, batch: Batch) -> None:
         alone, longest = len(batch.chunks) == 1, max(len(chunk.draft) for chunk in batch.chunks)
         self._way = "snapshot" if longest <= self.rewinds(0, alone=alone) else "copy"
@@ -273,7 +276,7 @@ class World:
         batch.placements = [Placement(list(range(one.pending)))]
         self.speculator.propose(batch)
         self.card.now += PREFILL
-        [one.computed] = self.speculator.verify(batch, [SampleResult([1])], PREFILL, PREFILL)
+        [one.computed] = self.speculator.verify(batch, [SampleResult([1])], PREFILL)
         self.done = self.card.now
         one.tokens.append(1)
         one.status, self.card.moved = RequestStatus.DECODE, True  # there is no graph for one row
@@ -303,9 +306,9 @@ class World:
             while right < len(chunk.draft) and self.rng.random() < chance:
                 right += 1
             sampled.append([*chunk.draft[:right], self.rng.randrange(ANYONE)])
-        seconds = self.card.decode(batch)
+        self.card.decode(batch)
         since, self.done = self.card.now - self.done, self.card.now
-        held = self.speculator.verify(batch, [*map(SampleResult, sampled)], seconds, since)
+        held = self.speculator.verify(batch, [*map(SampleResult, sampled)], since)
         for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
             chunk.sequence.tokens += new
             chunk.sequence.computed = length

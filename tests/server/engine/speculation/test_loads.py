@@ -98,7 +98,7 @@ class Server(World):
         since, self.done = self.card.now - self.done, self.card.now
         if behind and self._ahead is not None:  # results come in pairs
             since, self._uncollected = (since + self._uncollected, 0.0) if self._uncollected else (0.0, since)
-        held = self.speculator.verify(batch, [*map(SampleResult, sampled)], since, since)
+        held = self.speculator.verify(batch, [*map(SampleResult, sampled)], since)
         for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
             chunk.sequence.tokens += new
             chunk.sequence.computed = length
