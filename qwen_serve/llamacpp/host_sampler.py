@@ -127,7 +127,7 @@ class HostSampler(RowSampler):
             return -1
         if ops == ("best",) or row[token] == np.inf:
             return token
-        ids = _best_of(row, self._filters.top_k if ops[0] == "top_k" else len(row))
+        ids = _best_of(row, self._filters.top_k if ops[:1] == ("top_k",) else len(row))
         ids = ids[row[ids] > -np.inf]
         ids, far = self._filtered(ids, row[ids], len(logits))
         drawn = self._drawn(ids, far)
