@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .context import Context
-from .row_sampler import UNCHECKED, UNKNOWN, Filters, RowRequest, RowSampler
+from .host_sampler import make_sampler
+from .row_sampler import UNCHECKED, UNKNOWN, Filters, RowRequest
 from .row_steps import HAS_QUEUE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .row_sampler import RowSampler
     from .row_steps import RowSteps
 
 FIRST = np.zeros(1, np.int32)
@@ -68,4 +70,4 @@ class DrafterContext(Context):
 
     @cached_property
     def _greedy(self) -> RowSampler:
-        return RowSampler(Filters(("best",)), self._n_vocab)
+        return make_sampler(Filters(("best",)), self._n_vocab)

@@ -12,7 +12,7 @@ import numpy as np
 from . import ggml
 from .memory import matrix
 from .row_results import LOG_ONE, MOST_TOP, RESULT, RowResults, Status
-from .row_sampler import ALWAYS, UNCHECKED, Filters, RowRequest, RowSampler
+from .row_sampler import ALWAYS, HAS_ROW_SAMPLER, UNCHECKED, Filters, RowRequest, RowSampler
 from .row_steps import RowSteps
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ ZIPF = 100
 LOG2_E = math.log2(math.e)
 
 _logits_of = ggml.declare("llama_get_logits_ith", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
+
+
+def make_sampler(filters: Filters, n_real: int) -> RowSampler:
+    """A sampler for this build."""
+    return (RowSampler if HAS_ROW_SAMPLER else HostSampler)(filters, n_real)
 
 
 class HostSampler(RowSampler):
@@ -110,7 +115,7 @@ class HostSampler(RowSampler):
         result["logit"], result["best"] = own, best
         result["mass"] = np.exp(logits - best, dtype=np.float64).sum() * math.exp(LOG_ONE)
         result["rank"] = 1 + np.count_nonzero(real > own) + np.count_nonzero(real[:token] == own)
-        top = np.sort(_best_of(real, min(n_top, MOST_TOP)))
+        top = _best_of(real, min(n_top, MOST_TOP))
         top = top[np.argsort(-real[top], kind="stable")]
         result["n_top"] = n = len(top)
         result["top"][:n], result["top_logits"][:n] = top, real[top]
@@ -122,12 +127,22 @@ class HostSampler(RowSampler):
             return -1
         if ops == ("best",) or row[token] == np.inf:
             return token
-        ids = np.flatnonzero(row > -np.inf)
+        ids = _best_of(row, self._filters.top_k if ops[:1] == ("top_k",) else len(row))
+        ids = ids[row[ids] > -np.inf]
         ids, far = self._filtered(ids, row[ids], len(logits))
-        drawn = int((_gumbel(self._seed(DRAW), ids) - far - (far > FARTHEST) * 1e9).argmax())
+        drawn = self._drawn(ids, far)
         if "mirostat" in ops or "mirostat_v2" in ops:
             result["surprise"] = int((far[drawn] + math.log2(np.exp2(-far).sum())) * 2**24)
         return int(ids[drawn])
+
+    def _drawn(self, ids: Ids, far: Numbers) -> int:
+        """The place of the token with the best sum of logit and noise, by a bound of most tokens' noise."""
+        seed = self._seed(DRAW)
+        bounds = 32.001 - np.log2(_high(seed, ids.astype(np.uint32)).astype(np.float32)) - far
+        bounds[far > FARTHEST] = -np.inf
+        likely = bounds.argmax(keepdims=True)
+        likely = np.flatnonzero(bounds >= _gumbel(seed, ids[likely]) - far[likely])
+        return int(likely[(_gumbel(seed, ids[likely]) - far[likely]).argmax()])
 
     def _ruled(self, request: RowRequest, logits: Row) -> Row:
         """The row [n_real] after rules and penalties; what may not be chosen has -inf."""
@@ -171,7 +186,7 @@ class HostSampler(RowSampler):
         keep: Ids
         for op in f.ops:
             if op == "top_k":
-                keep = np.sort(_best_of(values, f.top_k))
+                keep = _best_of(values, f.top_k)
                 ids, values = ids[keep], values[keep]
                 continue
             if op == "temperature":
@@ -185,19 +200,18 @@ class HostSampler(RowSampler):
                 keep = below <= f.top_n_sigma * math.floor(below.std())
             elif op == "typ_p":
                 order = np.argsort(np.abs(far - masses @ far / total), kind="stable")
-                keep = _reached(order, masses, f.typical_p * total, f.min_keep)
+                keep = np.sort(order[: max(_reached(masses[order], f.typical_p * total), f.min_keep)])
             elif op == "top_p":
                 # the others have less than the rest together
-                some = np.flatnonzero(masses * len(ids) >= (0 if f.min_keep > 1 else (1 - f.top_p) * total))
-                order = some[np.argsort(-values[some], kind="stable")]
-                keep = _reached(order, masses, f.top_p * total, f.min_keep)
+                likely = np.sort(masses[masses * len(ids) >= (1 - f.top_p) * total])[::-1]
+                keep = _best_of(values, max(_reached(likely, f.top_p * total), f.min_keep))
             elif op == "min_p":
                 keep = masses >= f.min_p
                 keep[_best_of(values, f.min_keep)] = True
             elif op == "xtc":
                 above = np.flatnonzero(masses >= f.xtc_threshold * total)[::-1]
                 enough = f.min_keep < 2 or len(ids) - len(above) + 1 >= f.min_keep
-                [coin], _ = _random(self._seed(XTC), np.zeros(1, np.int32))
+                [coin] = _high(self._seed(XTC), np.zeros(1, np.uint32))
                 if coin < f.xtc_probability * 2**32 and len(above) and enough:
                     keep[above] = False
                     keep[above[values[above].argmin()]] = True
@@ -207,7 +221,7 @@ class HostSampler(RowSampler):
                 span = f.temperature + f.dynatemp_range - coldest
                 scale = LOG2_E / max(coldest + span * share**f.dynatemp_exponent, 1e-9)
             elif op == "mirostat":
-                keep = np.sort(_best_of(values, self._mirostat(np.sort(far)[:ZIPF], n_vocab)))
+                keep = _best_of(values, self._mirostat(np.sort(far)[:ZIPF], n_vocab))
             elif op == "mirostat_v2":
                 keep = far <= max(0.0, self._mu - math.log2(total))
             ids, values = ids[keep], values[keep]
@@ -239,17 +253,17 @@ class HostRowSteps(RowSteps):
     def results(self) -> RowResults:
         requests, indices = self._asked
         rows: list[Row] = [matrix(_logits_of(self._context, i), 1, self._n_vocab)[0] for i in indices]
-        return sample_rows(requests, rows)
+        return sample_on_host(requests, rows)
 
 
-def sample_rows(requests: Sequence[RowRequest], rows: Sequence[Row]) -> RowResults:
+def sample_on_host(requests: Sequence[RowRequest], rows: Sequence[Row]) -> RowResults:
     """Choose a token from each row [n_vocab]."""
     results, drafted = np.zeros(len(requests), RESULT), 0
     for request, row, result in zip(requests, rows, results, strict=True):
         if (sampler := request.sampler) is None:
             continue
         assert isinstance(sampler, HostSampler)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             sampler.sample(request, row, result)
         if request.draft >= 0:
             sampler.accept(request.draft)
@@ -261,14 +275,13 @@ def sample_rows(requests: Sequence[RowRequest], rows: Sequence[Row]) -> RowResul
     return RowResults(results, lambda i: rows[i])
 
 
-def _reached(order: Ids, masses: Numbers, need: float, least: int) -> Ids:
-    """The first tokens of an order that have masses of `need` together, and at least so many."""
-    n = int(np.searchsorted(np.cumsum(masses[order]), need)) + 1
-    return np.sort(order[: max(n, least)])
+def _reached(masses: Numbers, need: float) -> int:
+    """How many of the first masses are `need` together."""
+    return int(np.searchsorted(np.cumsum(masses), need)) + 1
 
 
 def _best_of(logits: Row, k: int) -> Ids:
-    """Places of the `k` highest logits, in any order; of equal ones the lowest places count."""
+    """Places of the `k` highest logits, in order of place; of equal ones the lowest places count."""
     places = np.arange(len(logits))
     if k >= len(logits) or not k:
         return places[:k]
@@ -277,7 +290,7 @@ def _best_of(logits: Row, k: int) -> Ids:
         places = np.flatnonzero(logits >= np.partition(maxima, -k)[-k])
     least = np.partition(logits[places], -k)[-k]
     above = places[logits[places] > least]
-    return np.concatenate([above, places[logits[places] == least][: k - len(above)]])
+    return np.sort(np.concatenate([above, places[logits[places] == least][: k - len(above)]]))
 
 
 # --- noise, as in native/src/llama-row-sampler.h -----------------------------------------------------------
@@ -285,16 +298,16 @@ def _best_of(logits: Row, k: int) -> Ids:
 
 def _gumbel(seed: int, ids: Ids) -> Numbers:
     """Standard Gumbel noise of tokens, in binary logarithms."""
-    high, low = _random(seed, ids)
+    tokens = ids.astype(np.uint32)
+    high = _high(seed, tokens)
+    low = _mix32(high + np.uint32(seed >> 32) + np.uint32(0x9E3779B9) * tokens)
     share = np.minimum((high * 2.0**32 + low + 0.5) / 2.0**64, 1 - 2.0**-53)
     return np.asarray(-np.log2(-np.log1p(-share)))
 
 
-def _random(seed: int, ids: Ids) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """The high and the low half of each token's random number."""
-    tokens, above = ids.astype(np.uint32), np.uint32(seed >> 32)
-    high = _mix32(_mix32(tokens + np.uint32(seed % 2**32)) ^ above)
-    return high, _mix32(high + above + np.uint32(0x9E3779B9) * tokens)
+def _high(seed: int, tokens: npt.NDArray[np.uint32]) -> Any:
+    """The high half of each token's random number."""
+    return _mix32(_mix32(tokens + np.uint32(seed % 2**32)) ^ np.uint32(seed >> 32))
 
 
 def _mix32(x: Any) -> Any:  # Wellons' lowbias32

@@ -14,7 +14,7 @@ import os
 import weakref
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -178,15 +178,7 @@ def _part(share: float) -> int:
 
 class RowSampler:
     """One request's samplers, rules and penalties. It follows one answer: `accept` takes its tokens in
-    order."""
-
-    def __new__(cls, filters: Filters, n_real: int) -> Self:
-        """One in numpy if this build has none."""
-        if HAS_ROW_SAMPLER:
-            return super().__new__(cls)
-        from .host_sampler import HostSampler  # which is made of this class
-
-        return super().__new__(cast("type[Self]", HostSampler))
+    order. `host_sampler.make_sampler` makes that of this build."""
 
     def __init__(self, filters: Filters, n_real: int) -> None:
         """Only the first `n_real` tokens are chosen."""
@@ -312,11 +304,7 @@ def sample_rows(
     rows: Sequence[npt.NDArray[np.float32]],
     n_threads: int = N_THREADS,
 ) -> RowResults:
-    """Choose a token from each row [n_vocab], on the host. The sampler of our build releases the GIL."""
-    if not HAS_ROW_SAMPLER:
-        from . import host_sampler
-
-        return host_sampler.sample_rows(requests, rows)
+    """Choose a token from each row [n_vocab], on the host. Releases the GIL."""
     kept: list[Bits] = []
     made = asks(requests, range(len(requests)), kept)
     arrays = [np.ascontiguousarray(row, np.float32) for row in rows]

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import host_sampler, row_sampler
+from qwen_serve.llamacpp import host_sampler
+from qwen_serve.llamacpp.host_sampler import HostSampler, make_sampler, sample_on_host
 from qwen_serve.llamacpp.row_results import RowResults
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, Lowered, RowRequest, RowSampler
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, Lowered, RowRequest
+from tests.llamacpp.in_numpy import sampled
 from tests.llamacpp.test_row_sampler import KINDS, Row, like_a_model
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
@@ -29,7 +31,7 @@ def told(trial: int, logits: list[Row], **filters: Any) -> RowResults:
     """The results of rows before and behind a draft, of a request with rules and penalties."""
     n = len(logits[0])
     rng, some = np.random.default_rng(trial), range(min(20, n))
-    sampler = RowSampler(Filters(**filters, seed=trial), n - 3)  # the last ones are padding
+    sampler = make_sampler(Filters(**filters, seed=trial), n - 3)  # the last ones are padding
     if trial % 3:
         sampler.penalise(1.3, 0.7, 0.2, (None, -1, 5)[trial % 3], [*some, -1, n])
         within = sampler.penalise(1.1, 0.0, 0.0, None, [])
@@ -50,18 +52,18 @@ def told(trial: int, logits: list[Row], **filters: Any) -> RowResults:
         RowRequest(sampler, words, n_top, scored, token, lowered if trial % 6 else None)
         for token, n_top, scored in zip([*draft, -1], (5, -1, 20, 0), (-1, -1, 2, -1), strict=True)
     ]
-    return row_sampler.sample_rows(requests, logits)
+    return sampled(requests, logits)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "best"])
+@pytest.mark.parametrize("name", [*KINDS, "best", "none"])
 def test_the_same_tokens_as_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the same noise. Ours rounds scores to 2^-24, which none of these draws is near to."""
-    filters = KINDS.get(name, {"ops": ("best",)})
+    filters = KINDS.get(name, {"ops": ("best",) if name == "best" else ()})
     for trial in range(60):
         logits = rows(trial)
         ours = told(trial, logits, **filters)
         with monkeypatch.context() as stock:
-            stock.setattr(row_sampler, "HAS_ROW_SAMPLER", False)
+            stock.setattr(host_sampler, "HAS_ROW_SAMPLER", False)
             theirs = told(trial, logits, **filters)
         assert theirs.tokens == ours.tokens, trial
         assert theirs.statuses == ours.statuses
@@ -74,10 +76,8 @@ def test_the_same_tokens_as_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert theirs_i.surprise == pytest.approx(ours_i.surprise, abs=2**10)
 
 
-def test_the_sampler_is_as_before_behind_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_sampler, "HAS_ROW_SAMPLER", False)
-    sampler, logits = RowSampler(Filters(("temperature",), seed=3), 500), like_a_model(500)
-    assert isinstance(sampler, host_sampler.HostSampler)
+def test_the_sampler_is_as_before_behind_a_draft() -> None:
+    sampler, logits = HostSampler(Filters(("temperature",), seed=3), 500), like_a_model(500)
     requests = [RowRequest(sampler, draft=token) for token in (1, 2, -1)]
-    first = row_sampler.sample_rows(requests, [logits] * 3).tokens
-    assert row_sampler.sample_rows(requests, [logits] * 3).tokens == first
+    first = sample_on_host(requests, [logits] * 3).tokens
+    assert sample_on_host(requests, [logits] * 3).tokens == first

@@ -10,21 +10,12 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from qwen_serve.llamacpp import row_sampler
+from qwen_serve.llamacpp.host_sampler import make_sampler
 from qwen_serve.llamacpp.row_results import RowResult, Status
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowRequest, RowSampler, sample_rows
+from qwen_serve.llamacpp.row_sampler import Filters, RowRequest, RowSampler, sample_rows
+from tests.llamacpp.in_numpy import IN_NUMPY, builds, sampled
 
-IN_NUMPY = pytest.mark.parametrize("builds", ["ours", "stock"], indirect=True)
-"""Also with the sampler for a llama.cpp without ours."""
-
-
-@pytest.fixture(autouse=True)
-def builds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if getattr(request, "param", "ours") == "stock":
-        monkeypatch.setattr(row_sampler, "HAS_ROW_SAMPLER", False)
-    elif not HAS_ROW_SAMPLER:
-        pytest.skip("this llama.cpp has no row sampler")
-
+__all__ = ["builds"]  # a fixture
 
 N = 248_320
 Row = npt.NDArray[np.float32]
@@ -101,7 +92,7 @@ def like_a_model(n: int = N, seed: int = 0) -> Row:
 
 
 def choose(sampler: RowSampler, logits: Row, **how: Any) -> RowResult:
-    return sample_rows([RowRequest(sampler, **how)], [logits])[0]
+    return sampled([RowRequest(sampler, **how)], [logits])[0]
 
 
 def kept(logits: Row, coin: bool, **f: Any) -> dict[int, float]:
@@ -162,11 +153,11 @@ def test_draws_follow_the_distribution(name: str) -> None:
     """Binned by rank, of a whole vocabulary; fewer draws with filters that read the row several times."""
     logits, at_once, filters = like_a_model(), 50, KINDS[name]
     draws = 100_000 if filters["ops"][0] in ("top_k", "temperature") else 10_000
-    samplers = [RowSampler(Filters(**filters, seed=seed), N) for seed in range(at_once)]
+    samplers = [make_sampler(Filters(**filters, seed=seed), N) for seed in range(at_once)]
     counts: dict[int, int] = {}
     for _ in range(draws // at_once):
         # the noise of a row depends on the number of tokens before
-        found = sample_rows([RowRequest(sampler) for sampler in samplers], [logits] * at_once)
+        found = sampled([RowRequest(sampler) for sampler in samplers], [logits] * at_once)
         for sampler, token in zip(samplers, found.tokens, strict=True):
             sampler.accept(token)
             counts[token] = counts.get(token, 0) + 1
@@ -202,7 +193,7 @@ def test_nothing_else_is_drawn(name: str) -> None:
         logits = rng.normal(0, rng.choice([0.01, 1.0, 4.0]), n).astype(np.float32)
         if trial % 4 == 0:
             logits = np.round(logits)
-        sampler = RowSampler(Filters(**KINDS[name], seed=trial), n)
+        sampler = make_sampler(Filters(**KINDS[name], seed=trial), n)
         token = choose(sampler, logits).token
         # at the edge of what is kept, double precision may differ by a token
         near = {**kept(logits, True, **KINDS[name]), **kept(logits, False, **KINDS[name])}
@@ -275,7 +266,7 @@ def test_the_plain_reference_chooses_the_same(shape: str) -> None:
         if shape == "ties":
             logits = np.round(logits)
         top_p = float(rng.choice([0.05, 0.5, 0.95]))
-        sampler = RowSampler(Filters(("top_p",), top_p=top_p, seed=trial), 600)
+        sampler = make_sampler(Filters(("top_p",), top_p=top_p, seed=trial), 600)
         for position in range(3):
             token = choose(sampler, logits).token
             assert token == reference(logits, top_p, trial, position), (trial, position)
@@ -285,7 +276,7 @@ def test_the_plain_reference_chooses_the_same(shape: str) -> None:
 def test_threads_place_and_batch_make_no_difference() -> None:
     rows = [like_a_model(5000, seed) for seed in range(40)]
     names = list(KINDS)
-    samplers = [RowSampler(Filters(**KINDS[names[i % len(names)]], seed=i), 5000) for i in range(40)]
+    samplers = [make_sampler(Filters(**KINDS[names[i % len(names)]], seed=i), 5000) for i in range(40)]
     alone = [choose(sampler, row).token for sampler, row in zip(samplers, rows, strict=True)]
     requests = [RowRequest(sampler) for sampler in samplers]
     for n_threads in (1, 2, 5):
@@ -302,7 +293,7 @@ def test_rows_of_a_draft_count_what_comes_before_them(last_n: int | None) -> Non
     draft = rng.integers(0, 40, 5).tolist()
 
     def make() -> RowSampler:
-        sampler = RowSampler(Filters(("temperature",), seed=9, temperature=0.9), 500)
+        sampler = make_sampler(Filters(("temperature",), seed=9, temperature=0.9), 500)
         sampler.penalise(1.4, 1.0, 0.5, last_n, [1, 2, 3, 4])
         sampler.ban([7], until=4)
         sampler.bad_word([draft[0], draft[1], 11])
@@ -318,7 +309,7 @@ def test_rows_of_a_draft_count_what_comes_before_them(last_n: int | None) -> Non
     sampler = make()
     requests = [RowRequest(sampler, draft=token) for token in [*draft, -1]]
     for _ in range(2):
-        assert sample_rows(requests, rows).tokens == expected
+        assert sampled(requests, rows).tokens == expected
     assert choose(sampler, rows[0]).token == choose(make(), rows[0]).token
 
 
@@ -328,7 +319,7 @@ def test_the_same_noise_chooses_the_same_from_similar_logits() -> None:
     for seed in range(n):
         logits = rng.normal(0, 1.5, 2000).astype(np.float32)
         others = logits + rng.normal(0, 0.7, 2000).astype(np.float32)
-        sampler = RowSampler(Filters(("temperature",), seed=seed), 2000)
+        sampler = make_sampler(Filters(("temperature",), seed=seed), 2000)
         right = choose(sampler, logits).token
         same += choose(sampler, others).token == right
         best += int(others.argmax()) == right
@@ -341,7 +332,7 @@ def test_the_same_noise_chooses_the_same_from_similar_logits() -> None:
 @IN_NUMPY
 @pytest.mark.parametrize("n_real", [1000, 1024])
 def test_unusable_rows_have_no_token(n_real: int) -> None:
-    sampler = RowSampler(Filters(("top_p",), top_p=0.9), n_real)
+    sampler = make_sampler(Filters(("top_p",), top_p=0.9), n_real)
     good = np.ones(1024, np.float32)
     for broken in (np.nan, np.inf, -np.inf):
         row = good.copy()
@@ -354,7 +345,7 @@ def test_unusable_rows_have_no_token(n_real: int) -> None:
 @IN_NUMPY
 def test_a_bias_on_every_token() -> None:
     logits, bias = like_a_model(2000), np.random.default_rng(1).normal(0, 9, 2000).astype(np.float32)
-    sampler = RowSampler(Filters(("best",)), 2000)
+    sampler = make_sampler(Filters(("best",)), 2000)
     sampler.bias(enumerate(bias.tolist()))
     assert choose(sampler, logits).token == int((logits + bias).argmax())
 
@@ -368,7 +359,7 @@ def test_an_infinite_logit_has_all_the_mass(op: str) -> None:
     logits = like_a_model(3000)
     logits[[70, 90]] = 3e38, -3e38
     for bias, penalty, token in ((np.inf, 1.0, 50), (-np.inf, 1.0, 70), (0.0, 0.5, 70)):
-        sampler = RowSampler(Filters((op, "temperature"), **how, seed=1), 3000)
+        sampler = make_sampler(Filters((op, "temperature"), **how, seed=1), 3000)
         sampler.bias([(50, bias), (60, bias)])
         sampler.penalise(penalty, 0.0, 0.0, None, [70, 90])
         assert choose(sampler, logits).token == token
@@ -378,7 +369,7 @@ def test_an_infinite_logit_has_all_the_mass(op: str) -> None:
 
 @IN_NUMPY
 def test_bans_that_leave_nothing() -> None:
-    sampler = RowSampler(Filters(("best",)), 4)
+    sampler = make_sampler(Filters(("best",)), 4)
     sampler.allow([1])
     sampler.ban([1], until=2)
     row = np.ones(4, np.float32)
@@ -393,13 +384,13 @@ def test_bans_that_leave_nothing() -> None:
 def test_of_equal_tokens_the_lowest_ids() -> None:
     row = np.zeros(300, np.float32)
     row[[7, 50, 290]] = 1
-    assert choose(RowSampler(Filters(("best",)), 300), row).token == 7
+    assert choose(make_sampler(Filters(("best",)), 300), row).token == 7
     for seed in range(20):
-        drawn = choose(RowSampler(Filters(("top_k",), top_k=2, seed=seed), 300), row).token
+        drawn = choose(make_sampler(Filters(("top_k",), top_k=2, seed=seed), 300), row).token
         assert drawn in (7, 50)
-    result = choose(RowSampler(Filters(("best",)), 300), row, n_top=5)
+    result = choose(make_sampler(Filters(("best",)), 300), row, n_top=5)
     assert result.best.tolist() == [7, 50, 290, 0, 1]
-    assert choose(RowSampler(Filters(("best",)), 300), row, n_top=0, scored=290).rank == 3
+    assert choose(make_sampler(Filters(("best",)), 300), row, n_top=0, scored=290).rank == 3
 
 
 @IN_NUMPY
@@ -407,7 +398,7 @@ def test_of_equal_tokens_the_lowest_ids() -> None:
 def test_penalties_equal_their_definition(last_n: int | None) -> None:
     rng = np.random.default_rng(0)
     prompt, output = rng.integers(0, 60, 30).tolist(), rng.integers(0, 60, 80).tolist()
-    sampler = RowSampler(Filters(("best",)), 60)
+    sampler = make_sampler(Filters(("best",)), 60)
     sampler.penalise(1.3, 0.7, -0.2, last_n, prompt)
     for length, token in enumerate(output):
         logits = rng.normal(size=60).astype(np.float32)
@@ -428,7 +419,7 @@ def test_log_probabilities() -> None:
     logits = like_a_model()
     exact = logits.astype(np.float64)
     exact -= np.log(np.exp(exact).sum())
-    sampler = RowSampler(Filters(("best",)), N)
+    sampler = make_sampler(Filters(("best",)), N)
     sampler.bias([(5, 100.0)])
     result = choose(sampler, logits, n_top=20)
     assert result.token == 5
@@ -443,7 +434,7 @@ def test_seeds() -> None:
     row = np.ones(1000, np.float32)
 
     def answer(seed: int) -> list[int]:
-        sampler = RowSampler(Filters(("temperature",), seed=seed), 1000)
+        sampler = make_sampler(Filters(("temperature",), seed=seed), 1000)
         found = []
         for _ in range(20):
             found.append(choose(sampler, row).token)

@@ -57,6 +57,7 @@ class FakeRowSteps:
         return FakeResults([int(context.tokens[index]) + 1 for index in self._indices])
 
     n_in_order = 0
+    outlive_batches = True
 
 
 class FakeContext:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from qwen_serve.llamacpp import context, drafter, row_sampler
+from qwen_serve.llamacpp import context, drafter, host_sampler
 from qwen_serve.llamacpp.host_sampler import HostRowSteps
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from tests.marks import slow_but
@@ -33,7 +33,7 @@ async def test_every_kind(shape: str, nano_f32: Path, monkeypatch: pytest.Monkey
     asked.append(Question(random_prompt(rng, 20), 24, grammar=GRAMMAR))
     with running(nano_f32, **EXACT, **SHAPES["alone"]) as engine:
         expected = await ask_at_once(engine, asked)
-    monkeypatch.setattr(row_sampler, "HAS_ROW_SAMPLER", False)
+    monkeypatch.setattr(host_sampler, "HAS_ROW_SAMPLER", False)
     monkeypatch.setattr(context, "HAS_ROW_SAMPLER", False)
     monkeypatch.setattr(drafter, "HAS_QUEUE", False)
     with running(nano_f32, **EXACT, **SHAPES[shape]) as engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qwen_serve.llamacpp.row_results import RowResult
-from qwen_serve.llamacpp.row_sampler import sample_rows
+from tests.llamacpp.in_numpy import sampled
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ class HostRows:
     def __init__(self, sampler: Sampler, logits: np.ndarray[Any, Any]) -> None:
         asked = sampler.constrained(())
         masks = [] if asked is None else asked[0].masks(asked[1])
-        self._results = sample_rows(sampler.requests((), -1, masks), [logits])
+        self._results = sampled(sampler.requests((), -1, masks), [logits])
 
     def result(self, row: int) -> RowResult:
         return self._results[row]

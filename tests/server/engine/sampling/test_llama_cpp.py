@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import row_sampler
+from qwen_serve.llamacpp import host_sampler
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine.sampling import (
     LLAMA_CPP_SAMPLERS,
@@ -163,7 +163,7 @@ def test_the_same_as_llama_cpp(
     name: str, model: Model, monkeypatch: pytest.MonkeyPatch, *, stock: bool
 ) -> None:
     if stock:
-        monkeypatch.setattr(row_sampler, "HAS_ROW_SAMPLER", False)
+        monkeypatch.setattr(host_sampler, "HAS_ROW_SAMPLER", False)
     params = SamplingParams(**{**WARM, "seed": SEED, **CASES[name]})
     vocab = cast("Vocab", SmallVocab())
     dries = DrySamplers(model, CONTEXT)
