@@ -63,6 +63,7 @@ declare -A off=(
     [moe-grouped]=GGML_CUDA_MMF_GROUPED_MIN=1000000000
     [mmq-experts]=GGML_CUDA_MMQ_BY_EXPERT=0
     [mmq-grouped]=GGML_CUDA_MMQ_GROUPED_MAX=0
+    [moe-wgmma]=GGML_CUDA_MMF_WGMMA_MIN=1000000000
     [few-rows]=GGML_CUDA_FEW_ROWS_MMF=1
     [layer-inputs-ring]=LLAMA_PATCHES_HIDE=layer-inputs-ring,shared-snapshots
     [shared-snapshots]=LLAMA_PATCHES_HIDE=shared-snapshots
