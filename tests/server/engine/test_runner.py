@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 class Asks:
     """A sampler that is asked for requests only."""
 
-    def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
+    def constrained(self, draft: Sequence[int]) -> None: ...
+
+    def requests(self, draft: Sequence[int], n_top: int, masks: Sequence[object]) -> list[RowRequest]:
         return [RowRequest(None)] * (len(draft) + 1)
 
 
