@@ -87,7 +87,7 @@ def _step(context: Context, model: Model, params: SamplingParams, most: int) -> 
     def step(n: int) -> list[int]:
         decode(context, n, wait=False)
         assert context.row_steps is not None
-        requests = [request for one in samplers[:n] for request in one.requests((), n_top)]
+        requests = [request for one in samplers[:n] for request in one.requests((), n_top, ())]
         context.row_steps.begin(requests, range(n), now=True)
         return context.row_steps.results().tokens
 

@@ -12,6 +12,7 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.row_steps import MOST_ROWS
 
 from .batch import Placement
+from .sampling.grammar import MaskWriter
 from .sampling.rows import RawRows, SampledRows
 from .ubatches import ubatches
 from .verification import requests_of
@@ -57,6 +58,7 @@ class Runner:
         self._applied: Adapters = ()
         """The adapters that the context applies now."""
         self._context, self._profile = context, profile
+        self._masks = MaskWriter()
         self._indices: list[int] = []
         """The index in the batch of each row of logits."""
         self._filled: Batch | None = None
@@ -116,7 +118,7 @@ class Runner:
         if self._context.row_steps is None or not step.indices:
             return
         requests = []
-        for row, request in requests_of(step.batch, step.errors):
+        for row, request in requests_of(step.batch, step.errors, self._masks):
             step.asked.append(row)
             requests.append(request)
         self._context.row_steps.begin(requests, [step.indices[row] for row in step.asked], now=now)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp import DrySampler
     from qwen_serve.llamacpp.row_results import RowResult
-    from qwen_serve.llamacpp.row_sampler import RowSampler
+    from qwen_serve.llamacpp.row_sampler import Bits, RowSampler
     from qwen_serve.server.engine.sampling.rows import Rows
     from qwen_serve.server.engine.vocab import Vocab
 
@@ -103,13 +103,18 @@ class Sampler:
         tokens."""
         return None if self._native is None else self._native.sampler
 
-    def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
+    def constrained(self, draft: Sequence[int]) -> tuple[Constraint, Sequence[int]] | None:
+        """The constraint whose masks `requests` needs, and the part of the draft that it has not accepted."""
+        if self._constraint is None or self._native is None or len(self._forced) > len(draft):
+            return None
+        return self._constraint, draft[len(self._forced) :]
+
+    def requests(self, draft: Sequence[int], n_top: int, masks: Sequence[Bits]) -> list[RowRequest]:
         """Requests for the row after the pending tokens, and for those after each token of a draft. `n_top`:
-        the likeliest tokens with log-probabilities, or -1 for none. Raises what the constraint raises."""
+        the likeliest tokens with log-probabilities, or -1 for none. `masks`: for what `constrained` gives."""
         if self._native is None:
             return [RowRequest(None) for _ in range(len(draft) + 1)]
-        forced = list(self._forced) if self._forced else []
-        return self._native.requests(forced, draft, self._constraint, n_top)
+        return self._native.requests(list(self._forced) if self._forced else (), draft, masks, n_top)
 
     def request_score(self, token: int, n_top: int) -> RowRequest:
         """A request for the log-probability of a prompt's `token`, which follows the row."""

@@ -21,7 +21,9 @@ class HostRows:
     """A row that a sampler is about to choose from."""
 
     def __init__(self, sampler: Sampler, logits: np.ndarray[Any, Any]) -> None:
-        [request] = sampler.requests((), -1)
+        asked = sampler.constrained(())
+        masks = [] if asked is None else asked[0].masks(asked[1])
+        [request] = sampler.requests((), -1, masks)
         self._row = logits
         self._results = None if request.sampler is None else sample_rows([request], [logits])
 
