@@ -51,16 +51,6 @@ ADDED = (
 CONTROL = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
 
 
-class Names:
-    """The name of each token."""
-
-    def __init__(self, vocab: FakeVocab) -> None:
-        self._vocab = vocab
-
-    def __getitem__(self, token: int) -> str:
-        return self._vocab.spelling(token).decode("utf-8", "replace")
-
-
 class FakeVocab:
     """Ids 0 to 255 are bytes; Qwen's added tokens follow."""
 
@@ -85,10 +75,6 @@ class FakeVocab:
             return bytes([token])
         text = ADDED[token - 256]
         return b"" if text in CONTROL else text.encode()
-
-    @property
-    def names(self) -> Names:
-        return Names(self)
 
     @cached_property
     def kept(self) -> dict[object, Any]:
