@@ -72,7 +72,7 @@ class StepLoop:
                 self._ahead = self._launch_next(step)
         rows = self._runner.collect(step)
         self._profile.overlaps &= rows is None or self._ahead is not None
-        sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None)
+        sampled = sample(batch, rows, self._ends, one_by_one=self._ahead is not None or self._keeps_shape)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
@@ -144,6 +144,12 @@ class StepLoop:
         self._scheduler.reserve(following)
         self._profile.lap("reserve")
         return launched
+
+    @property
+    def _keeps_shape(self) -> bool:
+        """Whether sequences are to compute one token each, so that steps are launched ahead again."""
+        n = len(self._scheduler.running)
+        return n > 1 and self._components.device_runs_alone and self._speculator.is_quiet(n)
 
     def _can_follow(self, batch: Batch) -> bool:
         return self._speculator.is_quiet(len(batch.chunks)) and self._runner.in_one_pass(batch)
