@@ -32,7 +32,7 @@ from .operands import HAS_OPERANDS
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .recurrent_states import HAS_STATE_F16
-from .samplers import DrySampler, SamplerChain
+from .samplers import DrySampler
 from .snapshots import SHARED as SHARES_SNAPSHOTS
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "LoraAdapter",
     "Model",
     "Ring",
-    "SamplerChain",
     "devices",
     "is_quantized",
     "keeps_f16_copies",

@@ -46,6 +46,9 @@ if HAS_QUEUE:
 class RowSteps:
     """Samples the rows of a context's batches, where they were computed."""
 
+    outlive_batches = True
+    """Whether another batch may be decoded before the results are read."""
+
     def __init__(self, context: int, n_vocab: int) -> None:
         self._context, self._n_vocab = context, n_vocab
         self._n = 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qwen_serve.convert.search.target import Target
     from qwen_serve.llamacpp.evaluation import Runtime
 
-SEARCH_VERSION: Final = 1
+SEARCH_VERSION: Final = 2
 """Raise it when the same model would be measured differently."""
 
 PROBES: Final = 3

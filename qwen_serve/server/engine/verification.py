@@ -106,8 +106,8 @@ def _sample(
     try:
         try:
             if logprobs is not None:
-                for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
-                    sampler.score(rows, row, sequence.tokens[position + 1], logprobs)
+                for row in placement.scored_rows:
+                    sampler.score(rows, row, logprobs)
             of_answer = logprobs if logprobs is not None and logprobs.of_answer else None
             for n, row in enumerate(placement.rows):
                 if (token := sampler.choose(rows, row, of_answer)) is None:

@@ -130,7 +130,7 @@ class FakeGeneration:
     """The public part of `server.engine.Generation`."""
 
     def __init__(self, entry: Submission) -> None:
-        asked, logprobs = entry.request, Logprobs.wanted(entry.params, FakeVocab.size)
+        asked, logprobs = entry.request, Logprobs.wanted(entry.params)
         self.request = Request(
             entry.prompt,
             entry.limit,

@@ -15,18 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qwen_serve.llamacpp import Context
-    from qwen_serve.llamacpp.row_sampler import Bits
     from qwen_serve.server.engine.sampling import Sampler
 
 
 class Asks:
     """A sampler that is asked for requests only."""
 
-    def constrained(self, draft: Sequence[int]) -> None:
-        return None
+    def constrained(self, draft: Sequence[int]) -> None: ...
 
-    def requests(self, draft: Sequence[int], n_top: int, masks: Sequence[Bits]) -> list[RowRequest]:
-        assert not masks
+    def requests(self, draft: Sequence[int], n_top: int, masks: Sequence[object]) -> list[RowRequest]:
         return [RowRequest(None)] * (len(draft) + 1)
 
 

@@ -9,7 +9,6 @@ from qwen_serve.llamacpp.row_sampler import NO_LOGITS, Filters, RowRequest, RowS
 from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .dry import Dry
-from .processors import NONE_LEFT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
 
     from .parameters import SamplingParams
     from .thinking import ThinkingWatch
+
+NONE_LEFT = (
+    "allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos leave no token to choose; allow more"
+)
 
 
 class NativeSampler:
