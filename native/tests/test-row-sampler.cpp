@@ -51,15 +51,17 @@ static llama_row_params params_of(const kind & k) {
     return p;
 }
 
-// Samplers and requests for rows [ROWS][N].
+// Samplers and requests for rows [ROWS][N]: all of one kind, or `mixed`, most of them greedy.
 struct batch {
     std::vector<llama_row_sampler>     samplers;
     std::vector<std::vector<uint32_t>> masks;
     std::vector<llama_row_ask>         asks;
     llama_row_requests                 requests;
 
-    batch(const kind & k, const std::vector<float> & logits) : samplers(ROWS), masks(ROWS) {
+    batch(const kind & special, const std::vector<float> & logits, bool mixed) : samplers(ROWS), masks(ROWS) {
+        const kind greedy = { "greedy", { LLAMA_ROW_OP_BEST } };
         for (int r = 0; r < ROWS; r++) {
+            const kind &        k   = mixed && r % 8 ? greedy : special;
             const float *       row = logits.data() + (size_t) r * N;
             llama_row_sampler & s   = samplers[r];
             s.params                = params_of(k);
@@ -237,13 +239,13 @@ int main(int argc, char ** argv) {
     int                  wrong = 0, compared = 0;
     std::vector<int32_t> all(ROWS), chosen(ROWS), asked(ROWS);
     for (int i = 0; i < ROWS; i++) { all[i] = i; }
-    for (int turn = 0; turn < 2; turn++) {
+    for (int turn = 0; turn < 3; turn++) {
         const std::vector<float> logits = random_rows(turn == 0);
         ggml_backend_tensor_set(rows, logits.data(), 0, logits.size() * 4);
         std::vector<const float *> each;
         for (int r = 0; r < ROWS; r++) { each.push_back(logits.data() + (size_t) r * N); }
         for (const kind & k : kinds()) {
-            batch                         made(k, logits);
+            batch                         made(k, logits, turn == 2);
             std::vector<llama_row_result> right(ROWS);
             llama_rows_on_host(made.requests.rows.data(), each.data(), right.data(), ROWS, N, REAL, 16);
             for (int n : { 1, 8, ROWS }) {
@@ -273,7 +275,7 @@ int main(int argc, char ** argv) {
                 for (int r = 0; r < n; r++) {
                     compared++;
                     const llama_row_result &a = launch.results[r], &b = right[r];
-                    if ((!same(a, b, k.n_top >= 0) || chosen[r] != std::max(0, b.token) || asked[r] != chosen[r]) && wrong++ < 40) {
+                    if ((!same(a, b, made.asks[r].n_top >= 0) || chosen[r] != std::max(0, b.token) || asked[r] != chosen[r]) && wrong++ < 40) {
                         printf("WRONG %s, %d rows, row %d: status %d %d, token %d %d %d, rank %d %d, top %d %d\n", k.name, n, r, a.status, b.status,
                                 a.token, b.token, chosen[r], a.rank, b.rank, a.top[0], b.top[0]);
                     }

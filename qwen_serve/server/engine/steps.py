@@ -70,7 +70,7 @@ class StepLoop:
                 self._ahead = self._launch(behind=step)
         rows = self._runner.collect(step)
         self._profile.overlaps &= rows is None or self._ahead is not None
-        sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None)
+        sampled = sample(batch, rows, self._ends, one_by_one=self._ahead is not None or self._keeps_shape)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
@@ -123,3 +123,9 @@ class StepLoop:
         scheduler.launched(batch)
         lap("reserve")
         return step
+
+    @property
+    def _keeps_shape(self) -> bool:
+        """Whether sequences are to compute one token each, so that steps are launched ahead again."""
+        n = len(self._scheduler.running)
+        return n > 1 and self._components.device_runs_alone and self._speculator.is_quiet(n)

@@ -76,7 +76,7 @@ def sample(
     rows: Rows | None,
     ends: frozenset[int],
     *,
-    ahead: bool = False,
+    one_by_one: bool = False,
 ) -> list[SampleResult]:
     """For each chunk, the accepted tokens of its draft and the token after them.
 
@@ -84,7 +84,7 @@ def sample(
     proposal with all probability on one token, so this is speculative sampling (Leviathan et al. 2023,
     section 2.3) and changes no sampler's output distribution. Nothing is accepted after one of `ends`, the
     tokens that end a generation. Sequences that the batch dropped get nothing, and nothing is drawn for them.
-    `ahead`: the next step is being computed, so forced tokens come one by one.
+    `one_by_one`: forced tokens come from the next rows.
     """
     if rows is None:
         return [SampleResult() for _ in batch.chunks]
@@ -93,12 +93,12 @@ def sample(
         if chunk.sequence in batch.dropped:
             found.append(SampleResult())
         else:
-            found.append(_sample(chunk, placement, rows, ends, ahead=ahead))
+            found.append(_sample(chunk, placement, rows, ends, one_by_one=one_by_one))
     return found
 
 
 def _sample(
-    chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int], *, ahead: bool
+    chunk: Chunk, placement: Placement, rows: Rows, ends: frozenset[int], *, one_by_one: bool
 ) -> SampleResult:
     found = SampleResult()
     sequence, draft = chunk.sequence, chunk.draft
@@ -119,7 +119,7 @@ def _sample(
         except FloatingPointError as error:
             found.recompute, found.error = True, error
         if found.tokens:
-            found.forced = sampler.forced(found.tokens, one_by_one=ahead)
+            found.forced = sampler.forced(found.tokens, one_by_one=one_by_one)
     except Exception as error:  # an error of one sequence must not affect the others
         return SampleResult(error=error)
     return found

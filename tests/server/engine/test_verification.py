@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from qwen_serve.llamacpp import Context
+    from qwen_serve.llamacpp.row_sampler import Bits
     from qwen_serve.server.engine.sampling import Sampler
     from qwen_serve.server.engine.sampling.rows import Rows
 
@@ -32,7 +33,11 @@ class FakeSampler:
     def __init__(self, *, fails: bool = False) -> None:
         self._fails = fails
 
-    def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
+    def constrained(self, draft: Sequence[int]) -> None:
+        return None
+
+    def requests(self, draft: Sequence[int], n_top: int, masks: Sequence[Bits]) -> list[RowRequest]:
+        assert not masks
         assert n_top == -1
         return [RowRequest(None)] * (len(draft) + 1)
 
