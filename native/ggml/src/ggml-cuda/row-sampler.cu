@@ -60,8 +60,8 @@ struct row_sampler {
     bool     raw      = false; // for log-probabilities: no mask
     int32_t  surprise = 0;
 
-    __device__ row_sampler(row_shared & s, row_scratch & g, const float * logits, const llama_row_request & q, int n_vocab, int n_real, int n_blocks,
-            int block) : s(s), g(g), logits(logits), q(q), n_vocab(n_vocab), n_real(n_real), n_blocks(n_blocks), block(block) {}
+    __device__ row_sampler(row_shared & s, row_scratch & g, const float * logits, const llama_row_request & q, int n_vocab, int n_real) :
+        s(s), g(g), logits(logits), q(q), n_vocab(n_vocab), n_real(n_real), n_blocks(gridDim.x), block(blockIdx.x) {}
 
     __device__ void meet() {
         __syncthreads();
@@ -579,31 +579,22 @@ struct row_sampler {
     }
 };
 
-// Whether one pass over the row has the token.
-static __host__ __device__ bool is_quick(const llama_row_request & q) {
-    return q.n_top < 0 && (q.scored >= 0 || (!q.n_edits && !q.mask && q.params.ops[0] == LLAMA_ROW_OP_BEST));
-}
-
-// The rows of a launch: each one's request, and its blocks.
 struct row_map {
-    int32_t  request[LLAMA_ROW_MOST];
-    uint16_t first[LLAMA_ROW_MOST + 1];
+    int32_t request[LLAMA_ROW_MOST];
 };
 
-// grid: the blocks of all rows. `logits`: rows [n_vocab], n_vocab a multiple of 4. Rows are changed while the launch runs
+// grid: blocks a row, rows. `logits`: rows [n_vocab], n_vocab a multiple of 4. Rows are changed while the launch runs
 // (edits) and are as before when it ends.
 static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logits, const llama_row_request * requests, const row_map map,
         row_scratch * scratch, llama_row_result * results, int32_t * tokens, int32_t * asked, int n_vocab, int n_real) {
     __shared__ row_shared s;
-    int                   at_row = 0;
-    while (map.first[at_row + 1] <= blockIdx.x) { at_row++; }
-    const uint32_t            block = blockIdx.x - map.first[at_row], n_blocks = map.first[at_row + 1] - map.first[at_row];
-    const int                 which = map.request[at_row];
-    const llama_row_request & q     = requests[which];
-    row_scratch &             g     = scratch[at_row];
-    llama_row_result &        out   = results[which];
-    float *                   row   = logits + (size_t) at_row * n_vocab;
-    row_sampler               sampler(s, g, row, q, n_vocab, n_real, n_blocks, block);
+    const int             which = map.request[blockIdx.y];
+    if (which < 0) { return; }
+    const llama_row_request & q   = requests[which];
+    row_scratch &             g   = scratch[blockIdx.y];
+    llama_row_result &        out = results[which];
+    float *                   row = logits + (size_t) blockIdx.y * n_vocab;
+    row_sampler               sampler(s, g, row, q, n_vocab, n_real);
     const int                 quads = n_vocab / 4;
 
     // the row as it is: its best tokens, with padding and without, and whether it is usable
@@ -624,7 +615,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
     });
     const bool plain      = !q.n_edits && !q.mask;
     const bool best_token = plain && q.params.ops[0] == LLAMA_ROW_OP_BEST && q.scored < 0;
-    const bool quick      = is_quick(q);
+    const bool quick      = q.n_top < 0 && (q.scored >= 0 || best_token);
     // 1 and 2 together are 3: a maximum of flags would lose one, so each has a word
     sampler.maximum(sampler.words, best);
     sampler.maximum(sampler.words + 1, flags & 1);
@@ -645,7 +636,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         __syncthreads();
         if (threadIdx.x == 0) {
             __threadfence();
-            s.n = atomicAdd(&g.ended, 1) == n_blocks - 1;
+            s.n = atomicAdd(&g.ended, 1) == gridDim.x - 1;
             __threadfence();
         }
         __syncthreads();
@@ -664,7 +655,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
                 sampler.best         = likeliest;
                 const int      most  = q.n_top < LLAMA_ROW_MAX_TOP ? q.n_top : LLAMA_ROW_MAX_TOP;
                 const uint64_t least = sampler.select(RS_KEY, most, 0, true);
-                if (block == 0 && threadIdx.x < sampler.n) {
+                if (blockIdx.x == 0 && threadIdx.x < sampler.n) {
                     const uint64_t key  = s.list[threadIdx.x].key;
                     uint32_t       rank = 0;
                     for (uint32_t i = 0; i < sampler.n; i++) { rank += s.list[i].key > key; }
@@ -683,7 +674,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         const auto edits  = [&](auto f) {
             for (int32_t e = threadIdx.x; e < q.n_edits; e += RS_THREADS) {
                 llama_row_edit & edit = q.edits[e];
-                if ((edit.token / 4 / RS_THREADS) % n_blocks == block) { f(edit); }
+                if ((edit.token / 4 / RS_THREADS) % gridDim.x == blockIdx.x) { f(edit); }
             }
             __syncthreads();
         };
@@ -718,7 +709,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         sampler.listed = false;
         if (q.n_top >= 0 && !status) {
             const int token_at = sampler.words++, rank_at = sampler.words++, mass_at = sampler.words++;
-            if (block == 0 && threadIdx.x == 0) { g.words[token_at] = token; }
+            if (blockIdx.x == 0 && threadIdx.x == 0) { g.words[token_at] = token; }
             sampler.meet();
             token                 = sampler.word(token_at);
             const uint32_t id     = lrs_key_id(token);
@@ -736,7 +727,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
             sampler.add_up(rank_at, better);
             sampler.add_up(mass_at, mass);
             sampler.meet();
-            if (block == 0 && threadIdx.x == 0) {
+            if (blockIdx.x == 0 && threadIdx.x == 0) {
                 out.rank  = 1 + (int32_t) sampler.word(rank_at);
                 out.logit = logit;
                 out.mass  = sampler.word(mass_at);
@@ -750,9 +741,9 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
             __threadfence();
             atomicAdd(&g.ended, 1);
         }
-        if (block != 0) { return; }
+        if (blockIdx.x != 0) { return; }
         if (threadIdx.x == 0) {
-            while (*(volatile uint32_t *) &g.ended < n_blocks) { __nanosleep(20); }
+            while (*(volatile uint32_t *) &g.ended < gridDim.x) { __nanosleep(20); }
             __threadfence();
         }
         __syncthreads();
@@ -762,7 +753,7 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
         out.status           = status;
         out.token            = chosen;
         // one that exists
-        if (tokens) { tokens[at_row] = max(0, chosen); }
+        if (tokens) { tokens[blockIdx.y] = max(0, chosen); }
         if (asked) { asked[which] = max(0, chosen); }
         out.surprise = status ? 0 : sampler.surprise;
         g.barrier = g.ended = 0;
@@ -775,23 +766,6 @@ static __global__ void __launch_bounds__(RS_THREADS, 1) row_sample(float * logit
 }
 
 #define RS_MOST_BLOCKS 64 // a row
-#define RS_SLOW        8  // blocks of a row that needs several passes, to one of another row
-
-// Gives each row with a request its blocks; returns how many there are.
-static int share_blocks(row_map & map, int n, const llama_row_request * requests, int n_sm) {
-    int n_quick = 0, n_slow = 0;
-    for (int i = 0; i < n; i++) {
-        if (map.request[i] >= 0) { (is_quick(requests[map.request[i]]) ? n_quick : n_slow)++; }
-    }
-    const int quick = n_quick ? std::min(RS_MOST_BLOCKS, std::max(1, n_sm / (n_quick + RS_SLOW * n_slow))) : 0;
-    const int slow  = n_slow ? std::min(RS_MOST_BLOCKS, (n_sm - quick * n_quick) / n_slow) : 0;
-    map.first[0]    = 0;
-    for (int i = 0; i < n; i++) {
-        const int its    = map.request[i] < 0 ? 0 : is_quick(requests[map.request[i]]) ? quick : slow;
-        map.first[i + 1] = map.first[i] + its;
-    }
-    return map.first[n];
-}
 
 static_assert(sizeof(row_scratch) * LLAMA_ROW_MOST <= LLAMA_ROW_SCRATCH, "no room for what the blocks of a row share");
 
@@ -835,8 +809,6 @@ extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t backend, const llam
         const int n = std::min(most, launch->n_rows - first);
         row_map   map;
         std::copy_n(launch->which + first, n, map.request);
-        const int n_blocks = share_blocks(map, n, (const llama_row_request *) launch->from, n_sm);
-        if (n_blocks == 0) { continue; }
         float *                   logits   = launch->logits + (size_t) first * launch->n_vocab;
         int32_t *                 tokens   = launch->tokens ? launch->tokens + first : nullptr;
         const llama_row_request * requests = launch->requests;
@@ -845,7 +817,8 @@ extern "C" bool ggml_backend_cuda_sample_rows(ggml_backend_t backend, const llam
         int32_t *                 asked    = launch->asked;
         int                       n_vocab = launch->n_vocab, n_real = launch->n_real;
         void *                    args[] = { &logits, &requests, &map, &scratch, &results, &tokens, &asked, &n_vocab, &n_real };
-        if (cudaLaunchCooperativeKernel((const void *) row_sample, dim3(n_blocks), dim3(RS_THREADS), args, 0, stream) != cudaSuccess) {
+        const dim3                grid(std::min(RS_MOST_BLOCKS, std::max(1, n_sm / n)), n);
+        if (cudaLaunchCooperativeKernel((const void *) row_sample, grid, dim3(RS_THREADS), args, 0, stream) != cudaSuccess) {
             (void) cudaGetLastError(); // a share of the device may have fewer multiprocessors than it tells
             return false;
         }
