@@ -1,7 +1,5 @@
 """The text that the bundled templates render, byte for byte."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """nano's vision tower in F32, and requests that show it pictures."""
 
-from __future__ import annotations
-
 import base64
 from io import BytesIO
 from pathlib import Path

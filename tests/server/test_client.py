@@ -1,7 +1,5 @@
 """The terminal client as a program with the scripted server, through a pipe and in a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,8 +1,6 @@
 """The API's contract: every check of `qwen-bench conformance` passes against a live server, and each theme's
 checks fail if a rule is broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pictures through every API format: the same picture and text give the same prompt and answer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

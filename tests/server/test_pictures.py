@@ -1,7 +1,5 @@
 """Pictures in chats, from HTTP to the answer: nano's tower tells pictures of noise apart."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

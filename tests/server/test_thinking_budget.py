@@ -1,7 +1,5 @@
 """Thinking budgets over HTTP, with the fields of all supported APIs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The most common mistakes are rows of `qwen_serve/bench/checks/errors.py`, asked 
 test_conformance.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,11 +1,10 @@
 """A failure affects only its request, and disconnecting frees the engine."""
 
-from __future__ import annotations
-
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -15,9 +14,6 @@ from tests.server.api.conftest import Start
 from tests.server.api.formats.test_completions import events
 from tests.server.api.test_bad_input import error_of
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LONG = "word " * 400
 

@@ -1,7 +1,5 @@
 """Log-probabilities in all formats, with and without streaming."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fields that an endpoint lacks: unknown ones, and those of other formats and servers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

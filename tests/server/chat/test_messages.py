@@ -1,7 +1,5 @@
 """Conversations that are refused, and the rendering of others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures in data URLs: decoding, and refusals."""
 
-from __future__ import annotations
-
 import base64
 import struct
 import tracemalloc

@@ -1,14 +1,13 @@
 """Schemas rewritten with the keywords that grammars support accept the same values."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import re
+from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from ipaddress import IPv4Address
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -20,9 +19,6 @@ from qwen_serve.server.chat.formats import compose, grammar_format, json_format
 from qwen_serve.server.chat.schemas import TEXTS, closed, understood, written_length
 from qwen_serve.server.chat.tool_formats import tool_format
 from tests.server.chat.test_structural_tags import tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 VALUES: list[Any] = [
     *(None, True, 0, 3.5, "", "a", "ab", "path", [], [1], [1, 1], ["a", 2], {}, {"a": 1}, {"b": "x"}),

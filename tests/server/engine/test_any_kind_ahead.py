@@ -1,11 +1,10 @@
 """Requests of every kind are launched ahead, and none stops others from it."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,6 @@ from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import Question, ask_at_once, random_prompt, running
 from tests.server.engine.launching import PLAIN, ahead
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
 

@@ -1,18 +1,13 @@
 """Time of steps by phase."""
 
-from __future__ import annotations
-
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from qwen_serve.server.engine.profile import PHASES, StepProfile
 
 from .helpers import EXACT, Question, ask, running
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_host_work_while_the_device_computes_is_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The sampling parameters that a request gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """/v1/chat/completions and /invocations with messages."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Codex's requests to /v1/responses: its own tools, those of namespaces and those of its host."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """/v1/completions and /invocations with a prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Histories as clients send them back: cut calls, other servers' tools, files, no question."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -1,11 +1,10 @@
 """/v1/messages and /v1/messages/count_tokens, with Anthropic's client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -14,8 +13,6 @@ from qwen_serve.server.engine import GenerationError
 from tests.server.api.conftest import Server, Start
 from tests.server.api.formats.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
-if TYPE_CHECKING:  # two seconds, in every process that collects tests
-    import anthropic
 PATH = "/v1/messages"
 HI: Any = [{"role": "user", "content": "Hi"}]
 TOOL: Any = {

@@ -1,7 +1,5 @@
 """Ollama's API, with its Python client and by its documentation."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

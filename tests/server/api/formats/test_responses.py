@@ -1,7 +1,5 @@
 """/v1/responses, with OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

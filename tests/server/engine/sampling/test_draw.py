@@ -1,12 +1,12 @@
 """Parameters and samplers: choices from known logits, and the same choices for the same seed."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import Context, Model, SamplerChain
@@ -15,21 +15,14 @@ from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
+from qwen_serve.server.engine.sampling.constraint import Constraint
 from qwen_serve.server.engine.sampling.processors import Penalties
-from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
+from qwen_serve.server.engine.sampling.rows import Rows
+from qwen_serve.server.engine.sampling.thinking import ThinkingLimits, ThinkingWatch
 from qwen_serve.server.engine.verification import sample
 from qwen_serve.server.engine.vocab import Vocab
 from tests.contexts import exact_options
 from tests.server.engine.sampling.fake_rows import choose
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine.sampling.constraint import Constraint
-    from qwen_serve.server.engine.sampling.rows import Rows
-    from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
 
 
 class SmallVocab:
