@@ -17,8 +17,6 @@ everything that it depends on.
 It needs only the standard library and pip.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
@@ -32,20 +30,17 @@ import tarfile
 import tempfile
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 from urllib.parse import unquote, urlparse
 
 from qwen_serve.server import cuda_wheels, released_wheels
 from qwen_serve.server.about import WHEELS_VARIABLE, cache_folder
 from qwen_serve.server.build_machine import cards, first_line, nvcc, processors
 from qwen_serve.server.llama_build import PACKAGE, Build, SetupError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from qwen_serve.server.released_wheels import Released
+from qwen_serve.server.released_wheels import Released
 
 BUILD_REQUIRES = ("scikit-build-core[pyproject]>=0.9.2",)
 """llama-cpp-python's `build-system.requires`; missing cmake and ninja are fetched too."""

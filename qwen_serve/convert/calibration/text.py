@@ -4,22 +4,16 @@ Calibration text ends with pseudo-random tokens. Half of them are the text's own
 drawn from the whole vocabulary. What is fitted to them, too, holds better on text of other kinds.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
-from qwen_serve.convert.calibration.prompts import ChatTemplate, load_prompts
+from qwen_serve.convert.calibration.prompts import ChatTemplate, Purpose, load_prompts
 from qwen_serve.convert.calibration.sampler import Request, complete
 from qwen_serve.convert.progress import Progress
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from qwen_serve.convert.calibration.prompts import Purpose
-    from qwen_serve.llamacpp.evaluation import Runtime
-    from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.model import Model
 
 TEXT_VERSION = 2
 """Raise it when the same model would write different text, because of other prompts, sampler or lengths."""

@@ -4,11 +4,11 @@ Under /v1/messages it is Anthropic's: `{"type": "error", "error": {"type", "mess
 Ollama's: `{"error": message}`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from qwen_serve.server.chat import PromptError
@@ -20,11 +20,6 @@ from qwen_serve.server.engine import (
     QueueFull,
     RequestFault,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pydantic import ValidationError
 
 RETRY_AFTER_S = 1
 

@@ -5,27 +5,20 @@ followed, and size, time and number of calls are bounded. Keys come with each re
 logged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl
 import threading
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 
 from qwen_serve.server.api.errors import ApiError, bad_request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from fastapi import FastAPI
 
 PATH = "/mcp-proxy"
 URL_HEADER = "Mcp-Url"

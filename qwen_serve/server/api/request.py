@@ -1,31 +1,24 @@
 """A client's request: its body, a JSON object of bounded size, and whether the client still waits."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re
+from collections.abc import Awaitable, Callable
 from email.message import Message
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from_validation
 from qwen_serve.server.api.limits import PICTURE_WORK, in_thread, interruptible
 from qwen_serve.server.api.picture_urls import fetch
-from qwen_serve.server.api.service import unavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from fastapi import Request
-    from starlette.datastructures import Headers
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.service import Backend
-    from qwen_serve.server.chat.pictures import GivenPicture
+from qwen_serve.server.api.service import Backend, unavailable
+from qwen_serve.server.chat.pictures import GivenPicture
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")

@@ -1,42 +1,37 @@
 """The generations of one request, which are submitted, counted and cancelled together."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time
 import uuid
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Response
 
-from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.context import RequestContext
+from qwen_serve.server.api.errors import ApiError, bad_request
+from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.fields.sampling import of_choice
+from qwen_serve.server.api.fields.structured import WantedGrammar
 from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
-from qwen_serve.server.api.sse import EventStream
+from qwen_serve.server.api.service import Service
+from qwen_serve.server.api.sse import EventStream, EventWriter
+from qwen_serve.server.api.tenant import Placement
 from qwen_serve.server.chat import StopStrings, TextGeneration
-from qwen_serve.server.engine import GenerateRequest, InvalidGrammar, TokenBudget
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.errors import ApiError
-    from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.api.fields.structured import WantedGrammar
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.api.sse import EventWriter
-    from qwen_serve.server.api.tenant import Placement
-    from qwen_serve.server.engine import (
-        Constraint,
-        EngineSettings,
-        Prompt,
-        SamplingParams,
-        ThinkingLimits,
-    )
+from qwen_serve.server.engine import (
+    Constraint,
+    EngineSettings,
+    GenerateRequest,
+    InvalidGrammar,
+    Prompt,
+    SamplingParams,
+    ThinkingLimits,
+    TokenBudget,
+)
 
 
 class ServedRequest:

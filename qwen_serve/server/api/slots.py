@@ -1,32 +1,25 @@
 """llama-server's /slots."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from qwen_serve.common.files import NO_ROOM
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.request import ensure_loaded, until_gone
 from qwen_serve.server.api.tenant import salt_of
-from qwen_serve.server.engine import PrefixFileError, restore_prefixes, save_prefixes, slot_states
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.engine import Engine
+from qwen_serve.server.engine import Engine, PrefixFileError, restore_prefixes, save_prefixes, slot_states
 
 FILE_WORK = ThreadPoolExecutor(1, "slot-files")
 """A thread for files, one at a time, so that no step and no other request waits for a slow disk."""

@@ -1,22 +1,16 @@
 """Tenants: which requests share prefixes, and whose share of the server a request uses."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.fields.lora import adapters_of
-from qwen_serve.server.engine import TIERS, SchedulingParams
+from qwen_serve.server.engine import TIERS, Adapters, SchedulingParams, ServiceTier
 from qwen_serve.server.engine.request import PRIVATE
-
-if TYPE_CHECKING:
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.engine import Adapters, ServiceTier
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,32 +4,23 @@ They are for clients that count tokens, and for routers that match prefixes. /to
 the body has `content`, and vLLM's if it has `prompt` or `messages`.
 """
 
-from __future__ import annotations
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.formats.chat import ChatRequest, check_uncut, prompt_of
+from qwen_serve.server.api.formats.completions import CompletionRequest
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from qwen_serve.server.api.request import encode_images, ensure_loaded, on_thread, prepared
+from qwen_serve.server.api.service import Service
 from qwen_serve.server.api.serving import truncated
-from qwen_serve.server.chat.pictures import counted
-from qwen_serve.server.engine import TokenBudget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.formats.completions import CompletionRequest
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.chat.pictures import GivenPicture
-    from qwen_serve.server.engine import Vocab
-
+from qwen_serve.server.chat.pictures import GivenPicture, counted
+from qwen_serve.server.engine import TokenBudget, Vocab
 
 MAX_TOKENS = 2**18
 """Most tokens that /tokenize returns and /detokenize accepts: the longest context of any model."""

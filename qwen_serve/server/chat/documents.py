@@ -1,7 +1,5 @@
 """Files of plain text in messages."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

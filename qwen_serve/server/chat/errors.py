@@ -1,7 +1,5 @@
 """The package's only error that is the caller's fault."""
 
-from __future__ import annotations
-
 
 class PromptError(ValueError):
     """A conversation that cannot become a prompt.

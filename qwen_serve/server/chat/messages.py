@@ -1,7 +1,5 @@
 """Checks OpenAI's message and tool objects and converts them for chat templates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any

@@ -5,30 +5,26 @@ from __future__ import annotations
 import binascii
 import math
 from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
 from threading import BoundedSemaphore
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
+from qwen_serve.server.engine import Engine
+from qwen_serve.server.engine.encoder import PictureEncoder
 from qwen_serve.server.engine.errors import PromptTooLong
 from qwen_serve.server.engine.pictures import Picture
 
 from .decoding import TooLarge, decoded
 from .errors import PromptError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.encoder import PictureEncoder
 
 MAX_IMAGES = 16
 """Most pictures of a request."""

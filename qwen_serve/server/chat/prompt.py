@@ -1,24 +1,17 @@
 """Messages to prompt tokens."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
-
+from qwen_serve.server.engine import Vocab
 from qwen_serve.server.engine.vocab import token_of
 
 from .errors import PromptError
 from .markup import Tags
 from .messages import begun_reply, check_messages, check_tools, plain_text, separate_reasoning
+from .pictures import GivenPicture
 from .provenance import AddedTokens, choose_sentinel
 from .template import ChatTemplate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from qwen_serve.server.engine import Vocab
-
-    from .pictures import GivenPicture
-
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 """Names of reasoning efforts, from the least to the most."""

@@ -19,8 +19,6 @@ Templates also look for think tags in an assistant's history, so these are separ
 (`messages.separate_reasoning`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain

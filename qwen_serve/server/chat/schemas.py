@@ -1,21 +1,16 @@
 """Rewrites JSON schemas for llguidance: removes what has no effect, and converts what has an equivalent
 form."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pydantic_core import from_json
 
 from .errors import PromptError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),

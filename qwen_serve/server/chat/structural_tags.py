@@ -9,8 +9,6 @@ the text and the mark are one lazy terminal, which ends at its first match. A ma
 (`<tool_call>`) needs no lazy terminal, because free text contains neither such tokens nor their names.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,10 +1,9 @@
 """A Jinja chat template, in the environment that Hugging Face templates are written for."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -12,9 +11,6 @@ import jinja2.meta
 
 from .bounded_template import MOST_CHARACTERS, BoundedEnvironment
 from .errors import PromptError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # Names that chat_template_kwargs may not set, besides the environment's own functions.
 _OURS = {"messages", "tools", "add_generation_prompt"}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llguidance import regex_to_lark
 
@@ -14,9 +14,6 @@ from .errors import PromptError
 from .formats import ANY, AnswerFormat, check_length, json_lark, lark_literal
 from .schemas import ANNOTATIONS, TEXTS, check_keywords, check_numbers, understood
 from .tool_schemas import described_elsewhere, followed, resolve
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 NO_CLOSE = f"({ANY} & ~({ANY} /<\\/parameter>/ {ANY}))"
 NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"

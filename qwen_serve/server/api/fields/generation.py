@@ -1,24 +1,18 @@
 """Fields of every generating request; each format adds its own."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.fields.lora import LoraChoice  # noqa: TC001 - pydantic reads it
-from qwen_serve.server.api.fields.sampling import SamplingFields
+from qwen_serve.server.api.fields.lora import LoraChoice
+from qwen_serve.server.api.fields.sampling import Mode, SamplingFields
 from qwen_serve.server.api.fields.structured import StructuredFields
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
+from qwen_serve.server.chat.formats import AnswerFormat
+from qwen_serve.server.chat.tool_formats import ToolFormat
 from qwen_serve.server.engine import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.server.api.fields.sampling import Mode
-    from qwen_serve.server.chat.formats import AnswerFormat
-    from qwen_serve.server.chat.tool_formats import ToolFormat
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096

@@ -1,18 +1,11 @@
 """A request's LoRA adapters: one by name in `model`, as in vLLM, or several by number in `lora`, as in
 llama-server."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from qwen_serve.server.api.errors import ApiError, bad_request
-from qwen_serve.server.engine import MOST_ADAPTERS
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine import Adapters
-    from qwen_serve.server.settings import Settings
+from qwen_serve.server.engine import MOST_ADAPTERS, Adapters
+from qwen_serve.server.settings import Settings
 
 
 class LoraChoice(BaseModel):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -21,10 +22,6 @@ from qwen_serve.server.chat.formats import (
 from qwen_serve.server.chat.schemas import closed, json_value
 from qwen_serve.server.chat.structural_tags import structural_tag_format
 from qwen_serve.server.chat.tool_formats import ToolFormat, tool_format
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 

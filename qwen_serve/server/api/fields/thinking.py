@@ -1,18 +1,14 @@
 """Fields for thinking and its length, in every client's format."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.service import Backend
+from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine import ThinkingLimits
-
-if TYPE_CHECKING:
-    from qwen_serve.server.api.service import Backend
-    from qwen_serve.server.chat import Prompter
-    from qwen_serve.server.settings import Settings
+from qwen_serve.server.settings import Settings
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -1,7 +1,5 @@
 """Known fields that this server does not support. It refuses them and never ignores them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator

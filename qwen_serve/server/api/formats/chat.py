@@ -1,15 +1,17 @@
 """Chat completions: /v1/chat/completions, and /invocations with messages."""
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from fastapi import Response
 from pydantic import BeforeValidator, Field, model_validator
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.fields.generation import GenerationRequest
+from qwen_serve.server.api.fields.sampling import Mode
 from qwen_serve.server.api.fields.structured import (
     WantedGrammar,
     calls_format,
@@ -19,7 +21,7 @@ from qwen_serve.server.api.fields.structured import (
 )
 from qwen_serve.server.api.fields.thinking import ThinkingFields
 from qwen_serve.server.api.fields.unsupported import ELSEWHERE, UNSUPPORTED
-from qwen_serve.server.api.formats.chat_inputs import (  # noqa: TC001 - pydantic reads them
+from qwen_serve.server.api.formats.chat_inputs import (
     MessageInput,
     ProcessorKwargs,
     ToolInput,
@@ -28,6 +30,7 @@ from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.formats.left_out import names_of, noted
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import encode_images, ensure_loaded, prepared
+from qwen_serve.server.api.service import Service
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
@@ -42,30 +45,21 @@ from qwen_serve.server.chat import (
     NOTHING_YET,
     Arguments,
     Content,
+    Part,
     PromptError,
     Reasoning,
     Reply,
+    ReplyOptions,
     ReplyParser,
+    StopStrings,
     ToolCall,
     check_conversation,
 )
-from qwen_serve.server.chat.pictures import NO_BOUNDS, PixelBounds, cached_images, insert_images
-from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.fields.sampling import Mode
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
-    from qwen_serve.server.chat.formats import AnswerFormat
-    from qwen_serve.server.chat.pictures import GivenPicture
-    from qwen_serve.server.chat.tool_formats import ToolFormat
-    from qwen_serve.server.engine import Prompt
-    from qwen_serve.server.engine.pictures import Picture
+from qwen_serve.server.chat.formats import AnswerFormat
+from qwen_serve.server.chat.pictures import NO_BOUNDS, GivenPicture, PixelBounds, cached_images, insert_images
+from qwen_serve.server.chat.tool_formats import ToolFormat
+from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt, Prompt
+from qwen_serve.server.engine.pictures import Picture
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"

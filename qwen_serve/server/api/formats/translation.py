@@ -1,23 +1,17 @@
 """Translates other API formats to a chat request, so that the same code answers all of them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, bad_request, from_exception, from_validation
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
 from qwen_serve.server.api.formats.chat import ChatRequest, begin
-from qwen_serve.server.chat import PromptError
+from qwen_serve.server.api.serving import ServedRequest
+from qwen_serve.server.chat import PromptError, Reply
 from qwen_serve.server.chat.pictures import GivenPicture
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Reply
 
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "messages": (),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.fields.generation import TokenLimit
+from qwen_serve.server.api.formats.chat import ChatRequest
 from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.translation import (
     FOREIGN,
@@ -23,11 +25,6 @@ from qwen_serve.server.api.formats.translation import (
 )
 from qwen_serve.server.chat import plain_text
 from qwen_serve.server.chat.pictures import GivenPicture
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from qwen_serve.server.api.formats.chat import ChatRequest
 
 NAMES = {
     "stop": "stop_sequences",

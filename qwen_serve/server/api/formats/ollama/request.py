@@ -1,8 +1,7 @@
 """Ollama's requests, and their translation to chat requests and completions."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationError
 
@@ -14,9 +13,6 @@ from qwen_serve.server.api.formats.completions import CompletionRequest
 from qwen_serve.server.api.formats.translation import FOREIGN, object_in, refused, text_in, to_chat
 from qwen_serve.server.chat.pictures import GivenPicture
 from qwen_serve.server.engine import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 OPTIONS = {
     "num_predict": "max_tokens",

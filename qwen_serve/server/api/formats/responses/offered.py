@@ -3,16 +3,12 @@
 As in vLLM, the model sees a namespace's function under the joined name; clients see both names separately.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.formats.left_out import names_of
 from qwen_serve.server.api.formats.translation import object_in, text_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 Tool = dict[str, Any]
 

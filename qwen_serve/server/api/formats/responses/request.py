@@ -1,14 +1,14 @@
 """OpenAI's Responses requests, and their translation to chat requests."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.fields.generation import TokenLimit
+from qwen_serve.server.api.formats.chat import ChatRequest
 from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.responses.offered import OfferedTools, called
 from qwen_serve.server.api.formats.translation import (
@@ -24,11 +24,6 @@ from qwen_serve.server.api.formats.translation import (
 from qwen_serve.server.chat.documents import text_of_file
 from qwen_serve.server.chat.pictures import GivenPicture, PixelBounds, known_detail
 from qwen_serve.server.engine import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from qwen_serve.server.api.formats.chat import ChatRequest
 
 NAMES = {
     "messages": "input",
