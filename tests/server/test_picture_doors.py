@@ -183,7 +183,7 @@ DOORS: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "/v1/responses",
         {"input": [{"role": "developer", "content": [input_image(1)]}, {"role": "user", "content": "x"}]},
         "input[0].content[0].image_url",
-        "pictures are read in messages of users and tools only",
+        "pictures are read of users and tools alone",
     ),
     "too many": (
         "/v1/responses",

@@ -101,11 +101,11 @@ def _target(url: str | None, allowed: Collection[Origin]) -> tuple[Origin, str]:
     if not allowed:
         raise ApiError(403, "MCP servers are off: --mcp-origins names those to call", code="mcp_off")
     if url is None:
-        raise bad_request(f"the header {URL_HEADER} is missing: the MCP server's address", URL_HEADER)
+        raise bad_request(URL_HEADER, "this header is missing: the MCP server's address")
     try:
         origin = origin_of(url)
     except ValueError as error:
-        raise bad_request(f"{URL_HEADER}: {error}", URL_HEADER, "invalid_value") from None
+        raise bad_request(URL_HEADER, str(error)) from None
     if origin not in allowed:
         raise ApiError(403, f"{URL_HEADER}: this origin is not one of --mcp-origins", code="mcp_not_allowed")
     parts = urlsplit(url)

@@ -143,7 +143,7 @@ def invoked(body: dict[str, Any]) -> type[CompletionRequest | ChatRequest]:
     prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
     if prompted == conversed:
         param = "messages" if prompted else "prompt"
-        raise bad_request("give either prompt or messages" + ", not both" * prompted, param, "invalid_value")
+        raise bad_request(param, "give either prompt or messages" + ", not both" * prompted)
     if body.get("temperature") is None:
         body["temperature"] = 0.0
     return CompletionRequest if prompted else ChatRequest

@@ -258,8 +258,7 @@ async def compiled(
         except InvalidGrammar as error:
             looser = wanted.loosened(str(error))
             if looser is None:
-                message = f"{wanted.param} cannot be enforced: {error}"
-                raise bad_request(message, wanted.param, "invalid_value") from error
+                raise bad_request(wanted.param, f"cannot be enforced: {error}") from error
             wanted = looser
         else:
             return partial(grammar.begin, wanted.param)
@@ -270,9 +269,8 @@ def check_count(settings: EngineSettings, request: GenerationRequest, prompts: i
     wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
     if wanted > most:
         raise bad_request(
-            f"n: {wanted} answers are asked for, n for each prompt; at most {most} can wait and run together",
             "n",
-            "invalid_value",
+            f"{wanted} answers are asked for, n for each prompt; at most {most} can wait and run together",
         )
 
 

@@ -74,8 +74,8 @@ def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest 
 
 def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
     """A budget that raises ApiError 400 above `MAX_TOKENS`."""
-    message = f"{field}: more than {MAX_TOKENS:,} tokens; send it in parts"
-    return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
+    wrong = bad_request(field, f"more than {MAX_TOKENS:,} tokens; send it in parts")
+    return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: wrong)
 
 
 async def with_prompt(
@@ -138,14 +138,13 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
     Bytes that are not UTF-8 become U+FFFD. Raises ApiError 400.
     """
     if len(request.tokens) > MAX_TOKENS:
-        raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
+        raise bad_request("tokens", f"more than {MAX_TOKENS:,}; send them in parts")
     await ensure_loaded(context)
     vocab = context.service.backend.engine.vocab
 
     def answer(_: Callable[[], None]) -> Response:
         if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
-            message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
-            raise bad_request(message, "tokens")
+            raise bad_request("tokens", f"{wrong[0]} is not an id; they run from 0 to {vocab.size - 1}")
         kinds = {"content": vocab.token_bytes, "prompt": vocab.spelling}
         texts = {
             name: b"".join(map(spell, request.tokens)).decode("utf-8", "replace")

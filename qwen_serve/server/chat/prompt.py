@@ -49,7 +49,7 @@ def check_conversation(
         checked = check_messages(messages, [])
         check_tools(tools)
     except RecursionError:
-        raise PromptError("the request is nested too deeply", "messages") from None
+        raise PromptError("messages", "the request is nested too deeply") from None
     if continue_final_message:
         _final(checked)
 
@@ -175,7 +175,7 @@ class Prompter:
                 self._separate_reasoning(message, sentinel)
             marked_messages, marked_tools, marked_extra, reasoning, answer = self._added.mark(given, sentinel)
         except RecursionError:
-            raise PromptError("the request is nested too deeply", "messages") from None
+            raise PromptError("messages", "the request is nested too deeply") from None
         variables = {
             "messages": marked_messages[:-1] if continue_final_message else marked_messages,
             "tools": marked_tools,
@@ -225,6 +225,7 @@ def _final(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         wrong = "calls tools" if last["role"] == "assistant" else f"is of the role {last['role']}"
-        message = f"continue_final_message: the last message {wrong}; it must be an assistant's text"
-        raise PromptError(message, "continue_final_message")
+        raise PromptError(
+            "continue_final_message", f"the last message {wrong}; it must be an assistant's text"
+        )
     return last

@@ -115,7 +115,7 @@ def choose_sentinel(*values: Any) -> str:
     for code in chain.from_iterable(_CANDIDATES):
         if chr(code) not in used:
             return chr(code)
-    raise PromptError("the request contains every private-use character of Unicode", "messages")
+    raise PromptError("messages", "the request contains every private-use character of Unicode")
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -96,7 +96,7 @@ def json_value(text: str, param: str) -> Any:
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise PromptError(f"{param} is not valid JSON: {error}", param) from None
+        raise PromptError(param, f"is not valid JSON: {error}") from None
 
 
 def understood(schema: Any) -> Any:
@@ -192,13 +192,13 @@ def check_keywords(schema: Mapping[str, Any], where: str) -> None:
     """Raises PromptError for a keyword in another spelling (`max_length`), and for a schema inside another
     object. JSON Schema ignores both, so anything would fit."""
     if isinstance(schema.get("schema"), Mapping) and schema.keys().isdisjoint(_ENFORCED):
-        raise PromptError(f"{where}.schema: no keyword of JSON Schema; send the schema in it", where)
+        raise PromptError(f"{where}.schema", "no keyword of JSON Schema; send the schema in it")
     for place, one in _schemas(schema):
         for key in one.keys() - _ENFORCED:
             keyword = _MEANT.get(key.replace("_", "").replace("-", "").lower())
             if keyword is not None:
                 path = _path(where, (place, f".{key}"))
-                raise PromptError(f"{path}: no keyword of JSON Schema; {keyword} is one", path)
+                raise PromptError(path, f"no keyword of JSON Schema; {keyword} is one")
 
 
 def check_numbers(schema: Any, where: str) -> None:
@@ -231,7 +231,7 @@ def _path(where: str, place: _Place) -> str:
 
 def _refuse_number(where: str, place: _Place, number: float, wrong: str) -> NoReturn:
     where = _path(where, place)
-    raise PromptError(f"{where}: {str(number)[:40]} {wrong}", where)
+    raise PromptError(where, f"{str(number)[:40]} {wrong}")
 
 
 def check_lark_numbers(text: str, where: str) -> None:

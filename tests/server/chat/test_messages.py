@@ -44,7 +44,7 @@ def test_a_bad_message_is_named(messages: Any, param: str) -> None:
     with pytest.raises(PromptError) as error:
         check_messages(messages)
     assert error.value.param == param
-    assert param.rpartition(".")[2].split("[")[0] in error.value.message
+    assert param.rpartition(".")[2].split("[")[0] in str(error.value)
 
 
 @pytest.mark.parametrize(

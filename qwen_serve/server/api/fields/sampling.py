@@ -315,8 +315,4 @@ def spellings(text: str, vocab: Vocab) -> list[tuple[int, ...]]:
 def _check_ids(field: str, ids: Iterable[int], vocab: Vocab) -> None:
     wrong = next((token for token in ids if not 0 <= token < vocab.n_real), None)
     if wrong is not None:
-        raise bad_request(
-            f"{field}: {wrong} is not a token's id; they run from 0 to {vocab.n_real - 1}",
-            field,
-            "invalid_value",
-        )
+        raise bad_request(field, f"{wrong} is not a token's id; they run from 0 to {vocab.n_real - 1}")

@@ -138,7 +138,7 @@ class ThinkingFields(BaseModel):
             if not prompter.takes_effort(effort):
                 where = "chat_template_kwargs.reasoning_effort"
                 words = ", ".join(prompter.efforts)
-                raise bad_request(f"{where}: this model's template takes {words}", where, "invalid_value")
+                raise bad_request(where, f"this model's template takes {words}")
         elif prompter.efforts and (effort := self._effort()) not in (None, "none"):
             order = list(EFFORTS)
             higher = [one for one in prompter.efforts if order.index(one) >= order.index(str(effort))]
@@ -178,15 +178,14 @@ class ThinkingFields(BaseModel):
         if self.reasoning and self.reasoning.get("max_tokens") is not None:
             found["reasoning.max_tokens"] = self.reasoning["max_tokens"]
         if len(set(found.values())) > 1:
-            names = " and ".join(found)
-            raise bad_request(f"{names} contradict each other; give one", list(found)[1], "invalid_value")
+            first, second, *_ = found
+            raise bad_request(second, f"contradicts {first}; give one of them")
         return next(iter(found.values()), None)
 
     def _effort(self) -> str | None:
         inner = (self.reasoning or {}).get("effort")
         if inner is not None and self.reasoning_effort not in (None, inner):
-            message = "reasoning.effort and reasoning_effort contradict each other; give one"
-            raise bad_request(message, "reasoning_effort", "invalid_value")
+            raise bad_request("reasoning_effort", "contradicts reasoning.effort; give one of them")
         return inner or self.reasoning_effort
 
     def thinking_limits(

@@ -91,7 +91,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _nothing_only_with_echo(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise bad_request("max_tokens: must be at least 1, or 0 with echo", "max_tokens", "invalid_value")
+            raise bad_request("max_tokens", "must be at least 1, or 0 with echo")
         return self
 
     @property
@@ -156,7 +156,7 @@ async def begin(
             ]
             most = context.service.settings.max_body_mib * 2**20
             if sum(map(len, echoes)) * request.choices > most:
-                raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
+                raise bad_request("echo", f"the answer would repeat more than {most:,} characters")
         request.prompt = []  # frees the prompts for the time of the answer
         wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
         return prompts, echoes, stop_strings(request), wanted
