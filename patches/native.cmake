@@ -30,6 +30,17 @@ function(llama_native_sources)
         endforeach()
     endforeach()
 
+    # wgmma is an instruction of sm_90a alone. A build for Hopper has these sources for sm_90a beside sm_90; the driver
+    # takes the former, and a kernel that isn't there isn't used.
+    if(TARGET ggml-cuda)
+        get_target_property(archs ggml-cuda CUDA_ARCHITECTURES)
+        get_directory_property(version DIRECTORY ${cuda} DEFINITION CMAKE_CUDA_COMPILER_VERSION)
+        if("${archs}" MATCHES "(^|;)90(-real|-virtual)?(;|$)" AND version VERSION_GREATER_EQUAL 12)
+            set_source_files_properties(${LLAMA_NATIVE_DIR}/ggml/src/ggml-cuda/mmf-wgmma.cu TARGET_DIRECTORY ggml-cuda
+                PROPERTIES COMPILE_OPTIONS "-gencode=arch=compute_90a,code=sm_90a")
+        endif()
+    endif()
+
     # the CPU's targets link it, and so find what ggml-cpu's files include, too
     if(TARGET ggml-base)
         target_include_directories(ggml-base PUBLIC $<BUILD_INTERFACE:${LLAMA_NATIVE_DIR}/ggml/src>)

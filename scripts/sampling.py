@@ -7,7 +7,7 @@ from script import loaded, make_context, run
 
 from qwen_serve.bench.arguments import Positive, Positives
 from qwen_serve.llamacpp import Context, Model
-from qwen_serve.llamacpp.row_sampler import Place
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Place
 from qwen_serve.server.engine import SamplingParams, Vocab
 from qwen_serve.server.engine.sampling import Sampler
 from qwen_serve.server.engine.warmup import decode
@@ -39,8 +39,8 @@ def sampling(
 
     - `python scripts/sampling.py model.gguf --rows 1,64`
 
-    Rows are sampled on the device, by the host's threads, or copied to the host for an argmax. Without our
-    sampler in llama.cpp, only the last is timed.
+    Rows are sampled on the device, by the host (without our sampler in llama.cpp by numpy), or copied
+    to the host for an argmax.
 
     Parameters
     ----------
@@ -63,9 +63,8 @@ def sampling(
             try:
                 if place is None:
                     each("whole rows, argmax on the host", lambda n: _argmax(context, n))  # noqa: B023
-                elif context.row_steps is None:
+                elif place is Place.DEVICE and not HAS_ROW_SAMPLER:
                     print("this llama.cpp has no row sampler")
-                    break
                 else:
                     for what, params in KINDS.items():
                         step = _step(context, model, params, most)
@@ -87,7 +86,7 @@ def _step(context: Context, model: Model, params: SamplingParams, most: int) -> 
     def step(n: int) -> list[int]:
         decode(context, n, wait=False)
         assert context.row_steps is not None
-        requests = [request for one in samplers[:n] for request in one.requests((), n_top)]
+        requests = [request for one in samplers[:n] for request in one.requests((), n_top, ())]
         context.row_steps.begin(requests, range(n), now=True)
         return context.row_steps.results().tokens
 

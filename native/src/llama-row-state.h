@@ -111,7 +111,7 @@ struct llama_row_sampler {
 // What is wanted of a row: that behind the token `index` of a batch, or another.
 struct llama_row_ask {
     llama_row_sampler * sampler; // NULL: the whole row, on the host
-    const uint32_t *    mask;    // a bit for each token that may be chosen; NULL: all
+    const uint32_t *    mask;    // a bit for each token that may be chosen; NULL: all. Stays until the row is sampled
     int32_t             n_mask;  // words of the mask; tokens behind them are not allowed
     int32_t             index;
     int32_t             n_top;  // as in llama_row_request
@@ -125,26 +125,31 @@ struct llama_row_ask {
 
 // Requests with what they point to.
 struct llama_row_requests {
-    std::vector<llama_row_request> rows;
-    std::vector<llama_row_edit>    edits;
-    std::vector<uint32_t>          masks;
+    std::vector<llama_row_request>     rows;
+    std::vector<llama_row_edit>        edits;
+    std::vector<std::vector<uint32_t>> merged; // masks that are not the caller's
+    size_t                             n_masks = 0, words = 0;
 
     size_t edits_at() const { return (rows.size() * sizeof(llama_row_request) + 15) / 16 * 16; }
 
     size_t masks_at() const { return edits_at() + edits.size() * sizeof(llama_row_edit); }
 
-    size_t bytes() const { return masks_at() + masks.size() * sizeof(uint32_t); }
+    size_t bytes() const { return masks_at() + n_masks * words * sizeof(uint32_t); }
 
     // Copies all to `from`, with pointers that hold when it lies at `to`.
     void copy(char * from, char * to) const {
         std::copy(rows.begin(), rows.end(), (llama_row_request *) from);
+        size_t mask_at = masks_at();
         for (size_t i = 0; i < rows.size(); i++) {
             llama_row_request & row = ((llama_row_request *) from)[i];
             if (row.edits) { row.edits = (llama_row_edit *) (to + edits_at()) + (row.edits - edits.data()); }
-            if (row.mask) { row.mask = (const uint32_t *) (to + masks_at()) + (row.mask - masks.data()); }
+            if (row.mask) {
+                std::copy(row.mask, row.mask + words, (uint32_t *) (from + mask_at));
+                row.mask = (const uint32_t *) (to + mask_at);
+                mask_at += words * sizeof(uint32_t);
+            }
         }
         std::copy(edits.begin(), edits.end(), (llama_row_edit *) (from + edits_at()));
-        std::copy(masks.begin(), masks.end(), (uint32_t *) (from + masks_at()));
     }
 
     // changes the edits from `first` on, which are those of the sampler's entries, for the tokens of this row alone
@@ -162,18 +167,18 @@ struct llama_row_requests {
     }
 
     void fill(const llama_row_ask * asks, int32_t n, int32_t n_vocab) {
-        const size_t words = (n_vocab + 31) / 32;
+        words   = (n_vocab + 31) / 32;
+        n_masks = 0;
         rows.clear();
         edits.clear();
-        masks.clear();
-        std::vector<size_t>  first_edit, first_mask;
+        merged.clear();
+        std::vector<size_t>  first_edit;
         std::vector<int32_t> drafted;
         for (int32_t i = 0; i < n; i++) {
             const llama_row_ask & ask = asks[i];
             if (!ask.sampler) {
                 rows.emplace_back();
                 first_edit.push_back(edits.size());
-                first_mask.push_back(masks.size());
                 continue;
             }
             llama_row_sampler & sampler = *ask.sampler;
@@ -182,19 +187,20 @@ struct llama_row_requests {
                      ask.n_top, ask.scored
             };
             first_edit.push_back(edits.size());
-            first_mask.push_back(masks.size());
             if (ask.scored < 0) {
                 sampler.edit(edits);
                 lower(ask, first_edit[i]);
                 for (size_t k = 0; k < sampler.penalties.size(); k++) { made.repetition[k] = sampler.penalties[k].repetition; }
-                if (ask.mask) {
-                    masks.insert(masks.end(), ask.mask, ask.mask + std::min<size_t>(ask.n_mask, words));
-                    masks.resize(first_mask[i] + words, 0);
-                    for (size_t k = 0; k < sampler.allowed.size(); k++) { masks[first_mask[i] + k] &= sampler.allowed[k]; }
-                } else if (!sampler.allowed.empty()) {
-                    masks.insert(masks.end(), sampler.allowed.begin(), sampler.allowed.end());
-                    masks.resize(first_mask[i] + words, 0);
+                if (ask.mask && ask.n_mask >= (int32_t) words && sampler.allowed.empty()) {
+                    made.mask = ask.mask;
+                } else if (ask.mask || !sampler.allowed.empty()) {
+                    merged.push_back(sampler.allowed);
+                    if (ask.mask) { merged.back().assign(ask.mask, ask.mask + std::min<size_t>(ask.n_mask, words)); }
+                    merged.back().resize(words, 0);
+                    for (size_t k = 0; k < sampler.allowed.size(); k++) { merged.back()[k] &= sampler.allowed[k]; }
+                    made.mask = merged.back().data();
                 }
+                n_masks += made.mask != nullptr;
             }
             made.n_edits = edits.size() - first_edit[i];
             rows.push_back(made);
@@ -205,11 +211,7 @@ struct llama_row_requests {
                 for (; !drafted.empty(); drafted.pop_back()) { sampler.take_back(drafted.back()); }
             }
         }
-        for (int32_t i = 0; i < n; i++) {
-            const size_t end = i + 1 < n ? first_mask[i + 1] : masks.size();
-            rows[i].edits    = rows[i].n_edits ? edits.data() + first_edit[i] : nullptr;
-            rows[i].mask     = end > first_mask[i] ? masks.data() + first_mask[i] : nullptr;
-        }
+        for (int32_t i = 0; i < n; i++) { rows[i].edits = rows[i].n_edits ? edits.data() + first_edit[i] : nullptr; }
     }
 };
 

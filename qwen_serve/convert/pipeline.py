@@ -52,6 +52,7 @@ from qwen_serve.convert.search import (
     is_record,
     print_found,
     search,
+    with_results,
     write_recipe,
 )
 from qwen_serve.convert.source import Source
@@ -326,11 +327,8 @@ class Pipeline:
         self._make_quant(target.label, recipe)
         quantized = self._path(f"{self._name(target.label, recipe)}.gguf")
         report = Report.from_json(quantized.with_suffix(".json").read_text(encoding="utf-8"))
-        evidence = evidence.model_copy(update={"bytes": report.n_bytes})
-        if (d := report.divergence) is not None:
-            evaluated = {"tokens": d.tokens, "mean": d.mean, "p99": d.p99, "same_top": d.same_top}
-            evidence = evidence.model_copy(update={f"evaluation_{k}": v for k, v in evaluated.items()})
-        path, whole = quantized.with_suffix(".toml"), recipe.model_copy(update={"evidence": evidence})
+        whole = recipe.model_copy(update={"evidence": with_results(evidence, report)})
+        path = quantized.with_suffix(".toml")
         output = Output(path, fingerprint(whole.model_dump(mode="json")))
         self._record.make(output, lambda part: write_recipe(whole, part))
         print_found(found, report, path, self._took(target, recipe, found))
@@ -354,6 +352,7 @@ class Pipeline:
         """Size, types and sha256, and the KL divergence from the whole model in the base type."""
         measured = (recipe is not None or self._cut(recipe) != WHOLE) and self._options.measure
         texts = {what: self._make_text(what) for what in TEXTS} if measured else {}
+        compensated = measured and recipe is not None and self._options.compensates
         provenance = self._provenance(quantized, recipe)
         parts = {"provenance": provenance, "llama": LLAMA_VERSION}
         parts["texts"] = [text.fingerprint for text in texts.values()]
@@ -369,6 +368,7 @@ class Pipeline:
                 texts={what: text.path for what, text in texts.items()},
                 runtime=self._options.runtime,
                 provenance=provenance,
+                base=self._base(self._options.outtype, self._cut(recipe)).path if compensated else None,
             ),
         )
         if self._options.show_tensors:

@@ -98,7 +98,8 @@ class Evidence(_Table):
     A recipe that was computed for a model from another's search has `predicted` alone. `predicted` and
     `measured` are means over the search's text. `prediction_error` is their difference, and
     `left_out_error` the additive model's error on a probe that it was not fitted to; both are shares.
-    `evaluation_*` is measured with the finished file, on text that the search did not use.
+    `evaluation_*` is measured with the finished file, on text of the model's own that the search did not use;
+    `evaluation_unlike` are means on texts of other kinds than calibration's and the search's.
     """
 
     command: str
@@ -119,6 +120,7 @@ class Evidence(_Table):
     evaluation_mean: float | None = None
     evaluation_p99: float | None = None
     evaluation_same_top: float | None = None
+    evaluation_unlike: dict[str, float] | None = None
 
 
 class Recipe(_Table):

@@ -9,8 +9,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
+from qwen_serve.convert.compensation.errors import Errors, measure_errors
 from qwen_serve.convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
 from qwen_serve.convert.kld import OWN, Divergence, measure_divergence
 from qwen_serve.convert.progress import BYTES, Progress, size
@@ -57,6 +59,8 @@ class Report:
     coverage: Coverage | None = None
     """Coverage of the experts, if the model has any and an importance matrix was used."""
     unlike: Mapping[str, Divergence] = field(default_factory=dict)
+    matrices: Mapping[str, Mapping[str, Errors]] = field(default_factory=dict)
+    """Of a compensated file: errors by matrix, on the model's own text (`own`) and others (`unlike`)."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -79,6 +83,10 @@ class Report:
         data["groups"] = tuple(Group(**group) for group in data["groups"])
         data["divergence"] = Divergence(**data["divergence"]) if data["divergence"] else None
         data["unlike"] = {name: Divergence(**one) for name, one in data.get("unlike", {}).items()}
+        data["matrices"] = {
+            name: {kind: Errors(**one) for kind, one in kinds.items()}
+            for name, kinds in data.get("matrices", {}).items()
+        }
         data["coverage"] = Coverage(**data["coverage"]) if data.get("coverage") else None
         return cls(**data)
 
@@ -115,9 +123,12 @@ def write_report(
     texts: Mapping[str, Path],
     runtime: Runtime,
     provenance: Mapping[str, Any],
+    base: Path | None = None,
 ) -> None:
-    """Examines `gguf` and writes the report to `out`; with `reference` and `texts`, measures the
-    divergence.
+    """Examines `gguf` and writes the report to `out`; with `reference` and `texts`, measures the divergence.
+
+    Args:
+        base: what a compensated file was made from, to measure its matrices' errors on the texts.
 
     Raises:
         ConvertError: see `measure_divergence`.
@@ -125,6 +136,10 @@ def write_report(
     found: dict[str, Divergence] = {}
     if reference is not None and texts:
         found = measure_divergence(reference, gguf, texts=texts, runtime=runtime)
+    matrices: dict[str, dict[str, Errors]] = {}
+    if base is not None and texts:
+        kinds = {"own": [texts[OWN]], "unlike": [text for name, text in texts.items() if name != OWN]}
+        matrices = measure_errors(base, gguf, texts=kinds, imatrix=imatrix, runtime=runtime)
     groups = tensor_groups(gguf)
     report = Report(
         file=gguf.name,
@@ -140,6 +155,7 @@ def write_report(
         llama_cpp_python=LLAMA_VERSION,
         coverage=expert_coverage(Imatrix.load(imatrix)) if imatrix else None,
         unlike=found,
+        matrices=matrices,
     )
     out.write_text(report.to_json(), encoding="utf-8")
 
@@ -172,7 +188,30 @@ def print_report(path: Path) -> None:
     for g in report.groups:
         numbers = f"{g.tensors:5}  {g.bits_per_weight:5.2f}  {size(g.n_bytes):>9}"
         print(f"  {g.name:<{width}}  {g.type:<9}  {numbers}")
+    if report.matrices:
+        print_errors(report.matrices)
     print()
+
+
+def print_errors(matrices: Mapping[str, Mapping[str, Errors]]) -> None:
+    """Prints each matrix's squared errors, by nearest and compensated, on the model's own text and others."""
+    width = max(map(len, matrices))
+    heads = (
+        f"{'own: nearest':>12}  {'compensated':>11}  {'':>4}  {'unlike: nearest':>15}  {'compensated':>11}"
+    )
+    print(f"\n  {'squared error of products':<{width}}  {heads}")
+    for name, kinds in matrices.items():
+        cells = (
+            f"{one.nearest:{12 if kind == 'own' else 15}.3g}  {one.compensated:11.3g}  {_change([one]):>4}"
+            for kind, one in kinds.items()
+        )
+        print(f"  {name:<{width}}  {'  '.join(cells)}")
+
+
+def _change(errors: Sequence[Errors]) -> str:
+    """The change by compensation, as the geometric mean."""
+    ratios = [one.compensated / one.nearest for one in errors if one.nearest and one.compensated]
+    return f"{100 * (geometric_mean(ratios) - 1):+.0f}%" if ratios else ""
 
 
 def print_serving(models: Sequence[Path]) -> None:
@@ -204,6 +243,15 @@ def print_table(paths: Sequence[Path]) -> None:
             print(
                 f"{report.file}: {unreached:,} of {c.experts:,} experts read no calibration row, {rare:,} "
                 f"fewer than {FEW_ROWS} (--show-tensors names them)"
+            )
+        if report.matrices:
+            own, unlike = (
+                _change([kinds[kind] for kinds in report.matrices.values() if kind in kinds])
+                for kind in ("own", "unlike")
+            )
+            print(
+                f"{report.file}: with compensation the matrices' squared errors are {own} on the model's own "
+                f"text, {unlike} on other kinds (--show-tensors names them)"
             )
     print()
 

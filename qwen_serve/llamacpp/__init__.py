@@ -32,5 +32,5 @@ from .operands import HAS_OPERANDS
 from .patches import READS_OWN_CELLS, patches
 from .pipe import wake
 from .recurrent_states import HAS_STATE_F16
-from .samplers import DrySampler, SamplerChain
+from .samplers import DrySampler
 from .snapshots import SHARED as SHARES_SNAPSHOTS

@@ -40,7 +40,6 @@ PARAMETERS = {
     "llama_context_params": "ctx_other ctx_type n_ctx n_seq_max n_batch n_ubatch n_outputs_max "
     "n_rs_seq n_threads n_threads_batch flash_attn_type type_k type_v kv_unified "
     "offload_kqv op_offload no_perf cb_eval",
-    "llama_sampler_chain_params": "no_perf",
     "llama_batch": "n_tokens token embd pos n_seq_id seq_id logits",
     "llama_perf_context_data": "n_reused",
     "llama_model_quantize_params": "nthread ftype dry_run imatrix kv_overrides tt_overrides pure "

@@ -11,13 +11,13 @@ import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from llama_cpp import llama_cpp_ext
 
-from . import abi_checks, layers, operands
+from . import abi_checks, ggml, layers, operands
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
+from .host_sampler import HostRowSteps
 from .log import reason, tapped_log
 from .memory import matrix
-from .patches import BATCH_INVARIANT, brings
-from .ragged import ragged_passes
+from .patches import BATCH_INVARIANT, RAGGED_PASSES, brings
 from .recurrent_states import n_rs_seq
 from .row_sampler import HAS_ROW_SAMPLER, Place
 from .row_steps import RowSteps
@@ -37,6 +37,9 @@ ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DE
 
 HAS_BATCH_INVARIANCE = brings(BATCH_INVARIANT, "llama_set_batch_invariant")
 """Whether this build has batch-invariant kernels, whose rows do not depend on how many are computed."""
+
+if HAS_RAGGED_PASSES := brings(RAGGED_PASSES, "llama_ragged_passes"):
+    _ragged_passes = ggml.declare("llama_ragged_passes", ctypes.c_bool, ctypes.c_void_p)
 
 BATCH_INVARIANT_TOKENS = 64
 """Most tokens of a batch-invariant pass (`LLAMA_BATCH_INVARIANT_MAX`)."""
@@ -91,7 +94,8 @@ class Context:
             self.close()
             raise LlamaError(reason(lines))
         if options.batch_invariant and HAS_BATCH_INVARIANCE:
-            _set_batch_invariant(self._handle)
+            invariant = ggml.declare("llama_set_batch_invariant", None, ctypes.c_void_p, ctypes.c_uint32)
+            invariant(self._handle, BATCH_INVARIANT_SNAPSHOTS + 1)
         self._memory = C.llama_get_memory(self._handle)
         self._n_vocab, self._n_embd = model.n_vocab, model.n_embd
         self._n_outputs, self._n_seq = options.n_outputs, options.n_seq
@@ -107,7 +111,9 @@ class Context:
         """Targets of copies that llama.cpp makes in the next decode (ids with cells of their own)."""
         self.n_batch = int(C.llama_n_batch(self._handle))
         self.n_ubatch = int(C.llama_n_ubatch(self._handle))
-        self.ragged_passes = ragged_passes(self._handle)
+        self.ragged_passes = bool(HAS_RAGGED_PASSES and _ragged_passes(self._handle))
+        """Whether a pass takes a batch's tokens in its order, however many each sequence has; not where each
+        has cells of its own."""
         self.n_operands = operands.n_operands(self._handle)
         """The longest verification, of any sequence, whose tokens `remove` can take back."""
         self.operand_sequences = options.operand_sequences
@@ -140,7 +146,7 @@ class Context:
         )
         self._place, self._ahead = options.row_sampling, options.ahead
         self.row_steps: RowSteps | None = None
-        """Samples rows where they are computed; None if all are copied to the host."""
+        """Samples rows; None if they are read by `logits`."""
         self.sample_rows()
 
     @cached_property
@@ -240,11 +246,8 @@ class Context:
 
     def sample_rows(self, on: bool = True) -> None:
         """Sample rows where they are computed, as the options say, or copy them to the host (`logits`)."""
-        steps = RowSteps(self._handle, self._n_vocab) if HAS_ROW_SAMPLER and self._place is not None else None
-        if steps is not None and steps.switch(self._place if on else None):
-            self.row_steps = steps
-        else:
-            self.row_steps = None
+        steps = (RowSteps if HAS_ROW_SAMPLER else HostRowSteps)(self._handle, self._n_vocab)
+        self.row_steps = steps if steps.switch(self._place if on else None) else None
 
     def sample_on_host(self) -> None:
         """Sample rows on the host from now on."""
@@ -253,12 +256,12 @@ class Context:
 
     @property
     def samples_on_device(self) -> bool:
-        return self.row_steps is not None and self._place is Place.DEVICE
+        return HAS_ROW_SAMPLER and self.row_steps is not None and self._place is Place.DEVICE
 
     @cached_property
     def runs_ahead(self) -> bool:
         """Whether `decode` may read its tokens where the last ones were sampled."""
-        if not self._ahead or self.row_steps is None:
+        if not self._ahead or self.row_steps is None or not self.row_steps.outlive_batches:
             return False
         able = self.row_steps.read_next(np.zeros(1, np.int32))
         self.row_steps.read_next(np.zeros(0, np.int32))
@@ -425,9 +428,3 @@ class Context:
         if self._handle:
             C.llama_free(self._handle)
             self._handle = None
-
-
-def _set_batch_invariant(context: int) -> None:
-    function = C._lib.llama_set_batch_invariant
-    function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_uint32]
-    function(context, BATCH_INVARIANT_SNAPSHOTS + 1)

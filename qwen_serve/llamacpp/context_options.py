@@ -28,7 +28,7 @@ class ContextOptions:
     """In which the delta nets' states are kept, if the build can. F16: rounded after every token, or where
     the GPU reads a prompt as chunks of tokens, after these."""
     row_sampling: Place | None = None
-    """Where rows are sampled, if the build has the sampler; None: rows are copied to the host."""
+    """Where rows are sampled, if the build has the sampler, else on the host; None: `logits` reads them."""
     n_snapshots: int = 0
     """Tokens that `remove` can take back from a sequence of a recurrent model. Each costs one more recurrent
     state, or without the patch shared-snapshots one for every sequence id."""

@@ -62,9 +62,7 @@ class DrafterContext(Context):
         return self.row_steps.results().tokens
 
     def best(self, indices: Sequence[int], samplers: Sequence[RowSampler | None] = ()) -> list[int]:
-        """`choose` and `chosen`; without the row sampler the best tokens. Waits for the device."""
-        if self.row_steps is None:
-            return [int(token) for token in self.logits(len(indices)).argmax(axis=1)]
+        """`choose` and `chosen`. Waits for the device."""
         self.choose(indices, samplers)
         return self.chosen()
 

@@ -8,13 +8,15 @@ or key.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from math import isqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .devices import is_quantized, row_bytes, type_name
+from . import ggml
+from .devices import is_quantized, type_name
 from .errors import ModelLoadError
 from .gguf import I64, Metadata
 
@@ -24,26 +26,11 @@ if TYPE_CHECKING:
     from .gguf import Header, TensorInfo
 
 F32, F16, BF16 = 0, 1, 30
-FLOATS = {F32: "<u4", F16: "<u2", BF16: "<u2"}
-EXPONENTS = {F32: 0x7F800000, F16: 0x7C00, BF16: 0x7F80}
-"""Exponent bits of the float types, all set in infinities and NaN."""
-Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8_1, Q8_K = 2, 3, 6, 7, 8, 9, 15
-BLOCK = 32
-"""Weights of a block of these types, but for Q8_K."""
+FLOATS = (F32, F16, BF16)
+Q8_1, Q8_K = 9, 15
 NO_WEIGHTS = (Q8_1, Q8_K)
 """Types of intermediate results, which no product takes for weights."""
 ALWAYS_F32 = re.compile(r"ssm_conv1d\.weight$|\.(scale|input_scale)$")
-SCALES: Mapping[int, tuple[tuple[int, int], ...]] = {
-    Q4_0: ((0, 2),),
-    Q4_1: ((0, 2), (2, 4)),
-    Q5_0: ((0, 2),),
-    Q5_1: ((0, 2), (2, 4)),
-    Q8_0: ((0, 2),),
-}
-"""Bytes of a block that are F16 scales, of the types that vision towers and adapters are stored in."""
-CHUNK = 1 << 24
-"""Bytes that are checked at a time, rounded to whole blocks."""
-
 STRING, BOOL, UNSIGNED, FLOAT = "string", "bool", "u32", "f32"
 NUMBERS, BOOLS = "[f32]", "[bool]"
 
@@ -118,6 +105,10 @@ TOWER_NEEDS = (
     "clip.vision.image_std",
 )
 CHANNELS, MERGE = 3, 2
+
+_validate_row_data = ggml.declare(
+    "ggml_validate_row_data", ctypes.c_bool, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
+)
 
 ADAPTER_KEYS = {
     "adapter.type": STRING,
@@ -285,25 +276,9 @@ def _check_type(header: Header, tensor: TensorInfo, *, floats: bool = False) -> 
 
 def _check_finite(header: Header, tensor: TensorInfo) -> None:
     """Reads a tensor's floats, or the scales of its blocks."""
-    fields: tuple[tuple[int, int], ...] = ((0, 1),)
-    if tensor.type in FLOATS:
-        size, exponent = 1, EXPONENTS[tensor.type]
-        kind = np.dtype(FLOATS[tensor.type])
-    else:
-        if tensor.type not in SCALES:
-            return
-        kind, exponent = np.dtype("<u2"), EXPONENTS[F16]
-        fields = tuple((begin // 2, end // 2) for begin, end in SCALES[tensor.type])
-        size = row_bytes(tensor.type, BLOCK) // kind.itemsize
-    step = CHUNK // (size * kind.itemsize) * size
-    total = tensor.n_bytes // kind.itemsize
-    with header.path.open("rb") as file:
-        file.seek(tensor.offset)
-        for start in range(0, total, step):
-            bits = np.fromfile(file, kind, min(step, total - start)).reshape(-1, size)
-            for begin, end in fields:
-                if ((bits[:, begin:end] & exponent) == exponent).any():
-                    raise ModelLoadError(
-                        f"{header.name}: tensor {tensor.name} holds values that are not finite: the file is "
-                        "damaged, or the training that wrote it diverged"
-                    )
+    data = np.memmap(header.path, np.uint8, "r", tensor.offset, tensor.n_bytes)
+    if not _validate_row_data(tensor.type, data.ctypes.data, data.nbytes):
+        raise ModelLoadError(
+            f"{header.name}: tensor {tensor.name} holds values that are not finite: the file is damaged, or "
+            "the training that wrote it diverged"
+        )

@@ -104,9 +104,10 @@ class Model:
         self.log = lines
         if not self._handle:
             raise ModelLoadError(f"llama.cpp could not load {path}: {reason(lines)}")
-        self.f16_copies = _keep_f16_copies(self._handle) if f16_copies else 0
+        self.f16_copies = self._changed("llama_model_keep_f16_copies") if f16_copies else 0
         """Bytes of the FP16 copies."""
-        self.repacked = _repack_weights(self._handle) if repack else 0
+        repack = repack and brings(REPACKED_WEIGHTS, "llama_model_repack_weights")
+        self.repacked = self._changed("llama_model_repack_weights") if repack else 0
         """Bytes of the weights that were repacked."""
         self._vocab = C.llama_model_get_vocab(self._handle)
         self.n_vocab = int(C.llama_vocab_n_tokens(self._vocab))
@@ -123,6 +124,9 @@ class Model:
             self.eos = min(self.eog_ids, default=self.eos)
         adds_bos = C.llama_vocab_get_add_bos(self._vocab)
         self.bos = int(C.llama_vocab_bos(self._vocab)) if adds_bos else None
+
+    def _changed(self, function: str) -> int:
+        return int(ggml.declare(function, ctypes.c_size_t, ctypes.c_void_p)(self._handle))
 
     def description(self) -> str:
         """Architecture, size class and quantization, in llama.cpp's words."""
@@ -217,20 +221,6 @@ class Model:
         if self._handle:
             C.llama_model_free(self._handle)
             self._handle = None
-
-
-def _keep_f16_copies(model: int) -> int:
-    keep = C._lib.llama_model_keep_f16_copies
-    keep.restype, keep.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
-    return int(keep(model))
-
-
-def _repack_weights(model: int) -> int:
-    if not brings(REPACKED_WEIGHTS, "llama_model_repack_weights"):
-        return 0
-    repack = C._lib.llama_model_repack_weights
-    repack.restype, repack.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
-    return int(repack(model))
 
 
 def _string(function: Any, *arguments: Any) -> str:

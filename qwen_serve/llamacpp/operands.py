@@ -10,11 +10,13 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
-
+from .ggml import declare
 from .patches import OPERANDS, brings
 
 HAS_OPERANDS: Final = brings(OPERANDS, "llama_n_rs_operands")
+
+if HAS_OPERANDS:
+    _n_operands = declare("llama_n_rs_operands", ctypes.c_uint32, ctypes.c_void_p)
 
 MOST_ROWS: Final = 63
 """Longest verification; longer ones are read by kernels for chunks."""
@@ -30,8 +32,4 @@ def n_rs_seq(rows: int, sequences: int) -> int:
 
 def n_operands(context: int) -> int:
     """The longest verification that leaves the state as it is; 0 if the context keeps no operands."""
-    if not HAS_OPERANDS:
-        return 0
-    function = C._lib.llama_n_rs_operands
-    function.restype, function.argtypes = ctypes.c_uint32, [ctypes.c_void_p]
-    return int(function(context))
+    return int(_n_operands(context)) if HAS_OPERANDS else 0

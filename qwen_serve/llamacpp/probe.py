@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
@@ -33,36 +33,19 @@ class Routing:
 Observer = Callable[[str, Floats, Routing | None], None]
 
 
-class EvalCallback(Protocol):
+class EvalCallback:
     """Observes a graph as it is computed. An exception must not pass through C: it is kept, and `reraise`
     raises it after the graph has stopped."""
 
-    function: Any
-    """The `ggml_backend_sched_eval_callback`."""
-    interrupts: Sequence[int]
-    """Signals held until the graph stops."""
-
-    def reraise(self) -> None: ...
-
-
-class Probe:
-    """The eval callback: passes the F32 inputs of selected matmuls to an observer (as `llama-imatrix` does).
-
-    Adjacent matmuls that read the same tensor (such as q, k and v) get the same array, read once, and those
-    with the same routing (experts' gate and up projection) the same `Routing`.
-    """
-
-    def __init__(self, observe: Observer, observes: Callable[[str], bool] = lambda name: True) -> None:
-        self._observe, self._observes = observe, observes
+    def __init__(self) -> None:
         self._error: BaseException | None = None
         self.interrupts: Sequence[int] = ()
-        self._source, self._rows = 0, np.empty((0, 0), np.float32)
-        self._routed: tuple[int, int] = (0, 0)
-        self._routing: Routing | None = None
+        """Signals held until the graph stops."""
         self.function = C.ggml_backend_sched_eval_callback(self._on_eval)
+        """The `ggml_backend_sched_eval_callback`."""
 
     def reraise(self) -> None:
-        error, self._error, self._source, self._routed = self._error, None, 0, (0, 0)
+        error, self._error = self._error, None
         if error is not None:
             raise error
 
@@ -70,21 +53,46 @@ class Probe:
         if self.interrupts:
             return ask  # true asks for the second call, false stops
         try:
-            tensor = Tensor.from_address(pointer)
-            if tensor.op not in (MUL_MAT, MUL_MAT_ID):
-                return not ask
-            weight = Tensor.from_address(tensor.src[0])
-            name = _weight_name(weight.name)
-            rows = Tensor.from_address(tensor.src[1])
-            if rows.type != C.GGML_TYPE_F32 or not self._observes(name):
-                return not ask
-            if not ask:
-                if tensor.src[1] != self._source:
-                    self._source, self._rows = tensor.src[1], _read_rows(rows)
-                self._observe(name, self._rows, self._route(tensor, weight, rows))
+            return self._see(Tensor.from_address(pointer), ask)
         except BaseException as error:
             self._error = error
             return False
+
+    def _see(self, tensor: Tensor, ask: bool) -> bool:
+        """Returns with `ask` whether to be called again with the computed tensor, else whether to go on."""
+        raise NotImplementedError
+
+
+class Probe(EvalCallback):
+    """The eval callback: passes the F32 inputs of selected matmuls to an observer (as `llama-imatrix` does).
+
+    Adjacent matmuls that read the same tensor (such as q, k and v) get the same array, read once, and those
+    with the same routing (experts' gate and up projection) the same `Routing`.
+    """
+
+    def __init__(self, observe: Observer, observes: Callable[[str], bool] = lambda name: True) -> None:
+        super().__init__()
+        self._observe, self._observes = observe, observes
+        self._source, self._rows = 0, np.empty((0, 0), np.float32)
+        self._routed: tuple[int, int] = (0, 0)
+        self._routing: Routing | None = None
+
+    def reraise(self) -> None:
+        self._source, self._routed = 0, (0, 0)
+        super().reraise()
+
+    def _see(self, tensor: Tensor, ask: bool) -> bool:
+        if tensor.op not in (MUL_MAT, MUL_MAT_ID):
+            return not ask
+        weight = Tensor.from_address(tensor.src[0])
+        name = _weight_name(weight.name)
+        rows = Tensor.from_address(tensor.src[1])
+        if rows.type != C.GGML_TYPE_F32 or not self._observes(name):
+            return not ask
+        if not ask:
+            if tensor.src[1] != self._source:
+                self._source, self._rows = tensor.src[1], _read_rows(rows)
+            self._observe(name, self._rows, self._route(tensor, weight, rows))
         return True
 
     def _route(self, product: Tensor, weight: Tensor, rows: Tensor) -> Routing | None:

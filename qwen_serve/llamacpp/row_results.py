@@ -45,7 +45,7 @@ RESULT = np.dtype(
 )
 """`struct llama_row_result`."""
 
-_LOG_ONE = 44 * math.log(2)
+LOG_ONE = 44 * math.log(2)
 """Masses are in 2^-44 of the likeliest token's."""
 
 
@@ -130,7 +130,7 @@ class RowResults:
     def _scores(self) -> _Scores:
         array = self._array
         scored = array["mass"] > 0
-        sums = array["best"] + np.log(np.maximum(array["mass"], 1).astype(np.float64)) - _LOG_ONE
+        sums = array["best"] + np.log(np.maximum(array["mass"], 1).astype(np.float64)) - LOG_ONE
         return _Scores(
             np.where(scored, array["n_top"], -1).tolist(),
             (array["logit"] - sums).astype(np.float32).tolist(),

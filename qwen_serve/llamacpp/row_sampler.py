@@ -14,7 +14,7 @@ import os
 import weakref
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 HAS_ROW_SAMPLER = brings(ROW_SAMPLER, "llama_row_sampler_observe")
-"""Whether this build has the sampler. Stock llama.cpp has not."""
+"""Whether this build has the sampler. For stock llama.cpp there is host_sampler.py."""
 
 N_THREADS = min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 """Threads that choose from whole rows."""
@@ -180,6 +180,14 @@ class RowSampler:
     """One request's samplers, rules and penalties. It follows one answer: `accept` takes its tokens in
     order."""
 
+    def __new__(cls, filters: Filters, n_real: int) -> Self:
+        """One in numpy if this build has none."""
+        if HAS_ROW_SAMPLER:
+            return super().__new__(cls)
+        from .host_sampler import HostSampler  # which is made of this class
+
+        return super().__new__(cast("type[Self]", HostSampler))
+
     def __init__(self, filters: Filters, n_real: int) -> None:
         """Only the first `n_real` tokens are chosen."""
         self._handle = _init(ctypes.byref(filters._struct()), n_real)
@@ -246,7 +254,8 @@ class RowSampler:
         self._free()
 
     def _real(self, tokens: Iterable[int]) -> npt.NDArray[np.int32]:
-        return _ids(token for token in tokens if 0 <= token < self._n_real)
+        ids = np.fromiter(tokens, np.int64)
+        return ids[(ids >= 0) & (ids < self._n_real)].astype(np.int32)
 
 
 def _ids(tokens: Iterable[int]) -> npt.NDArray[np.int32]:
@@ -303,7 +312,11 @@ def sample_rows(
     rows: Sequence[npt.NDArray[np.float32]],
     n_threads: int = N_THREADS,
 ) -> RowResults:
-    """Choose a token from each row [n_vocab], on the host. Releases the GIL."""
+    """Choose a token from each row [n_vocab], on the host. The sampler of our build releases the GIL."""
+    if not HAS_ROW_SAMPLER:
+        from . import host_sampler
+
+        return host_sampler.sample_rows(requests, rows)
     kept: list[Bits] = []
     made = asks(requests, range(len(requests)), kept)
     arrays = [np.ascontiguousarray(row, np.float32) for row in rows]

@@ -46,9 +46,14 @@ if HAS_QUEUE:
 class RowSteps:
     """Samples the rows of a context's batches, where they were computed."""
 
+    outlive_batches = True
+    """Whether another batch may be decoded before the results are read."""
+
     def __init__(self, context: int, n_vocab: int) -> None:
         self._context, self._n_vocab = context, n_vocab
         self._n = 0
+        self._masks: list[Bits] = []
+        """Those of the last requests, which are read when the rows are sampled."""
 
     def switch(self, place: Place | None) -> bool:
         """Leave the rows of further batches where they are computed, to be sampled there; with None, copy
@@ -58,10 +63,10 @@ class RowSteps:
 
     def begin(self, requests: Sequence[RowRequest], indices: Sequence[int], *, now: bool) -> None:
         """Begin to sample the rows behind the tokens with these indices in the last batch or, without `now`,
-        in the next one. The results of the call before must have been read. Raises LlamaError."""
-        self._n = len(requests)
-        kept: list[Bits] = []
-        made = asks(requests, indices, kept)
+        in the next one; their masks may not change until then. The results of the call before must have been
+        read. Raises LlamaError."""
+        self._n, self._masks = len(requests), []
+        made = asks(requests, indices, self._masks)
         if not _sample_rows(self._context, made, self._n, now):
             raise LlamaError(f"no room for the requests of {self._n} rows")
 

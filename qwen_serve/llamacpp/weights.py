@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -18,6 +17,7 @@ from . import ggml
 from .errors import LlamaError
 from .evaluation import Batch, ContextKind, EvalContext
 from .ggml import Tensor, declare
+from .probe import EvalCallback
 from .quantize import FLOATS
 
 if TYPE_CHECKING:
@@ -134,29 +134,18 @@ def dequantize_rows(data: Bytes, kind: GGMLQuantizationType, threads: int = 1) -
     return out
 
 
-class Finder:
-    """An eval callback that records the addresses of weights."""
+class Finder(EvalCallback):
+    """Records the addresses of weights."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.found: dict[str, set[int]] = defaultdict(set)
-        self.interrupts: Sequence[int] = ()
-        self._error: BaseException | None = None
-        self.function = C.ggml_backend_sched_eval_callback(self._on_eval)
 
-    def reraise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _on_eval(self, pointer: int, ask: bool, _: Any) -> bool:
-        try:
-            if ask:
-                for source in filter(None, Tensor.from_address(pointer).src):
-                    # names of the scheduler's copies, `CUDA0#blk.0.attn_k.weight#0`, end otherwise
-                    if (name := Tensor.from_address(source).name.decode()).endswith(".weight"):
-                        self.found[name].add(source)
-        except BaseException as error:
-            self._error = error
+    def _see(self, tensor: Tensor, ask: bool) -> bool:
+        for source in filter(None, tensor.src if ask else ()):
+            # names of the scheduler's copies, `CUDA0#blk.0.attn_k.weight#0`, end otherwise
+            if (name := Tensor.from_address(source).name.decode()).endswith(".weight"):
+                self.found[name].add(source)
         return not ask
 
 

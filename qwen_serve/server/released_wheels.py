@@ -13,6 +13,7 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -189,6 +190,7 @@ def fetch(build: Released, where: str) -> Path:
     if kept := list(folder.glob("*.whl")):
         return kept[0]
     name, tag, wanted = listed(build, where)
+    print(f"fetching {name} of {shown(where)}", flush=True)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as work:
@@ -263,20 +265,10 @@ def _address(where: str, name: str) -> str:
 
 def _copied(address: str, target: Path) -> str:
     """Copies a file. Returns its SHA-256; raises OSError."""
-    digest, done, said = hashlib.sha256(), 0, -1
-    terminal = sys.stdout.isatty()
     with urlopen(address, timeout=STALL_S) as answer, target.open("wb") as out:
-        size = int(answer.headers.get("Content-Length") or 0)
-        while chunk := answer.read(1 << 20):
-            digest.update(chunk)
-            out.write(chunk)
-            done += len(chunk)
-            if terminal and size and 100 * done // size != said:
-                said = 100 * done // size
-                print(f"\rllama.cpp: {said:3d}% of {size / 1e6:.0f} MB", end="", flush=True)
-    if said >= 0:
-        print()
-    return digest.hexdigest()
+        shutil.copyfileobj(answer, out)
+    with target.open("rb") as made:
+        return hashlib.file_digest(made, "sha256").hexdigest()
 
 
 def _within(seconds: float, call: Callable[[], bytes]) -> bytes:

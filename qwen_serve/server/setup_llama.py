@@ -21,19 +21,15 @@ import argparse
 import importlib.metadata
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from typing import IO
 from urllib.parse import unquote, urlparse
 
 from qwen_serve.server import cuda_wheels, released_wheels
@@ -42,20 +38,11 @@ from qwen_serve.server.build_machine import cards, first_line, nvcc, processors
 from qwen_serve.server.llama_build import PACKAGE, Build, SetupError
 from qwen_serve.server.released_wheels import Released
 
-BUILD_REQUIRES = ("scikit-build-core[pyproject]>=0.9.2",)
-"""llama-cpp-python's `build-system.requires`; missing cmake and ninja are fetched too."""
-
 DEFAULT_CARD = "86"
 """The A10G's architecture, used if CUDA is requested and no GPU is present."""
 
 WHEEL_WITHOUT = ("lib/**", "lib64/**", "include/**", "bin/**")
 """Duplicates and headers that llama.cpp's install rules add to the wheel."""
-
-PROGRESS = re.compile(r"\s*\[\s*(?:(\d+)/(\d+)|(\d+)%)\]")
-"""Progress of ninja and make: `[12/78] ...`, `[ 12%] ...`."""
-
-TAIL = 30
-"""Lines of the log shown after a failed build."""
 
 
 def main(
@@ -244,18 +231,14 @@ def fetch_cuda() -> None:
         return
     print(f"fetching {cuda_wheels.TOOLKIT}: once, 1.1 GB unpacked", flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    log = target.with_name(f"{target.name}.log")
-    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as work, log.open("w") as output:
+    with tempfile.TemporaryDirectory(prefix=".fetching-", dir=target.parent) as work:
         unpacked = Path(work) / "toolkit"
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
-        fetch = [*pip, "--target", str(unpacked), cuda_wheels.TOOLKIT]
-        follow(fetch, os.environ, "CUDA's wheels", output)
+        pip("install", "--target", str(unpacked), cuda_wheels.TOOLKIT)
         try:
             cuda_wheels.complete(unpacked)
         except subprocess.CalledProcessError as error:
             raise SetupError(f"the stub of libcuda failed to compile:\n{error.stderr}") from error
         unpacked.rename(target)
-    log.unlink()
 
 
 def _kept(build: Build) -> list[Path]:
@@ -272,42 +255,38 @@ def build_wheel(build: Build, work: Path) -> None:
     if build.patched and shutil.which("patch") is None:
         raise SetupError("llama.cpp's patches need the program patch (--patches 0 does without)")
     print(f"building {PACKAGE} {build.description}: once, some minutes", flush=True)
-    tools = [*BUILD_REQUIRES, *(name for name in ("cmake", "ninja") if shutil.which(name) is None)]
     environment = {
         **os.environ,
         "CMAKE_ARGS": shlex.join(build.cmake_args),
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(processors())),
         "CCACHE_BASEDIR": str(work),  # lets ccache, if installed, find the same files in any folder
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(work / "tools"), os.environ.get("PYTHONPATH")])),
-        "PATH": os.pathsep.join([str(work / "tools" / "bin"), os.environ.get("PATH", os.defpath)]),
     }
-    log = work.with_name(f"{build.key}.log")
-    with log.open("w") as output:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-        fetch = ["download", "--no-deps", "--no-build-isolation", "--no-binary", PACKAGE, "--dest", str(work)]
-        make = ["wheel", "-v", "--no-deps", "--no-build-isolation", "--wheel-dir", str(work / "out")]
-        settings = [
-            f"build-dir={work / 'build'}",
-            "build.targets=llama;mtmd",
-            f"wheel.exclude={';'.join(WHEEL_WITHOUT)}",
-        ]
-        make += [f"--config-settings={setting}" for setting in settings]
-        follow([*pip, "install", "--target", str(work / "tools"), *tools], os.environ, "build tools", output)
-        follow([*pip, *fetch, build.requirement], environment, "llama.cpp's sources", output)
-        with tarfile.open(next(work.glob("*.tar.gz"))) as tar:
-            # only in Python 3.11.4 and later
-            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
-            tar.extractall(work)
-        (sources,) = (path.parent for path in work.glob("*/pyproject.toml"))
-        follow([*pip, *make, str(sources)], environment, "llama.cpp", output)
-    log.unlink()
+    settings = (
+        f"build-dir={work / 'build'}",
+        "build.targets=llama;mtmd",
+        f"wheel.exclude={';'.join(WHEEL_WITHOUT)}",
+    )
+    pip("download", "--no-deps", "--no-binary", PACKAGE, "--dest", str(work), build.requirement)
+    with tarfile.open(next(work.glob("*.tar.gz"))) as tar:
+        # only in Python 3.11.4 and later
+        tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _: member)
+        tar.extractall(work)
+    (sources,) = (path.parent for path in work.glob("*/pyproject.toml"))
+    make = ["wheel", "--no-deps", "--wheel-dir", str(work / "out")]
+    make += [f"--config-settings={setting}" for setting in settings]
+    pip(*make, str(sources), environment=environment)
 
 
 def install(*what: str) -> None:
     """Installs into this environment: pip's options, then a requirement or wheel. Raises SetupError."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    if subprocess.run([*command, *what], check=False).returncode != 0:
-        raise SetupError(f"pip could not install {what[-1]}")
+    pip("install", "--quiet", *what)
+
+
+def pip(*arguments: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Runs pip, which says what goes wrong. Raises SetupError."""
+    command = [sys.executable, "-m", "pip", *arguments, "--disable-pip-version-check"]
+    if subprocess.run(command, env=environment, check=False).returncode != 0:
+        raise SetupError(f"pip {arguments[0]} failed for {arguments[-1]}")
 
 
 def installed_key() -> str | None:
@@ -317,36 +296,6 @@ def installed_key() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return Path(unquote(urlparse(json.loads(record)["url"]).path)).parent.name if record else None
-
-
-def follow(command: Sequence[str], environment: Mapping[str, str], what: str, log: IO[str]) -> None:
-    """Runs a command, with all output to `log` and its progress to the terminal. Raises SetupError."""
-    log.write(f"$ {shlex.join(command)}\n")
-    tail: deque[str] = deque(maxlen=TAIL)
-    began, shown, terminal = time.monotonic(), -1, sys.stdout.isatty()
-    with subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            log.write(line)
-            tail.append(line)
-            if counted := PROGRESS.match(line):
-                done, total, percent = counted.groups()
-                share = int(percent) if percent else 100 * int(done) // int(total)
-                if share != shown and (terminal or share // 10 > shown // 10):
-                    shown = share
-                    said = f"{what}: {share:3d}%, {time.monotonic() - began:.0f} s"
-                    print(f"\r{said}" if terminal else said, end="" if terminal else "\n", flush=True)
-    if shown >= 0 and terminal:
-        print()
-    if process.returncode != 0:
-        raise SetupError(f"{what}: failed; all of its output is in {log.name}\n{''.join(tail)}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from qwen_serve.convert.calibration import text as writing
 from qwen_serve.convert.calibration import write_text
 from qwen_serve.convert.calibration.prompts import ChatTemplate, Prompt, load_prompts
 from qwen_serve.convert.calibration.sampler import Request, complete
+from qwen_serve.convert.calibration.text import load_mixture
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.cli import main
 from qwen_serve.convert.errors import ConvertError
@@ -74,6 +75,21 @@ def test_the_text_is_long_enough_templated_and_reproducible(nano_f16: Path, tmp_
         assert f"<|im_start|>user\n{prompt.text}<|im_end|>\n<|im_start|>assistant\n<think>\n" in text
     with RUNTIME.load(nano_f16) as model:
         assert len(model.tokenize(text)) >= 600
+
+
+def test_calibration_and_search_share_no_document_and_evaluation_none() -> None:
+    calibration, search = load_mixture("calibration"), load_mixture("search")
+    assert len(calibration) > 2 * len(search) > 0
+    assert not set(calibration) & set(search)
+    assert not load_mixture("evaluation")
+    assert not [text for text in (*calibration, *search) if "def __init__" in text], "no Python"
+
+
+@pytest.mark.usefixtures("short")
+def test_calibration_text_goes_on_with_the_mixture(nano_f16: Path, tmp_path: Path) -> None:
+    for purpose in ("calibration", "search"):
+        write_text(nano_f16, tmp_path / "text", purpose=purpose, runtime=RUNTIME)
+        assert "\n".join(load_mixture(purpose)) in (tmp_path / "text").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("short")

@@ -8,6 +8,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 
 from qwen_serve.convert import kld
+from qwen_serve.convert.compensation.errors import Errors
 from qwen_serve.convert.kld import OWN, Divergence
 from qwen_serve.convert.recipes import load_recipe
 from qwen_serve.convert.report import Report, print_report, print_table, tensor_groups, write_report
@@ -79,6 +80,8 @@ def test_json_round_trip_and_print(capsys: pytest.CaptureFixture[str], small: Pa
     )
     report = Report("a.gguf", 1_234_567, "ab" * 32, 112, 256, groups, None, "a-F16.gguf", divergence, {}, "0")
     report = replace(report, unlike={"code": replace(divergence, mean=0.25)})
+    errors = {"own": Errors(0.002, 0.001), "unlike": Errors(0.004, 0.003)}
+    report = replace(report, matrices={"blk.0.ssm_out.weight": errors})
     assert Report.from_json(report.to_json()) == report
     (tmp_path / "r.json").write_text(report.to_json())
     print_report(tmp_path / "r.json")
@@ -96,8 +99,11 @@ def test_json_round_trip_and_print(capsys: pytest.CaptureFixture[str], small: Pa
     for group in groups:
         assert group.name in out
     assert "on code     0.250000 nats over 33,280 tokens" in out
+    row = next(line for line in out.splitlines() if "blk.0.ssm_out.weight " in line)
+    assert row.split() == ["blk.0.ssm_out.weight", "0.002", "0.001", "-50%", "0.004", "0.003", "-25%"]
     print_table([tmp_path / "r.json"])
-    head, row = capsys.readouterr().out.strip().splitlines()
+    head, row, errors_told = capsys.readouterr().out.strip().splitlines()
+    assert "squared errors are -50% on the model's own text, -25% on other kinds" in errors_told
     assert (head.split()[-2:], row.split()[-1]) == (["on", "code"], "0.250000")
 
 
@@ -116,12 +122,14 @@ def test_the_divergence_is_measured_and_kept(
         texts={OWN: text, "code": text},
         runtime=RUNTIME,
         provenance={},
+        base=nano_f16,
     )
     report = Report.from_json((tmp_path / "r.json").read_text())
     assert report.reference == nano_f16.name
     assert report.divergence is not None
     assert report.divergence.tokens >= 512
     assert list(report.unlike) == ["code"], "what is not the model's own text has an entry of its own"
+    assert {kind for kinds in report.matrices.values() for kind in kinds} == {"own", "unlike"}
     assert 0 < report.divergence.median < report.divergence.p99 <= report.divergence.maximum
 
 

@@ -5,10 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowSampler
-from tests.llamacpp.test_row_sampler import Q, choose, kept, like_a_model
+from qwen_serve.llamacpp.row_sampler import Filters, RowSampler
+from tests.llamacpp.test_row_sampler import IN_NUMPY, Q, builds, choose, kept, like_a_model
 
-pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
+__all__ = ["builds"]  # a fixture
+
+pytestmark = IN_NUMPY
 
 
 @pytest.mark.parametrize("op", ["mirostat", "mirostat_v2"])

@@ -8,10 +8,21 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
+from qwen_serve.llamacpp import row_sampler
 from qwen_serve.llamacpp.row_results import RowResult, Status
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowRequest, RowSampler, sample_rows
 
-pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
+IN_NUMPY = pytest.mark.parametrize("builds", ["ours", "stock"], indirect=True)
+"""Also with the sampler for a llama.cpp without ours."""
+
+
+@pytest.fixture(autouse=True)
+def builds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if getattr(request, "param", "ours") == "stock":
+        monkeypatch.setattr(row_sampler, "HAS_ROW_SAMPLER", False)
+    elif not HAS_ROW_SAMPLER:
+        pytest.skip("this llama.cpp has no row sampler")
+
 
 N = 248_320
 Row = npt.NDArray[np.float32]
@@ -253,6 +264,7 @@ def reference(logits: Row, top_p: float, seed: int, position: int) -> int:
     return max(scores, key=lambda token: scores[token])
 
 
+@IN_NUMPY
 @pytest.mark.parametrize("shape", ["flat", "wide", "ties"])
 def test_the_plain_reference_chooses_the_same(shape: str) -> None:
     rng = np.random.default_rng(2)
@@ -279,6 +291,7 @@ def test_threads_place_and_batch_make_no_difference() -> None:
     assert sample_rows(requests[::-1], rows[::-1], 3).tokens == alone[::-1]
 
 
+@IN_NUMPY
 @pytest.mark.parametrize("last_n", [None, -1, 3])
 def test_rows_of_a_draft_count_what_comes_before_them(last_n: int | None) -> None:
     """Row j is sampled as if the draft's first j tokens had been accepted; the sampler stays as it was."""
@@ -323,6 +336,7 @@ def test_the_same_noise_chooses_the_same_from_similar_logits() -> None:
 # --- rules, penalties, broken rows -----------------------------------------------------------------------
 
 
+@IN_NUMPY
 @pytest.mark.parametrize("n_real", [1000, 1024])
 def test_unusable_rows_have_no_token(n_real: int) -> None:
     sampler = RowSampler(Filters(("top_p",), top_p=0.9), n_real)
@@ -335,6 +349,7 @@ def test_unusable_rows_have_no_token(n_real: int) -> None:
     assert choose(sampler, good).status is Status.OK
 
 
+@IN_NUMPY
 def test_a_bias_on_every_token() -> None:
     logits, bias = like_a_model(2000), np.random.default_rng(1).normal(0, 9, 2000).astype(np.float32)
     sampler = RowSampler(Filters(("best",)), 2000)
@@ -342,6 +357,7 @@ def test_a_bias_on_every_token() -> None:
     assert choose(sampler, logits).token == int((logits + bias).argmax())
 
 
+@IN_NUMPY
 @pytest.mark.parametrize("op", ["top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"])
 def test_an_infinite_logit_has_all_the_mass(op: str) -> None:
     """Of a bias, or of a logit near the largest float with a penalty that makes it larger."""
@@ -358,6 +374,7 @@ def test_an_infinite_logit_has_all_the_mass(op: str) -> None:
     assert choose(sampler, logits).status is Status.NONE_LEFT
 
 
+@IN_NUMPY
 def test_bans_that_leave_nothing() -> None:
     sampler = RowSampler(Filters(("best",)), 4)
     sampler.allow([1])
@@ -370,6 +387,7 @@ def test_bans_that_leave_nothing() -> None:
     assert choose(sampler, row, mask=np.array([0b1101], np.uint32)).status is Status.NONE_LEFT
 
 
+@IN_NUMPY
 def test_of_equal_tokens_the_lowest_ids() -> None:
     row = np.zeros(300, np.float32)
     row[[7, 50, 290]] = 1
@@ -382,6 +400,7 @@ def test_of_equal_tokens_the_lowest_ids() -> None:
     assert choose(RowSampler(Filters(("best",)), 300), row, n_top=0, scored=290).rank == 3
 
 
+@IN_NUMPY
 @pytest.mark.parametrize("last_n", [None, -1, 5])
 def test_penalties_equal_their_definition(last_n: int | None) -> None:
     rng = np.random.default_rng(0)
@@ -402,6 +421,7 @@ def test_penalties_equal_their_definition(last_n: int | None) -> None:
         sampler.accept(token)
 
 
+@IN_NUMPY
 def test_log_probabilities() -> None:
     logits = like_a_model()
     exact = logits.astype(np.float64)
@@ -416,6 +436,7 @@ def test_log_probabilities() -> None:
     np.testing.assert_allclose(result.best_logprobs, exact[result.best], atol=1e-6)
 
 
+@IN_NUMPY
 def test_seeds() -> None:
     row = np.ones(1000, np.float32)
 

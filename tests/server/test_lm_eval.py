@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
-from qwen_serve.server.engine.sampling.logprobs import log_softmax
 from tests.conftest import NANO
+from tests.logits import log_softmax
 from tests.server.engine.helpers import EXACT, Alone
 from tests.server.serving import EXACT as EXACT_FLAGS
 from tests.server.serving import ServerProcess

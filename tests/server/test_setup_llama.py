@@ -1,9 +1,7 @@
 """`qwen-serve setup`: choice of the build, its key in the cache, and output."""
 
-import io
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -138,11 +136,11 @@ def test_wheels_of_cuda_are_fetched_once_and_whole(
 ) -> None:
     fetched: list[str] = []
 
-    def pip(command: list[str], *_: object) -> None:
-        fetched.append(command[-1])
-        unpacked_wheels(Path(command[command.index("--target") + 1]))
+    def pip(*arguments: str) -> None:
+        fetched.append(arguments[-1])
+        unpacked_wheels(Path(arguments[arguments.index("--target") + 1]))
 
-    monkeypatch.setattr(setup_llama, "follow", pip)
+    monkeypatch.setattr(setup_llama, "pip", pip)
     program(machine, "broken", "echo why it failed >&2; exit 1")
     monkeypatch.setenv("CC", "broken")
     with pytest.raises(SetupError, match="libcuda failed to compile:\nwhy it failed"):
@@ -345,21 +343,6 @@ def test_the_pin_is_the_projects() -> None:
     assert requirement() in project["dependencies"]
 
 
-def test_progress_is_ninjas_or_makes(capsys: pytest.CaptureFixture[str]) -> None:
-    script = "print('noise'); [print(f'[{i}/40] Building x') for i in range(41)]; print('[ 50%] y')"
-    log = io.StringIO()
-    setup_llama.follow([sys.executable, "-c", script], {}, "llama.cpp", log)
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("llama.cpp:   0%")
-    assert any(line.startswith("llama.cpp: 100%") for line in shown)
-    assert 10 <= len(shown) <= 12  # every tenth, where no terminal shows one line that changes
-    assert "noise" in log.getvalue()
-
-
-def test_a_failure_shows_the_end_of_its_output(tmp_path: Path) -> None:
-    script = "print('why it failed'); raise SystemExit(3)"
-    with (
-        (tmp_path / "a.log").open("w") as log,
-        pytest.raises(SetupError, match=r"llama\.cpp: failed; .*a\.log\n[^$]*why it failed"),
-    ):
-        setup_llama.follow([sys.executable, "-c", script], {}, "llama.cpp", log)
+def test_what_pip_cannot_do_is_an_error() -> None:
+    with pytest.raises(SetupError, match=r"pip install failed for ./no-such-file\.whl"):
+        setup_llama.install("--no-index", "./no-such-file.whl")

@@ -7,12 +7,14 @@ connection until the last byte of the answer arrives; it does not include encodi
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import aiohttp
+from pydantic_core import from_json
 
 from qwen_serve.bench.errors import BenchError, ServerError, UnreachableError
 
@@ -31,6 +33,8 @@ class Reply:
 
     def json(self) -> Any:
         """The decoded body. Raises ServerError if it is not JSON."""
+        with suppress(ValueError):  # lone surrogates
+            return from_json(self.text)  # four times as fast: answers that arrive meanwhile wait for this
         try:
             return json.loads(self.text)
         except ValueError as error:

@@ -1,7 +1,9 @@
 """Writes calibration and evaluation text: prompts with the model's own answers.
 
-Calibration text ends with pseudo-random tokens. Half of them are the text's own in another order, half are
-drawn from the whole vocabulary. What is fitted to them, too, holds better on text of other kinds.
+What is fitted to the model's own text alone holds worse on text of other kinds. So calibration text goes on
+with `mixture.txt`, code and data in 20 languages (no Python) and some prose, and with pseudo-random tokens:
+half of them are the text's own in another order, half are drawn from the whole vocabulary. A search reads the
+documents of the mixture that calibration does not.
 """
 
 from pathlib import Path
@@ -9,17 +11,19 @@ from typing import Final
 
 import numpy as np
 
-from qwen_serve.convert.calibration.prompts import ChatTemplate, Purpose, load_prompts
+from qwen_serve.convert.calibration.prompts import SEARCH_STEP, ChatTemplate, Purpose, load_prompts
 from qwen_serve.convert.calibration.sampler import Request, complete
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.model import Model
 
-TEXT_VERSION = 2
+TEXT_VERSION = 3
 """Raise it when the same model would write different text, because of other prompts, sampler or lengths."""
 
-# 64 chunks of 512 tokens (8 for a search), and one more for the incomplete last chunk
-MIN_TOKENS = {"calibration": 65 * 512, "search": 9 * 512, "evaluation": 65 * 512}
+MIXTURE = Path(__file__).with_name("mixture.txt")
+
+# 64 chunks of 512 tokens, and one more for the incomplete last chunk; half of a search's 8 are of the mixture
+MIN_TOKENS = {"calibration": 65 * 512, "search": 4 * 512, "evaluation": 65 * 512}
 RANDOM_TOKENS: Final = {"calibration": 32 * 512, "search": 0, "evaluation": 0}
 """Pseudo-random tokens in addition.
 
@@ -77,8 +81,21 @@ def write_text(gguf: Path, out: Path, *, purpose: Purpose, runtime: Runtime) -> 
                 complete(model, requests, show, threads=runtime.n_threads)
                 text += "".join(_conversation(model, request) for request in requests)
                 n_tokens, answered = len(model.tokenize(text, ends=True)), answered + count
+        text += "\n".join(load_mixture(purpose))
         text += _pseudo_random(model, text, RANDOM_TOKENS[purpose], SEEDS[purpose])
     out.write_text(text, encoding="utf-8")
+
+
+def load_mixture(purpose: Purpose) -> list[str]:
+    """The documents of the mixture for one purpose: a search reads every fourth, calibration the others."""
+    documents = MIXTURE.read_text(encoding="utf-8").split("\f\n")
+    match purpose:
+        case "search":
+            return documents[SEARCH_STEP - 1 :: SEARCH_STEP]
+        case "calibration":
+            return [document for i, document in enumerate(documents, 1) if i % SEARCH_STEP]
+        case "evaluation":
+            return []
 
 
 def _pseudo_random(model: Model, text: str, n_tokens: int, seed: int) -> str:

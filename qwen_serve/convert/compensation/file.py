@@ -1,11 +1,13 @@
 """Rounds a quantized file's matrices again with compensation, in the order in which a token passes them.
 
 The file keeps its types and its size; new blocks replace llama.cpp's. The inputs of a matrix are computed
-from the calibration text with the matrices before it, which are compensated already.
+from the calibration text with the matrices before it, which are compensated already. The whole model reads
+the text beside it: a matrix is to give, of its own inputs, what the whole model's gives of the whole model's
+(GPTAQ, Li et al. 2025).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Final, Protocol
@@ -52,21 +54,27 @@ def compensate(base: Path, quantized: Path, *, text: Path, runtime: Runtime) -> 
         ConvertError: the text is too short, too long or not text; activations are not finite.
         LlamaError: the model cannot be loaded or run.
     """
-    tensors = {
-        name: tensor
-        for name, tensor in read_header(quantized).tensors.items()
-        if GGMLQuantizationType(tensor.type) in GRIDS and name.endswith(".weight")
-    }
+    tensors = rounded_tensors(quantized)
     with ExitStack() as stack:
         bring = backend(gpu=runtime.n_gpu_layers != 0)
         model = stack.enter_context(runtime.load(base, writable=True))
+        whole = stack.enter_context(runtime.load(base))
         chunks = read_chunks(model, text)
         if chunks.size > (most := HIDDEN_BYTES // (4 * model.n_embd)):
             raise ConvertError(f"{text}: {chunks.size:,} tokens; compensation reads at most {most:,} here")
         progress = stack.enter_context(Progress("Compensation", len(tensors), "tensors"))
         file = _File(quantized, tensors, Weights(model, runtime.n_threads), progress, bring)
         stack.callback(file.close)
-        Run(model, chunks, file, runtime, bring).run()
+        Run(model, chunks, file, runtime, bring, whole).run()
+
+
+def rounded_tensors(quantized: Path) -> dict[str, TensorInfo]:
+    """The tensors whose types have grids, by name."""
+    return {
+        name: tensor
+        for name, tensor in read_header(quantized).tensors.items()
+        if GGMLQuantizationType(tensor.type) in GRIDS and name.endswith(".weight")
+    }
 
 
 class Chooser(Protocol):
@@ -120,14 +128,14 @@ class _File:
         self._file.seek(tensor.offset + matrix * row_bytes(tensor.type, tensor.shape[0]) * len(values))
         step = max(1, PIECE_BYTES // (4 * values.shape[1]))
         for first in range(0, len(values), step):
-            piece = transposed(self._bring(values[first : first + step]))
+            piece = inputs.corrected(transposed(self._bring(values[first : first + step])))
             blocks = round_compensated(piece, inputs, GRIDS[kind])
             self._file.write(pack(kind, blocks).tobytes())
             out[first : first + step] = on_host(blocks.values().T, np.float32)
 
 
 class Run:
-    """Runs over the model's matrices in order."""
+    """Runs over the model's matrices in order. `whole`: the model without any change, read beside it."""
 
     def __init__(
         self,
@@ -136,8 +144,10 @@ class Run:
         file: Chooser,
         runtime: Runtime,
         bring: Bring,
+        whole: Model | None = None,
     ) -> None:
         self._model, self._chunks, self._file, self._bring = model, chunks, file, bring
+        self._whole = whole
         self._threads = runtime.n_threads
         self._hidden = np.zeros((*chunks.shape, model.n_embd), np.float32)
 
@@ -150,7 +160,7 @@ class Run:
             self._read_trunk(None)
             self._file.choose([EMBEDDING], HEAD, self._head_grams())
         readings = [names for names in order.readings if names[0].startswith("blk.")]
-        self._in_turn(readings, self._read_trunk)
+        self._in_turn(readings, self._sum_trunk)
         self._read_trunk(None)
         if HEAD in self._file:
             self._file.choose([HEAD], HEAD, self._head_grams())
@@ -158,14 +168,14 @@ class Run:
             order = Order()
             self._read_mtp(order.add, chunks=self._chunks[:1])
             block = f"blk.{self._model.n_layer}."
-            self._in_turn([names for names in order.readings if names[0].startswith(block)], self._read_mtp)
+            self._in_turn([names for names in order.readings if names[0].startswith(block)], self._sum_mtp)
 
     def _embedding(self) -> None:
         """Rounds an embedding that is not the head: each token reads one column, so it has no Gram matrix."""
         if EMBEDDING in self._file:
             self._file.choose([EMBEDDING], EMBEDDING, Grams((), None, self._bring))
 
-    def _in_turn(self, readings: Sequence[Sequence[str]], read: Callable[..., None]) -> None:
+    def _in_turn(self, readings: Sequence[Sequence[str]], read: Callable[[Grams], None]) -> None:
         """Goes block by block. The text is read once for each block, after the blocks before it are
         quantized."""
         blocks = [list(group) for _, group in groupby(readings, lambda names: names[0].split(".")[1])]
@@ -176,7 +186,7 @@ class Run:
                 continue
             end = blocks[i + 1][0][0] if i + 1 < len(blocks) else None
             grams = Grams(due, end, self._bring)
-            read(grams.add, grams.observes)
+            read(grams)
             for first, names in due.items():
                 self._file.choose(names, first, grams)
 
@@ -186,23 +196,34 @@ class Run:
             grams.add(HEAD, rows)
         return grams
 
+    def _sum_trunk(self, grams: Grams) -> None:
+        with ExitStack() as stack:
+            whole = None
+            if self._whole is not None:
+                whole = stack.enter_context(self._context("trunk", grams.keep, grams.observes, self._whole))
+            self._read_trunk(grams.add, grams.observes, before=whole)
+
+    def _sum_mtp(self, grams: Grams) -> None:
+        self._read_mtp(grams.add, grams.observes)
+
     def _read_trunk(
         self,
         observe: Observer | None,
         observes: Callable[[str], bool] = lambda name: True,
         *,
         chunks: NDArray[np.int32] | None = None,
+        before: EvalContext | None = None,
     ) -> None:
-        """Runs the text through the trunk; without an observer, keeps the hidden rows."""
+        """Runs the text through the trunk; without an observer, keeps the hidden rows. Each batch is first
+        decoded in `before`."""
         with self._context("trunk", observe, observes) as context:
             if observe is None:
                 context.keep_hidden()
             for first, batch in _batches(self._chunks if chunks is None else chunks):
-                context.clear()
-                try:
-                    decode_chunks(context, batch)
-                except EnoughError:
-                    continue
+                for each in filter(None, (before, context)):
+                    each.clear()
+                    with suppress(EnoughError):
+                        decode_chunks(each, batch)
                 if observe is None:
                     hidden = context.hidden().reshape(*batch.shape, -1)
                     self._hidden[first : first + len(batch)] = hidden
@@ -225,13 +246,17 @@ class Run:
 
     @contextmanager
     def _context(
-        self, kind: ContextKind, observe: Observer | None, observes: Callable[[str], bool]
+        self,
+        kind: ContextKind,
+        observe: Observer | None,
+        observes: Callable[[str], bool],
+        model: Model | None = None,
     ) -> Iterator[EvalContext]:
         release()
         n_seq = min(CHUNKS_PER_BATCH, len(self._chunks))
         cells = n_seq * self._chunks.shape[1]
         with EvalContext(
-            self._model,
+            model or self._model,
             n_ctx=cells,
             n_batch=cells,
             n_ubatch=cells,  # one graph for each batch, which may end early

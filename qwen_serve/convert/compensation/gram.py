@@ -47,9 +47,19 @@ class Grams:
     def __init__(self, wanted: Container[str], end: str | None, bring: Bring) -> None:
         self._wanted, self._end, self._bring = wanted, end, bring
         self._sums: dict[tuple[str, int], Array] = {}
+        self._whole: dict[str, Floats] = {}
+        self._moved: dict[str, Array] = {}
 
     def observes(self, name: str) -> bool:
         return name in self._wanted or name == self._end
+
+    def keep(self, name: str, rows: Floats, routing: Routing | None = None) -> None:
+        """Inputs in the whole model, of the rows that `add` gets next. Those of experts are not kept, since
+        they may be other tokens'."""
+        if name == self._end:
+            raise EnoughError
+        if routing is None:
+            self._whole[name] = rows.copy()
 
     def add(self, name: str, rows: Floats, routing: Routing | None = None) -> None:
         """`rows` [n, width]: inputs of weight `name`; with `routing`, of the matrices in it."""
@@ -57,6 +67,9 @@ class Grams:
             raise EnoughError
         if routing is None:
             self._add((name, 0), rows)
+            if (whole := self._whole.pop(name, None)) is not None:
+                here = self._bring(rows)
+                self._moved[name] = here.T @ (self._bring(whole) - here) + self._moved.get(name, 0)
             return
         tokens, used = routing.ids.shape
         row = np.arange(tokens)[:, None] * routing.slots + np.arange(used) % routing.slots
@@ -71,9 +84,8 @@ class Grams:
         else:
             self._sums[key] = product
 
-    def take(self, name: str, matrix: int, width: int) -> Inputs:
-        """The inputs of one matrix [.., width] of the weight, whose sum is then discarded. A matrix that read
-        nothing has the identity, so no error is carried.
+    def total(self, name: str, matrix: int, width: int) -> Array:
+        """The sum of one matrix [.., width] of the weight, which is then discarded; 0 if it read nothing.
 
         Raises:
             ConvertError: the inputs are not finite.
@@ -83,4 +95,9 @@ class Grams:
             gram = self._bring(np.zeros((width, width), np.float32))
         if not bool(namespace(gram).isfinite(gram).all()):
             raise ConvertError(f"the inputs of {name} are not finite; is the checkpoint intact?")
-        return Inputs(gram)
+        return gram
+
+    def take(self, name: str, matrix: int, width: int) -> Inputs:
+        """The inputs of one matrix, from `total`. A matrix that read nothing has the identity, so no error is
+        carried."""
+        return Inputs(self.total(name, matrix, width), self._moved.pop(name, None))

@@ -32,12 +32,15 @@ class Inputs:
 
     Args:
         gram: [width, width]; replaced by the identity if all inputs were 0.
+        moved: [width, width], the sum of products of each input with what the whole model's inputs are more,
+            if that is known.
     """
 
-    def __init__(self, gram: Array) -> None:
+    def __init__(self, gram: Array, moved: Array | None = None) -> None:
         width = len(gram)
         mean = float(gram.diagonal().sum()) / width
         self.gram = gram / (mean or 1.0)
+        self._moved = moved / (mean or 1.0) if moved is not None else None
         self.gram.reshape(-1)[:: width + 1] += DAMPING if mean > 0 else 1.0
         self.diagonal = self.gram.diagonal()
         importance = on_host(self.diagonal, np.float32)
@@ -47,6 +50,14 @@ class Inputs:
         linalg = namespace(gram).linalg
         inverse = linalg.inv(double(self.gram[self.order][:, self.order]))
         self.upper = like(linalg.cholesky(inverse).T, gram)
+
+    def corrected(self, values: Array) -> Array:
+        """`values` [width, rows] changed so that their products with these inputs are as near as possible to
+        those of `values` with the whole model's inputs."""
+        if self._moved is None:
+            return values
+        pulled = double(self._moved @ values)
+        return values + like(namespace(values).linalg.solve(double(self.gram), pulled), values)
 
 
 def round_compensated(values: Array, inputs: Inputs, grid: Grid, *, sweeps: int = SWEEPS) -> Blocks:

@@ -13,4 +13,4 @@ write.py    the result as a recipe file
 from qwen_serve.convert.search.record import is_record
 from qwen_serve.convert.search.search import SEARCH_VERSION, Found, Paths, check_reach, search
 from qwen_serve.convert.search.target import Target
-from qwen_serve.convert.search.write import as_recipe, evidence_of, print_found, write_recipe
+from qwen_serve.convert.search.write import as_recipe, evidence_of, print_found, with_results, write_recipe

@@ -22,7 +22,8 @@ from qwen_serve.llamacpp.probe import Floats
 from qwen_serve.llamacpp.weights import Bytes, Weights, dequantize_rows, quantize_rows
 
 CHUNKS: Final = 8
-"""Chunks of 512 tokens that a probe reads. Probes are compared on the same tokens, so a few suffice."""
+"""Chunks of 512 tokens that a probe reads: half of them the text's first, the model's own, half its last, of
+other kinds. Probes are compared on the same tokens, so a few suffice."""
 
 REFERENCE_BYTES: Final = 2 * 2**30
 """Most bytes of the whole model's stored logits and those of its drafts. A text that needs more is
@@ -46,6 +47,13 @@ class Reading:
     draft: float | None = None
 
 
+def ends(chunks: NDArray[np.int32], most: int) -> NDArray[np.int32]:
+    """At most so many chunks: half from the beginning, half from the end."""
+    if len(chunks) <= most:
+        return chunks
+    return np.concatenate([chunks[: most - most // 2], chunks[len(chunks) - most // 2 :]])
+
+
 class Meter:
     """The whole model with its logits on a text; use as a context manager.
 
@@ -64,7 +72,7 @@ class Meter:
             self._weights = Weights(model, self._threads)
             chunks = read_chunks(model, text)
             room = max(1, REFERENCE_BYTES // (4 * model.n_vocab * CHUNK_SIZE))
-            self._chunks = chunks[: min(CHUNKS, room)]
+            self._chunks = ends(chunks, min(CHUNKS, room))
             n_batch = max(1, min(MAX_BATCH, LOGIT_BYTES // (4 * model.n_vocab)))
             self._n_seq = max(1, min(len(self._chunks), n_batch // CHUNK_SIZE))
             self._n_step = min(CHUNK_SIZE, n_batch)

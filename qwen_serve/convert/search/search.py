@@ -24,7 +24,7 @@ from qwen_serve.convert.search.target import Target, spell_size
 from qwen_serve.convert.stages import file_digest, fingerprint
 from qwen_serve.llamacpp.evaluation import Runtime
 
-SEARCH_VERSION: Final = 1
+SEARCH_VERSION: Final = 2
 """Raise it when the same model would be measured differently."""
 
 PROBES: Final = 3

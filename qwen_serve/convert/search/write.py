@@ -5,7 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from qwen_serve.convert.progress import duration
 from qwen_serve.convert.recipes import Evidence, Override, Recipe
@@ -51,6 +51,16 @@ def evidence_of(found: Found, command: str, source: str) -> Evidence:
     )
 
 
+def with_results(evidence: Evidence, report: Report) -> Evidence:
+    """The evidence with what was measured with the finished file."""
+    measured: dict[str, Any] = {"bytes": report.n_bytes}
+    if (d := report.divergence) is not None:
+        evaluated = {"tokens": d.tokens, "mean": d.mean, "p99": d.p99, "same_top": d.same_top}
+        measured |= {f"evaluation_{key}": value for key, value in evaluated.items()}
+        measured["evaluation_unlike"] = {name: one.mean for name, one in report.unlike.items()}
+    return evidence.model_copy(update=measured)
+
+
 class Chosen(Protocol):
     """Types by tensor, and their parts of the divergence."""
 
@@ -93,7 +103,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     if recipe.evidence is not None:
         lines += ["", "[evidence]"]
         for key, value in recipe.evidence.model_dump(exclude_none=True).items():
-            lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
+            lines.append(f"{key} = {_toml(value)}")
     for override in recipe.override:
         lines += [
             "",
@@ -103,6 +113,12 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
             f"reason = {json.dumps(override.reason, ensure_ascii=False)}",
         ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _toml(value: str | float | dict[str, float]) -> str:
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {one}' for key, one in value.items())} }}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def print_found(found: Found, report: Report, path: Path, took: Mapping[str, float]) -> None:
@@ -115,6 +131,9 @@ def print_found(found: Found, report: Report, path: Path, took: Mapping[str, flo
     )
     if (d := report.divergence) is not None:
         print(f"              {d.mean:.5f} on the evaluation text, with the file")
+        for name, one in report.unlike.items():
+            times = one.mean / found.predicted
+            print(f"              {one.mean:.5f} on {name}, {times:.1f} times the prediction")
     if found.reading.draft is not None:
         print(f"  drafts      mean KLD {found.reading.draft:.5f}")
     if found.milliseconds is not None:

@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic_core import to_json
 
@@ -12,9 +12,6 @@ from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.sse import Lazily, Written, encode
 from qwen_serve.server.chat import TextGeneration
 from qwen_serve.server.engine import TokenLogprobs, Vocab
-
-KEPT = 50_000
-"""Maximum tokens whose JSON is kept, in each shape."""
 
 LOWEST = -9999.0
 """vLLM's number for minus infinity, which JSON does not have."""
@@ -26,7 +23,6 @@ SOON = 32
 """Most tokens whose log-probabilities are written on the event loop, in up to a millisecond."""
 
 Json = bytes
-Made = TypeVar("Made")
 
 
 def in_list(items: list[Json]) -> Json:
@@ -40,7 +36,8 @@ class TokenNames:
     def __init__(self, vocab: Vocab, *, as_ids: bool = False) -> None:
         """With `as_ids`, vLLM's option, a token's name is "token_id:7"."""
         self._vocab, self._as_ids = vocab, as_ids
-        self._names = vocab.names
+        self._named = vocab.kept.setdefault("name", Kept(lambda token: encode(_name(vocab, token))))
+        self._spelt = vocab.kept.setdefault("bytes", Kept(lambda token: encode(_bytes(vocab, token))))
 
     def bytes(self, token: int) -> bytes:
         """The bytes that the token adds to a text; for a control token, its name."""
@@ -48,12 +45,16 @@ class TokenNames:
 
     def name(self, token: int) -> str:
         """The token's text, with U+FFFD for a part of a character."""
-        return f"token_id:{token}" if self._as_ids else self._names[token]
+        return f"token_id:{token}" if self._as_ids else _name(self._vocab, token)
+
+    def _names(self, tokens: list[int]) -> list[Json]:
+        if self._as_ids:
+            return [b'"token_id:%d"' % token for token in tokens]
+        return list(map(self._named.__getitem__, tokens))
 
     def tops(self, found: list[TokenLogprobs | None], n_top: int) -> Json:
         """A list as JSON, with an object at each place: log-probabilities of the `n_top` likeliest tokens and
         of the token itself, by name. If several have the same name, the likeliest. null for None."""
-        named = self._kept("name", lambda token: b"," + encode(self.name(token)) + b":")
         known = [at for at in found if at is not None]
         written = [b"null"] * (len(found) - len(known))  # at the beginning of a prompt
         for some in _pieces(known):
@@ -67,20 +68,20 @@ class TokenNames:
                     ids.append(at.token)
                     logprobs.append(at.logprob)
                 ends.append(len(ids))
-            names, numbers = list(map(named, ids)), _numbers(logprobs)
+            names, numbers = self._names(ids), _numbers(logprobs)
+            between, colons = [b","] * len(ids), [b":"] * len(ids)
             for start, end in pairwise([0, *ends]):
                 if len(set(names[start:end])) < end - start:
                     for place, name in enumerate(names[start:end], start):
                         if name in names[start:place]:
-                            names[place] = numbers[place] = b""
-                names[start] = b"},{" + names[start][1:]
-            written.append(_joined(names, numbers)[2:] + b"}")
+                            between[place] = names[place] = colons[place] = numbers[place] = b""
+                between[start] = b"},{"
+            written.append(_joined(between, names, colons, numbers)[2:] + b"}")
         return in_list(written)
 
     def scored(self, found: list[TokenLogprobs], *, n_top: int, with_id: bool = False) -> Json:
         """A list of OpenAI's objects as JSON, with llama-server's `id` or without, and in each the `n_top`
         likeliest tokens at its place. `bytes` is null for a control token."""
-        around = self._kept(with_id, partial(self._around, with_id=with_id))
         written = []
         for some in _pieces(found):
             ids: list[int] = []
@@ -90,42 +91,40 @@ class TokenNames:
                 starts.append(len(ids))
                 ids += (at.token, *at.best[:n_top].tolist())
                 logprobs += (at.logprob, *at.best_logprobs[:n_top].tolist())
-            before, behind = map(list, zip(*map(around, ids), strict=True))
-            for start, end in pairwise([*starts, len(ids)]):
+            n = len(ids)
+            before = [b'},{"id":%d,"token":' % token for token in ids] if with_id else [b'},{"token":'] * n
+            behind = [b""] * n
+            for start, end in pairwise([*starts, n]):
                 before[start] = b"," + before[start][2:]
-                behind[start] += b',"top_logprobs":['
+                behind[start] = b',"top_logprobs":['
                 if end > start + 1:
                     before[start + 1] = before[start + 1][2:]
-                    behind[end - 1] += b"}"
+                    behind[end - 1] = b"}"
                 behind[end - 1] += b"]}"
-            written.append(_joined(before, _numbers(logprobs), behind)[1:])
+            bytes_of = list(map(self._spelt.__getitem__, ids))
+            columns = self._names(ids), [b',"logprob":'] * n, _numbers(logprobs), [b',"bytes":'] * n, bytes_of
+            written.append(_joined(before, *columns, behind)[1:])
         return in_list(written)
 
-    def _kept(self, kind: object, make: Callable[[int], Made]) -> Callable[[int], Made]:
-        """`make`, called once for each token, for all answers."""
-        made: Kept[Made] = self._vocab.kept.setdefault((self._as_ids, kind), Kept(make))
-        return made.__getitem__
 
-    def _around(self, token: int, *, with_id: bool) -> tuple[Json, Json]:
-        """What comes before and behind a token's log-probability in its object, which is not closed; before,
-        the object before it is."""
-        named = {"id": token, "token": self.name(token)} if with_id else {"token": self.name(token)}
-        bytes_of = encode(list(self._vocab.token_bytes(token)) or None)
-        return b"}," + encode(named)[:-1] + b',"logprob":', b',"bytes":' + bytes_of
+class Kept(dict[int, Json]):
+    """What is written of each token that was asked for, once for all answers."""
 
-
-class Kept(dict[int, Made]):
-    """What is made of tokens, each once as long as there are not many."""
-
-    def __init__(self, make: Callable[[int], Made]) -> None:
+    def __init__(self, write: Callable[[int], Json]) -> None:
         super().__init__()
-        self._make = make
+        self._write = write
 
-    def __missing__(self, token: int) -> Made:
-        if len(self) >= KEPT:
-            self.clear()
-        made = self[token] = self._make(token)
+    def __missing__(self, token: int) -> Json:
+        made = self[token] = self._write(token)
         return made
+
+
+def _name(vocab: Vocab, token: int) -> str:
+    return vocab.spelling(token).decode("utf-8", "replace")
+
+
+def _bytes(vocab: Vocab, token: int) -> list[int] | None:
+    return list(vocab.token_bytes(token)) or None
 
 
 def _pieces(found: list[TokenLogprobs]) -> Iterator[list[TokenLogprobs]]:

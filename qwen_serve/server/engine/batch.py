@@ -19,11 +19,16 @@ UNREAD = -1
 class Chunk:
     """The next `count` pending tokens of a sequence, and a `draft` of tokens that may follow them.
 
-    With `samples` the chunk holds all pending tokens; only then may there be a draft. The fields are Final
-    because a frozen dataclass takes three times as long to make.
+    With `samples` the chunk holds all pending tokens; only then may there be a draft. The last of these may
+    be a placeholder: a token that the pass before samples. Fields are Final because a frozen dataclass takes
+    three times as long to make.
     """
 
     sequence: Final[Request]
+    slot: Final[int]
+    """llama.cpp's id of the sequence while it runs."""
+    start: int
+    """Tokens that the slot holds before it. The scheduler moves it on if the batch is computed again."""
     count: Final[int]
     samples: Final[bool]
     is_prompt: Final[bool] = False
@@ -36,11 +41,6 @@ class Chunk:
     """Positions in the prompt whose next token needs a log-probability."""
 
     @property
-    def start(self) -> int:
-        """Tokens that its sequence's slot holds before the step is committed."""
-        return self.sequence.computed
-
-    @property
     def n_tokens(self) -> int:
         return self.count + len(self.draft)
 
@@ -49,13 +49,6 @@ class Chunk:
         """Rows of logits it needs: one after the last pending token, one after each draft token, and one for
         each of its `scored` positions."""
         return len(self.scored) + (1 + len(self.draft) if self.samples else 0)
-
-    @property
-    def slot(self) -> int:
-        """llama.cpp's id of its running sequence."""
-        slot = self.sequence.slot
-        assert slot is not None
-        return slot
 
 
 @dataclass(slots=True)
@@ -83,23 +76,29 @@ class Batch:
     """How many of its tokens are prefill."""
     of_pictures: bool = False
     """Its tokens are rows of pictures: a batch of llama.cpp holds either rows or tokens."""
+    adapters: Adapters = ()
+    """The adapters of all its sequences."""
     placements: list[Placement] = field(default_factory=list)
     """One for each chunk; the runner sets this."""
+    one_pass: bool = False
+    """Whether one pass has the whole batch; the runner sets this for decodes."""
     dropped: set[Request] = field(default_factory=set)
     """Sequences whose results do not count, since they turned out to have ended, or to start again, after the
     batch was launched."""
-    recorded: bool = False
-    """Whether the tokens of chunks that do not sample count as computed already."""
     guesses: Guesses | None = None
     """Computes the tokens of the chunks' drafts, which are UNREAD until `read_drafts`: one draft for each
     chunk that has one, in their order."""
 
     def add(self, sequence: Request, count: int) -> None:
         """Add the next `count` pending tokens of `sequence`: text or picture rows, like the batch."""
-        self.of_pictures = sequence.reads_picture
+        slot = sequence.slot
+        assert slot is not None
+        self.of_pictures, self.adapters = sequence.reads_picture, sequence.adapters
         samples = count == sequence.pending
         chunk = Chunk(
             sequence,
+            slot,
+            sequence.computed,
             count,
             samples=samples,
             is_prompt=not sequence.decoding,
@@ -136,27 +135,10 @@ class Batch:
         self.n_rows -= n
         self.draft_room += n
 
-    def drop(self, sequence: Request) -> bool:
-        """Have the results of `sequence` not count; return whether it is in the batch."""
-        found = any(chunk.sequence is sequence for chunk in self.chunks)
-        if found:
+    def drop(self, sequence: Request) -> None:
+        """Have the results of `sequence`, if it is in the batch, not count."""
+        if any(chunk.sequence is sequence for chunk in self.chunks):
             self.dropped.add(sequence)
-        return found
-
-    @property
-    def sampling(self) -> list[Request]:
-        """Sequences that get a token from it that counts."""
-        return [one.sequence for one in self.chunks if one.samples and one.sequence not in self.dropped]
-
-    @property
-    def may_be_read_late(self) -> bool:
-        """Whether its rows can be read after the next batch was launched: no draft is rolled back."""
-        return self.n_rows > 0 and not any(chunk.draft for chunk in self.chunks)
-
-    @property
-    def adapters(self) -> Adapters:
-        """The adapters of all its sequences."""
-        return self.chunks[0].sequence.adapters if self.chunks else ()
 
     @property
     def is_decode(self) -> bool:

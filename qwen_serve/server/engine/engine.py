@@ -10,12 +10,11 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from .adapters import salt_with
 from .admission import AdmissionControl
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
-from .futures import Result, run
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
 from .planning.fit import plan_memory
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class Message(NamedTuple):
@@ -150,7 +151,7 @@ class Engine:
         sequence = Request(
             prompt.ids,
             room if max_tokens is None else min(max_tokens, room),
-            logprobs=Logprobs.wanted(params, self.vocab.n_real),
+            logprobs=Logprobs.wanted(params),
             stops=params.stop_token_ids,
             include_stop=params.include_stop,
             pictures=prompt.pictures,
@@ -174,10 +175,20 @@ class Engine:
     def between_steps(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work` on the engine's thread between two steps. This and the future raise EngineDead."""
         future: Future[Result] = Future()
+
+        def act() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    if self._error:
+                        raise EngineDead(self._error)
+                    future.set_result(work())
+                except Exception as error:
+                    future.set_exception(error)
+
         with self._lock:
             if self._error:
                 raise EngineDead(self._error)
-            self._inbox.put(Message(lambda: run(future, work, self._error)))
+            self._inbox.put(Message(act))
         return future
 
     def stats(self) -> EngineStats:
@@ -204,7 +215,7 @@ class Engine:
         """Stop the thread and free the model; open requests fail. Blocks for one step. Idempotent."""
         self._closing = True
         if self._thread.is_alive():
-            self._wake()
+            self._inbox.put(Message(lambda: None, overlaps=True))  # wakes it
             self._thread.join()
         intact = self._warm.is_set() and self._error is None
         self._fail("the engine was closed")
@@ -214,9 +225,6 @@ class Engine:
             self.components.write_prefixes()
             self.components.remember()
         self.components.close()
-
-    def _wake(self) -> None:
-        self._inbox.put(Message(lambda: None, overlaps=True))
 
     def _request_cancel(self, sequence: Request) -> None:
         self._inbox.put(Message(partial(self._end, sequence, "cancelled"), sequence))

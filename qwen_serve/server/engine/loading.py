@@ -167,8 +167,10 @@ class Components:
         if not settings.prefill_budget:
             log.debug("a step reads up to %d prompt tokens, %.1f us each", budget.tokens, 1e6 * budget.each)
         if drafts:
+            parts = context, self.runner, self.vocab, self.clock
             self.speculator.measure(
-                partial(warmup.time_verification, context, self.runner, self.vocab, self.clock),
+                partial(warmup.time_verification, *parts),
+                partial(warmup.time_plain, *parts),
                 MEASURING_GPU if on_gpu else MEASURING_CPU,
                 prompt=(prefill, prefill * budget.each),
                 known=known.step_times if known else None,
@@ -178,6 +180,7 @@ class Components:
 
     def remember(self) -> None:
         """Store the measurements so far for the next start."""
+        log.debug("speculation: %s", self.speculator.told())
         if self._file is not None:
             each = self.scheduler.prefill_budget.each
             self._file.write(Measured(token_seconds=each, step_times=self.speculator.step_times()))

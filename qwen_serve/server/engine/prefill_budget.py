@@ -19,7 +19,7 @@ class PrefillBudget:
         self._seconds, self._ubatch, self._most, self._fixed = seconds, ubatch, most, fixed
         self.each = 0.0
         """Minimum seconds of a prompt token so far; 0 if the start measured none."""
-        self._reading, self._since = 0, 0.0
+        self.reading, self._since = 0, 0.0
         """Prompt tokens of steps that were not waited for, and the time when the first was launched."""
 
     @property
@@ -48,11 +48,11 @@ class PrefillBudget:
         count with those of the next step that the engine waits for. That may be a decode, so the time is an
         upper bound. Only a ubatch or a full step counts, since fewer tokens use the device less well.
         """
-        if not self._reading:
+        if not self.reading:
             self._since = launched
-        self._reading += tokens
+        self.reading += tokens
         if done is None:
             return
-        if self._reading >= min(self._ubatch, self.tokens):
-            self.each = min(self.each, (done - self._since) / self._reading)
-        self._reading = 0
+        if self.reading >= min(self._ubatch, self.tokens):
+            self.each = min(self.each, (done - self._since) / self.reading)
+        self.reading = 0

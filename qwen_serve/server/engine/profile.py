@@ -13,13 +13,6 @@ if TYPE_CHECKING:
     from .batch import Batch
 
 
-def kind_of(batch: Batch) -> Kind:
-    """The kind of a step."""
-    if batch.prompt_tokens:
-        return "prefill"
-    return "decode" if batch.is_decode else "verify"
-
-
 class StartProfile:
     """Seconds of each stage of a start, in order."""
 
@@ -100,12 +93,13 @@ class StepProfile:
         self._laps[self._index[phase]] += now - self._last
         self._last = now
 
-    def finish(self, kind: Kind, rows: int, tokens: int) -> None:
-        """Add the laps since `start` to the totals."""
-        key = kind, 1 << max(0, rows - 1).bit_length()
+    def finish(self, batch: Batch) -> None:
+        """Add the laps since `start` to the totals of steps like that of `batch`."""
+        kind: Kind = "prefill" if batch.prompt_tokens else "decode" if batch.is_decode else "verify"
+        key = kind, 1 << max(0, batch.n_rows - 1).bit_length()
         before = self._totals.get(key) or StepTotals(*key, 0, 0, (0.0,) * len(PHASES))
         seconds = tuple(map(add, before.seconds, self._laps))
-        totals = StepTotals(*key, before.steps + 1, before.tokens + tokens, seconds)
+        totals = StepTotals(*key, before.steps + 1, before.tokens + batch.n_tokens, seconds)
         self._totals = {**self._totals, key: totals}
         self.start()
 

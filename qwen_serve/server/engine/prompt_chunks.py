@@ -48,19 +48,18 @@ class PromptChunks:
         adapters: Adapters,
         prefill_budget: PrefillBudget,
         reproducible: Reproducible | None,
-        without: Sequence[Request] = (),
     ) -> None:
         """Add chunks of prompts: at most a ubatch, as many tokens as there are free cells and, while answers
         are running, the budget.
 
-        A chunk ends where a checkpoint is wanted. `without`: sequences whose next token is being computed.
+        A chunk ends where a checkpoint is wanted.
         """
         prompts = [one for one in self._running if one.status is PREFILL and one.adapters == adapters]
-        prompts = [one for one in prompts if not (one.ready or one in without)]
+        prompts = [one for one in prompts if not one.ready]
         if not prompts:
             return
         prompts = [one for one in prompts if one.reads_picture is prompts[0].reads_picture]
-        decoding = bool(without) or any(one.ready for one in self._running)
+        decoding = any(one.ready for one in self._running)
         budget = min(self._ubatch_size, prefill_budget.tokens) if decoding else self._ubatch_size
         if reproducible is not None and reproducible.chunk > 1:
             self._add_pieces(batch, prompts, reproducible, budget)

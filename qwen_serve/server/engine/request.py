@@ -182,7 +182,7 @@ class Request:
 
     `pending` tokens are not computed yet; once they are, the logits of the last one give the next token.
     Usually one token is pending. More are while the prompt is read, after a preemption, and after a rejected
-    draft.
+    draft. A token that is being sampled is pending, too: a placeholder stands for it.
     """
 
     tokens: list[int]
@@ -226,7 +226,10 @@ class Request:
     limit: int = field(init=False)
     """Maximum tokens, prompt and answer together."""
     computed: int = field(init=False, default=0)
-    """Tokens whose keys, values and state the slot holds."""
+    """Tokens whose keys, values and state the slot holds, or that are being computed. Only the scheduler
+    writes it, and `placeholders`."""
+    placeholders: int = field(init=False, default=0)
+    """Tokens behind `tokens` that are being sampled."""
     slot: int | None = field(init=False, default=None)
     """llama.cpp's sequence id; None while it waits for one."""
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
@@ -256,7 +259,7 @@ class Request:
     @property
     def pending(self) -> int:
         """Number of tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        return len(self.tokens) + self.placeholders - self.computed
 
     @property
     def pending_alike(self) -> int:
@@ -270,9 +273,14 @@ class Request:
         return self.pending if len(scored) <= rows else scored.start + rows - self.computed
 
     @property
+    def room(self) -> int:
+        """Tokens that may still be sampled, besides those that are being sampled."""
+        return self.limit - len(self.tokens) - self.placeholders
+
+    @property
     def growth(self) -> int:
         """Cells that admission leaves free for it while it runs."""
-        return min(GROWTH, self.limit - len(self.tokens))
+        return min(GROWTH, self.room)
 
     @property
     def reads_picture(self) -> bool:

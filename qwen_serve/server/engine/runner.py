@@ -12,7 +12,8 @@ from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.row_steps import MOST_ROWS
 
 from .batch import Placement
-from .sampling.rows import RawRows, SampledRows
+from .sampling.grammar import MaskWriter
+from .sampling.rows import SampledRows
 from .ubatches import ubatches
 from .verification import requests_of
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from .request import Adapters
     from .sampling.rows import Rows
     from .speculation.base import Guesses
-    from .ubatches import Pass
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +57,7 @@ class Runner:
         self._applied: Adapters = ()
         """The adapters that the context applies now."""
         self._context, self._profile = context, profile
+        self._masks = MaskWriter()
         self._indices: list[int] = []
         """The index in the batch of each row of logits."""
         self._filled: Batch | None = None
@@ -69,28 +70,26 @@ class Runner:
 
     def launch(self, batch: Batch, behind: Launched | None = None) -> Launched:
         """Start to compute a batch. On a GPU this returns when the last batch is computed, on a CPU when this
-        one is. `behind`: the last batch, if its tokens are not read yet, which is being sampled. Then a batch
-        that decodes reads them where they are sampled; it must be `in_one_pass`. Others must be what
-        `can_precede` allows.
+        one is. `behind`: the last batch, if its rows are not read yet, and if `can_follow` allows it. Then
+        the tokens of placeholders are read where these rows are sampled.
 
         Raises NoMemorySlot or LlamaError; then nothing of the batch was computed.
         """
         self.apply(batch.adapters)
-        rows = source = None
-        decodes = batch.is_decode or batch.guesses is not None
-        alone = behind is None and decodes and self._in_one_ubatch(batch)
-        in_order = self._context.ragged_passes or len(batch.chunks) == 1
-        if not (alone and in_order and self._context.runs_ahead):
-            batch.read_drafts()
-        if behind is not None and batch.is_decode:
-            rows = self._follow(behind, batch)
-        else:
-            self._fill(batch)
+        if not (batch is self._filled and batch.is_decode):
+            decodes = batch.is_decode or batch.guesses is not None
+            batch.one_pass = decodes and self._in_one_ubatch(batch)
+        alone = behind is None and batch.one_pass
+        if batch.guesses is not None:
+            in_order = self._context.ragged_passes or len(batch.chunks) == 1
+            if not (alone and in_order and self._context.runs_ahead):
+                batch.read_drafts()
+        rows, source = self._fill(batch, behind), None
         if batch.guesses is not None:
             rows, source = self._draft_rows(batch, batch.guesses), batch.guesses.context
         step = Launched(batch, self._indices, in_order=False)
         if behind is None and not (alone and (batch.is_decode or rows is not None)):
-            self._begin(step, now=False)  # a pass's rows are written over by those of the next one
+            self.sample(step, now=False)  # a pass's rows are written over by those of the next one
         self._profile.lap("fill")
         try:
             self._context.decode(
@@ -104,43 +103,47 @@ class Runner:
             step.in_order = self._context.row_steps.n_in_order == batch.n_rows
         return step
 
-    def sample(self, step: Launched) -> None:
-        """Begin to sample the rows of a batch, behind its computation. All tokens of the steps before it must
-        be known; those of its drafts are read. Call it before another batch is launched."""
-        if step.asked is None:
-            step.batch.read_drafts()
-            self._begin(step, now=True)
-
-    def _begin(self, step: Launched, *, now: bool) -> None:
-        step.asked = []
-        if self._context.row_steps is None or not step.indices:
+    def sample(self, step: Launched, *, now: bool = True) -> None:
+        """Begin to sample the rows of a batch, behind its computation or, without `now`, within it, unless
+        that is begun. All tokens of the steps before it must be known, and those of its drafts. Call it
+        before another batch is launched."""
+        if step.asked is not None:
             return
-        requests = []
-        for row, request in requests_of(step.batch, step.errors):
-            step.asked.append(row)
-            requests.append(request)
-        self._context.row_steps.begin(requests, [step.indices[row] for row in step.asked], now=now)
+        step.asked = []
+        if not step.indices:
+            return
+        assert self._context.row_steps is not None
+        found = [*requests_of(step.batch, step.errors, self._masks)]
+        step.asked += [row for row, _ in found]
+        indices = [step.indices[row] for row in step.asked]
+        self._context.row_steps.begin([request for _, request in found], indices, now=now)
         self._profile.lap("sample")
 
-    def can_precede(self, step: Launched, batch: Batch) -> bool:
-        """Whether `batch` can be launched before the rows of this step are read. It must be a single pass,
-        since launching a second pass would wait for the first."""
-        return (
-            step.asked is not None
-            and self._context.row_steps is not None
-            and self.in_one_pass(batch)
-            and len(list(self._ubatches(batch))) == 1
-        )
+    def can_be_followed(self, step: Launched) -> bool:
+        """Whether another batch can be launched before the rows of this step are read: they are being
+        sampled, and no draft is rolled back."""
+        batch = step.batch
+        steps = self._context.row_steps
+        sampled_behind = batch.n_rows > 0 and steps is not None and steps.outlive_batches
+        return sampled_behind and (batch.is_decode or not any(chunk.draft for chunk in batch.chunks))
+
+    def can_follow(self, step: Launched, batch: Batch) -> bool:
+        """Whether `batch` can be launched before the rows of this step, which `can_be_followed`, are read.
+        It must be a single pass, since launching a second pass would wait for the first. If its tokens are
+        placeholders, this step must be a single pass, too."""
+        if batch is step.batch:
+            return step.in_order
+        if batch.adapters != step.batch.adapters or not self._in_one_ubatch(batch):
+            return False
+        if batch.is_decode and step.in_order:
+            return True
+        return all(chunk.start + chunk.count <= len(chunk.sequence.tokens) for chunk in batch.chunks)
 
     def _in_one_ubatch(self, batch: Batch) -> bool:
-        """Whether one pass has the whole batch; batches are then decodes, with drafts or without."""
-        ragged = self._context.ragged_passes
-        alike = ragged or len({chunk.n_tokens for chunk in batch.chunks}) == 1
-        return batch.n_tokens <= self._context.n_ubatch and alike and self.in_one_pass(batch)
-
-    def in_one_pass(self, batch: Batch) -> bool:
-        """Whether one pass can have the sequences of `batch`."""
-        return self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
+        """Whether one pass has the whole batch."""
+        alike = self._context.ragged_passes or len({chunk.n_tokens for chunk in batch.chunks}) == 1
+        whole = alike and batch.n_tokens <= self._context.n_ubatch
+        return whole and self._context.in_one_pass([chunk.slot for chunk in batch.chunks])
 
     def apply(self, adapters: Adapters) -> None:
         """Have the context apply exactly these adapters. A change is slow: all graphs are planned again."""
@@ -162,46 +165,37 @@ class Runner:
         """
         if not step.indices:
             return None
-        if self._context.row_steps is None:
-            rows: Rows = RawRows(self._context.logits(len(step.indices)))
-        else:
-            assert step.asked is not None
-            rows = SampledRows(self._context.row_steps.results(), step.asked, step.errors)
+        assert self._context.row_steps is not None
+        assert step.asked is not None
+        rows = SampledRows(self._context.row_steps.results(), step.asked, step.errors)
         self._profile.lap("wait")
         return rows
 
     # --- llama.cpp's batch ---------------------------------------------------------------------------------
 
-    def _follow(self, step: Launched, batch: Batch) -> npt.NDArray[np.int32]:
-        """Write llama.cpp's batch for one whose sequences read the tokens of `step` where they are sampled;
-        return the row of each token there, or -1 if the host knows it."""
-        if batch is step.batch:
-            self._context.positions[: batch.n_tokens] += 1
-            return self._offsets[: batch.n_tokens]
-        sampled = {
-            chunk.sequence: (placement.rows[0], chunk.count)
-            for chunk, placement in zip(step.batch.chunks, step.batch.placements, strict=True)
-            if chunk.samples
-        }
-        rows, unread = zip(*(sampled.get(chunk.sequence, (-1, 0)) for chunk in batch.chunks), strict=True)
-        self._indices = []
-        batch.placements = self._fill_decodes(batch.chunks, unread)
-        self._filled = batch
-        return np.array(rows, np.int32)
-
-    def _fill(self, batch: Batch) -> None:
-        """Write llama.cpp's batch; if it is the same batch as before, only what has changed."""
+    def _fill(self, batch: Batch, behind: Launched | None) -> npt.NDArray[np.int32] | None:
+        """Write llama.cpp's batch; if it is the same batch as before, only what has changed. Return for each
+        token the row of the step `behind` in which it is sampled, or -1 if the host knows it; None if it
+        knows all."""
+        n, context = batch.n_tokens, self._context
         if batch is self._filled and batch.is_decode:
-            n, context = batch.n_tokens, self._context
-            context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
             context.positions[:n] += 1
-            return
+            if behind is not None:
+                return self._offsets[:n]
+            context.tokens[:n] = [chunk.sequence.tokens[-1] for chunk in batch.chunks]
+            return None
         self._indices = []
-        if batch.n_tokens == len(batch.chunks) and not batch.of_pictures:
+        if n == len(batch.chunks) and not batch.of_pictures:
             batch.placements = self._fill_decodes(batch.chunks)
         else:
             batch.placements = self._fill_ubatches(batch)
         self._filled = batch if batch.is_decode else None
+        if behind is None or not batch.is_decode:
+            return None
+        sampled = zip(behind.batch.chunks, behind.batch.placements, strict=True)
+        row_of = {chunk.sequence: placement.rows[0] for chunk, placement in sampled if chunk.samples}
+        rows = [row_of.get(chunk.sequence, -1) for chunk in batch.chunks]
+        return np.array(rows, np.int32) if max(rows) >= 0 else None
 
     def _draft_rows(self, batch: Batch, guesses: Guesses) -> npt.NDArray[np.int32]:
         """The row of each token of the batch where the drafter chooses it, or -1 if the host knows it."""
@@ -213,16 +207,13 @@ class Runner:
         self._context.tokens[: batch.n_tokens][rows >= 0] = 0  # any that exists
         return rows
 
-    def _fill_decodes(self, chunks: list[Chunk], unread: Sequence[int] = ()) -> list[Placement]:
-        """Write one token of each chunk: the one behind the `unread` tokens, which are being computed and not
-        committed yet. It is not known either; any token is written for it."""
+    def _fill_decodes(self, chunks: list[Chunk]) -> list[Placement]:
+        """Write one token of each chunk; any token for a placeholder."""
         context, n = self._context, len(chunks)
-        slots = [chunk.slot for chunk in chunks]
-        at = [chunk.start + more for chunk, more in zip(chunks, unread or [0] * n, strict=True)]
-        found = [(chunk.sequence, start) for chunk, start in zip(chunks, at, strict=True)]
+        found = [(chunk.sequence, chunk.start) for chunk in chunks]
         context.tokens[:n] = [one.tokens[min(start, len(one.tokens) - 1)] for one, start in found]
         context.positions[:n] = [one.pictures.position(start) for one, start in found]
-        context.sequences[:n] = slots
+        context.sequences[:n] = [chunk.slot for chunk in chunks]
         context.outputs[:n] = [chunk.n_rows for chunk in chunks]
         placements = []
         for index, chunk in enumerate(chunks):
@@ -233,18 +224,14 @@ class Runner:
                 self._add_row(index, placement.scored_rows)
         return placements
 
-    def _ubatches(self, batch: Batch) -> Iterator[Pass]:
-        lengths = [chunk.n_tokens for chunk in batch.chunks]
-        context = self._context
-        return ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes)
-
     def _fill_ubatches(self, batch: Batch) -> list[Placement]:
         """Write tokens in the order of ubatches; llama.cpp would swap outputs of another order row by row."""
         context, chunks = self._context, batch.chunks
         write = self._write_rows if batch.of_pictures else self._write_tokens
         placements = [Placement([]) for _ in chunks]
         done, start = [0] * len(chunks), 0
-        for one in self._ubatches(batch):
+        lengths = [chunk.n_tokens for chunk in chunks]
+        for one in ubatches(lengths, context.n_ubatch, self._tail, ragged=context.ragged_passes):
             for i, length in one:
                 chunk, placement, first, end = chunks[i], placements[i], done[i], start + length
                 write(chunk, first, start, end)

@@ -36,7 +36,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .adapters import AdapterRotation
-from .batch import Batch, Chunk, shares
+from .batch import Batch, shares
 from .prompt_chunks import PromptChunks
 from .request import DECODE, PREFILL, RequestStatus
 from .request_queue import RequestQueue
@@ -111,8 +111,12 @@ class Scheduler:
         self._prefills_left = 0
         """Prefill steps before the next decode step."""
         self._rotation = AdapterRotation()
+        self._in_flight: list[Batch] = []
+        """Batches that are being computed and not committed yet, the oldest first: at most two."""
         self._last: Batch | None = None
         """The previous batch, if all running sequences decoded in it and none joined or left since."""
+        self._repeats = 0
+        """How often it may be launched again before the first of its sequences has all its tokens."""
 
     def add(self, sequence: Request) -> None:
         """Queue a new sequence."""
@@ -171,120 +175,78 @@ class Scheduler:
         self._states.clear()
 
     def schedule(self) -> Batch:
-        """Choose the tokens of the next step; empty only when there is nothing to do.
+        """Choose the tokens of the next step. The batch before may still be computed: then the next token of
+        each of its sequences is a placeholder, which the step reads on the device.
 
-        If the same sequences continue by one token each, it is the same object as before.
+        Empty if the choice depends on results of that batch. If the same sequences continue by one token
+        each, it is the same object as before.
         """
+        if self._in_flight and len(self.running) == 1:
+            [alone] = self.running  # forced tokens behind its own are computed together
+            if alone.quarantined or (alone.sampler.may_force and not self.waiting):
+                return Batch()
         batch = self._again() or self._anew()
         batch.draft_room = min(self._decode_size - batch.n_tokens, self._cells.free - batch.n_tokens)
         if self.reproducible is not None and self.reproducible.alone:
             batch.draft_room = 0
         return batch
 
-    def decoded(self, batch: Batch, seconds: float) -> None:
-        """Tell the policy how many `seconds` a decode step took, from which it computes the cost of output
-        tokens."""
-        self.waiting.policy.decoded(batch.n_tokens, seconds, self.prefill_budget.each)
-
-    def reserve(self, batch: Batch) -> None:
-        """Count the cells of a batch that llama.cpp has begun to compute."""
-        self._states.appended(batch)
-
-    def decodes_behind(self, batch: Batch, fits: Callable[[Batch], bool]) -> Batch | None:
-        """The decode step to launch after `batch`, which is being computed and not committed yet: `batch`
-        itself if, as far as is known now, exactly its sequences go on. None if another step comes next, or if
-        `fits` does not allow this one. There are cells for it."""
-        if self.waiting and (self._free_slots or self.waiting.contended):
-            return None
-        sampling = set(batch.sampling)
-        going_on: list[Request] = []
-        for sequence in self.running:
-            if sequence in sampling:
-                if sequence.limit - len(sequence.tokens) < 2:
-                    continue
-                if sequence.sampler.may_force and len(self.running) == 1:
-                    return None  # forced tokens are computed together
-            elif not sequence.ready:
-                if self._prefills_left:
-                    return None
-                continue
-            elif not sequence.decoding or sequence.pending > 1:
-                return None
-            if sequence.quarantined or sequence.adapters != batch.adapters:
-                return None
-            going_on.append(sequence)
-        following, n = batch, len(going_on)
-        if not batch.is_decode or n != len(batch.chunks) or not sampling.issuperset(going_on):
-            chunks = [Chunk(one, 1, samples=True) for one in self._in_order(going_on)]
-            following = Batch(chunks, n_tokens=n, n_rows=n)
-        if not n or not fits(following) or not self._make_room(n):
-            return None
-        self._prefills_left = self._passes
-        return following
-
-    def prompts_behind(self, batch: Batch, fits: Callable[[Batch], bool]) -> Batch | None:
-        """A batch of prompts to launch after `batch`, which is being computed and not committed yet. None if
-        there are none that `fits` allows, or if the choice depends on the results of `batch`. Records the
-        tokens that `batch` reads of prompts that continue."""
-        if not self._prefills_left or not (self.waiting or len(batch.sampling) < len(self.running)):
-            return None
-        if any(one.adapters != batch.adapters or one.quarantined for one in self.running):
-            return None
-        following, batch.recorded = Batch(), True
+    def launched(self, batch: Batch) -> None:
+        """llama.cpp has begun to compute a batch: count its cells, its tokens, and a placeholder for each
+        token that it samples."""
+        self._in_flight.append(batch)
         for chunk in batch.chunks:
-            if not chunk.samples:
-                chunk.sequence.computed += chunk.count
-                self._cache.cache_unfinished(chunk.sequence)
-        self._admit(preempt=False)
-        self._begin()
-        self._prompts.add(following, batch.adapters, self.prefill_budget, self.reproducible, batch.sampling)
-        if not following.chunks or not fits(following):
-            return None
-        self._last, self._prefills_left = None, self._prefills_left - 1
-        return following
+            sequence, count = chunk.sequence, chunk.count + len(chunk.draft)
+            self._cells.append(chunk.slot, count)
+            sequence.computed += count
+            if chunk.samples:
+                sequence.placeholders += 1
+                sequence.status = DECODE
+        if batch is self._last and batch.is_decode:
+            self._repeats -= 1
+            return
+        self._rotation.took(batch)
+        reads = self._prefills_left and batch.chunks[0].is_prompt and not batch.chunks[0].decodes
+        self._prefills_left = self._prefills_left - 1 if reads else self._passes
+        self._last = None
+        if batch.is_decode and len(batch.chunks) == len(self.running):
+            self._last, self._repeats = batch, min(one.room for one in self.running)
 
-    def commit(
-        self,
-        batch: Batch,
-        results: Sequence[SampleResult],
-        held: Sequence[int],
-        ahead: Batch | None = None,
-    ) -> list[Request]:
-        """Record a step's results: each sequence's computed length, its new tokens, and whether it ended.
-        Return those with news for their listeners.
+    def commit(self, batch: Batch, results: Sequence[SampleResult], held: Sequence[int]) -> list[Request]:
+        """Record the results of the batch that was launched first: new tokens in place of placeholders, which
+        tokens were taken back, and which sequences ended. Return those with news for their listeners.
 
-        `held` is the number of tokens that each chunk's slot holds now. Sequences that ended are removed; the
-        batch `ahead`, which is already being computed, drops them.
+        `held` is the number of tokens that each chunk's slot holds behind it. Sequences that ended are
+        removed; a batch behind this one, which is already being computed, drops them.
         """
         now = perf_counter()
+        self._in_flight.pop(0)
         self.waiting.steps += 1
         news: list[Request] = []
         recomputed: list[Request] = []
-        steady, usable = not batch.dropped, True
-        for chunk, result, computed in zip(batch.chunks, results, held, strict=True):
+        steady, usable = True, True
+        for chunk, result, kept in zip(batch.chunks, results, held, strict=True):
             sequence = chunk.sequence
             if sequence in batch.dropped:
                 continue
-            if chunk.samples or not batch.recorded:
-                sequence.computed = computed
+            if chunk.draft:
+                sequence.computed += kept - chunk.start - chunk.n_tokens
+            sequence.placeholders -= chunk.samples
             if result.error is not None:
                 if sequence.quarantined or not result.recompute:
                     sequence.done, steady = result.error, False
                     news.append(sequence)
-                    if ahead is not None:
-                        ahead.drop(sequence)
                     self.remove(sequence, failed=True)
                     continue
                 sequence.quarantined, usable = True, False
             elif not chunk.samples:
-                if not batch.recorded:
-                    self._cache.cache_unfinished(sequence)
+                self._cache.cache_unfinished(sequence)
                 if sequence.reports_progress:
                     news.append(sequence)
                 continue
             # if a rollback failed, nothing is computed and the sequence reads all its tokens again
-            if sequence.slot is not None:
-                sequence.status = DECODE if computed else PREFILL
+            if not sequence.computed:
+                sequence.status = PREFILL
             if result.recompute:  # perhaps in cleared cells
                 recomputed.append(sequence)
             elif sequence.quarantined:
@@ -299,12 +261,11 @@ class Scheduler:
             new = sequence.extend(new, self._ends)
             self.generated_tokens += len(new)
             news.append(sequence)
-            steady = steady and len(new) == 1 and not sequence.done  # no forced tokens
+            steady = steady and len(new) == 1  # no forced tokens
             if sequence.done:
-                sequence.computed += ahead is not None and ahead.drop(sequence)
                 self.remove(sequence, beyond=result.tokens[len(new) :])
-        steady = steady and not recomputed and batch.is_decode
-        self._last = batch if steady and len(batch.chunks) == len(self.running) else None
+        if not steady:
+            self._last = None
         for sequence in recomputed:
             if sequence in self.running:
                 self._preempt(sequence)
@@ -317,24 +278,30 @@ class Scheduler:
     def _again(self) -> Batch | None:
         """Return the previous batch again, if possible: building a new one would keep the device waiting."""
         batch = self._last
-        if batch is None or (self.waiting and (self._free_slots or self.waiting.contended)):
+        if batch is None or self._repeats < 1:
             return None
-        if not self._make_room(batch.n_tokens):
+        if self.waiting and (self._free_slots or self.waiting.contended):
             return None
-        self._prefills_left = self._passes
+        n = batch.n_tokens
+        if n + self._draft_rows > self._cells.free and not self._make_room(n):
+            return None
+        for chunk in batch.chunks:
+            chunk.start = chunk.sequence.computed
         return batch
 
     def _anew(self) -> Batch:
         batch = Batch()
         self._last = None
+        for launched in self._in_flight:  # their prompts may go on before they are committed
+            for chunk in launched.chunks:
+                if not chunk.samples:
+                    self._cache.cache_unfinished(chunk.sequence)
         self._admit()
         self._begin()
-        self._choose(batch, prefill_first=self._prefills_left > 0)
-        while not batch.chunks:  # no free cell for any prompt
+        self._choose(batch)
+        while not (batch.chunks or self._in_flight):  # no free cell for any prompt
             self.preempt_youngest()
             self._choose(batch)
-        reads = self._prefills_left and batch.chunks and not batch.chunks[0].sequence.ready
-        self._prefills_left = self._prefills_left - 1 if reads else self._passes
         return batch
 
     @property
@@ -344,30 +311,31 @@ class Scheduler:
         each = self._usual_pass if how is None or how.chunk == 1 else how.chunk * how.abreast
         return max(1, self.prefill_budget.tokens // each)
 
-    def _choose(self, batch: Batch, *, prefill_first: bool = False) -> None:
+    def _choose(self, batch: Batch) -> None:
         """Fill the batch for one set of adapters: the first, in the order of turns, that has work that
         fits."""
         for adapters in self._rotation.order(self.running):
-            if prefill_first:
+            if self._prefills_left:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if not batch.chunks:
                 self._schedule_decodes(batch, adapters)
             if not batch.chunks:
                 self._prompts.add(batch, adapters, self.prefill_budget, self.reproducible)
             if batch.chunks:
-                self._rotation.took(batch)
                 return
 
-    def _admit(self, *, preempt: bool = True) -> None:
-        """Admit waiting sequences in the policy's order while there is room. Without room, and with
-        `preempt`, admit one that may preempt a running sequence. While the next one waits for cells, admit no
-        other."""
+    def _admit(self) -> None:
+        """Admit waiting sequences in the policy's order while there is room. Without room admit one that may
+        preempt a running sequence, unless that is being computed. While the next one waits for cells, admit
+        no other."""
         while self.waiting:
             head = self.waiting.peek() if self._free_slots else None
             if head is not None and self.running and (head.quarantined or self.running[0].quarantined):
                 return
             if head is None or not self._fits(head):
-                found = self.waiting.preemption(self._cache.can_suspend, head) if preempt else None
+                found = None
+                if not self._in_flight:
+                    found = self.waiting.preemption(self._cache.can_suspend, head)
                 if found is None or not self._fits(*found):
                     if head is not None and not head.timings.started:
                         head.timings.waited_for = "KV cells"
@@ -402,19 +370,25 @@ class Scheduler:
             else:
                 sequence.status = PREFILL
                 sequence.timings.started = sequence.timings.started or perf_counter()
-                self._cache.match_prefix(sequence)
+                sequence.computed = self._cache.match_prefix(sequence)
 
     def _make_room(self, cells: int) -> bool:
         """Evict checkpoints until `cells` are free and, if possible, the cells that drafts may take, too."""
         return self._cache.make_room(cells + self._draft_rows) or self._cache.make_room(cells)
 
     def _schedule_decodes(self, batch: Batch, adapters: Adapters) -> None:
-        """Add the pending tokens of every decoding sequence; preempt the youngest until they fit."""
+        """Add the pending tokens of every decoding sequence; preempt the youngest until they fit. Behind a
+        batch that is being computed nothing is preempted."""
+        if self._in_flight and self.waiting and self.waiting.contended:
+            return
         while True:
             ready = [one for one in self.running if one.ready and one.adapters == adapters]
+            ready = [one for one in ready if one.room > 0 or not one.placeholders]  # others end in any case
             counts = shares([one.pending for one in ready], self._decode_size)
             if not ready or self._make_room(sum(counts)):
                 break
+            if self._in_flight:
+                return
             self.preempt_youngest()
         counted = dict(zip(ready, counts, strict=True))
         for sequence in self._in_order(ready):
@@ -431,6 +405,8 @@ class Scheduler:
         assert sequence.slot is not None
         self._states.free(sequence.slot)
         self._free_slots = sorted([*self._free_slots, sequence.slot])
+        for batch in self._in_flight:
+            batch.drop(sequence)
         sequence.slot = None
-        sequence.computed = 0
+        sequence.computed = sequence.placeholders = 0
         sequence.status = RequestStatus.WAITING

@@ -3,12 +3,10 @@ read."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
 
-from .profile import kind_of
 from .verification import sample
 
 if TYPE_CHECKING:
@@ -69,81 +67,59 @@ class StepLoop:
             self._flush()
             lap("flush")
             if not last:
-                self._ahead = self._launch_next(step)
+                self._ahead = self._launch(behind=step)
         rows = self._runner.collect(step)
         self._profile.overlaps &= rows is None or self._ahead is not None
         sampled = sample(batch, rows, self._ends, ahead=self._ahead is not None)
         lap("sample")
         done = self._components.clock()
         began = max(step.at, self._done)
-        seconds = done - began
-        self._scheduler.prefill_budget.add(batch.prompt_tokens, began, None if rows is None else done)
+        seconds, since = done - began, done - self._done
+        scheduler = self._scheduler
+        budget, policy = scheduler.prefill_budget, scheduler.waiting.policy
+        if batch.prompt_tokens or budget.reading:
+            budget.add(batch.prompt_tokens, began, None if rows is None else done)
         if rows is not None:
             self._done = done
         if batch.is_decode:
-            self._scheduler.decoded(batch, seconds)
-        recomputes = any(new.recompute for new in sampled)
-        if self._ahead is not None and recomputes:
-            self._components.context.wait()  # its logits are useless, since the sequences start again
-            self._ahead, self._profile.overlaps = None, False
-        ahead = None if self._ahead is None else self._ahead.batch
-        held = self._speculator.verify(batch, sampled, seconds)
+            policy.decoded(batch.n_tokens, seconds, budget.each)
+        held = self._speculator.verify(batch, sampled, since)
         lap("verify")
-        news = self._scheduler.commit(batch, sampled, held, ahead)
+        news = scheduler.commit(batch, sampled, held)
         lap("commit")
-        self._profile.finish(kind_of(batch), batch.n_rows, batch.n_tokens)
+        self._profile.finish(batch)
         return batch, news
 
-    def _launch(self) -> Launched | None:
-        """Launch the next step; None if there are no cells for it."""
+    def _launch(self, behind: Launched | None = None) -> Launched | None:
+        """Launch the next step, if possible `behind` one that is being computed. None if that is not
+        possible, or if there are no cells."""
         lap, scheduler, speculator = self._profile.lap, self._scheduler, self._speculator
         lap("receive")
+        if behind and not (speculator.can_be_overtaken and self._runner.can_be_followed(behind)):
+            return None
         batch = scheduler.schedule()
         lap("schedule")
+        if behind:
+            quiet = not batch.is_decode or speculator.is_quiet(len(batch.chunks))
+            if not (batch.chunks and quiet and self._runner.can_follow(behind, batch)):
+                return None
         # otherwise the tokens would wait for the step or for drafters
         if not self._components.device_runs_alone or speculator.catches_up(batch):
             self._flush()
             lap("flush")
-        speculator.propose(batch)
+        (speculator.propose_early if behind else speculator.propose)(batch)
         lap("propose")
         at = self._components.clock()
         try:
-            step = self._runner.launch(batch)
+            step = self._runner.launch(batch, behind)
         except NoMemorySlot as error:
             speculator.abandon()
-            self._relieve(error)
+            if not behind:  # it will be met again, and handled
+                self._relieve(error)
             return None
         step.at = at
-        self._profile.overlaps = self._components.device_runs_alone
-        scheduler.reserve(batch)
+        if not behind:
+            self._profile.overlaps = self._components.device_runs_alone
+        scheduler.launched(batch)
         lap("reserve")
         return step
-
-    def _launch_next(self, step: Launched) -> Launched | None:
-        """Launch the next step while `step` is being computed: decodes, or prompts. None if that is not
-        possible."""
-        batch, runner, speculator = step.batch, self._runner, self._speculator
-        if not speculator.can_be_overtaken:
-            return None
-        following = None
-        if step.in_order:
-            following = self._scheduler.decodes_behind(batch, self._can_follow)
-        if following is None and batch.may_be_read_late:
-            following = self._scheduler.prompts_behind(batch, partial(runner.can_precede, step))
-        if following is None:
-            return None
-        speculator.propose_early(following)
-        self._profile.lap("propose")
-        at = self._components.clock()
-        try:
-            launched = runner.launch(following, step)
-        except NoMemorySlot:  # `_launch` will meet it, too, and handles it
-            speculator.abandon()
-            return None
-        launched.at = at
-        self._scheduler.reserve(following)
-        self._profile.lap("reserve")
-        return launched
-
-    def _can_follow(self, batch: Batch) -> bool:
-        return self._speculator.is_quiet(len(batch.chunks)) and self._runner.in_one_pass(batch)

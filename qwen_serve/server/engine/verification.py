@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from qwen_serve.llamacpp.row_sampler import RowRequest
 
     from .batch import Batch, Chunk, Placement
+    from .sampling.grammar import MaskWriter
     from .sampling.rows import Rows
 
 
@@ -34,21 +35,36 @@ class SampleResult:
         return max(0, len(self.tokens) - 1)
 
 
-def requests_of(batch: Batch, errors: dict[int, Exception]) -> Iterator[tuple[int, RowRequest]]:
+def requests_of(
+    batch: Batch, errors: dict[int, Exception], writer: MaskWriter
+) -> Iterator[tuple[int, RowRequest]]:
     """Each row of the batch whose result counts, with its request. What a request could not be made for is
     added to `errors`, by row."""
-    for chunk, placement in zip(batch.chunks, batch.placements, strict=True):
+    counted = [
+        (chunk, placement)
+        for chunk, placement in zip(batch.chunks, batch.placements, strict=True)
+        if chunk.sequence not in batch.dropped
+    ]
+    asked = {
+        placement.rows[0]: wanted
+        for chunk, placement in counted
+        if placement.rows and (wanted := chunk.sequence.sampler.constrained(chunk.draft)) is not None
+    }
+    written = dict(zip(asked, writer.write([*asked.values()]), strict=True)) if asked else {}
+    for chunk, placement in counted:
         sequence = chunk.sequence
-        if sequence in batch.dropped:
-            continue
         sampler, logprobs = sequence.sampler, sequence.logprobs
         for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
             n_top = -1 if logprobs is None else logprobs.n_prompt_top
             yield row, sampler.request_score(sequence.tokens[position + 1], n_top)
         if not placement.rows:
             continue
+        masks = written.get(placement.rows[0], ())
+        if isinstance(masks, Exception):
+            errors.update(dict.fromkeys(placement.rows, masks))
+            continue
         try:
-            requests = sampler.requests(chunk.draft, -1 if logprobs is None else logprobs.n_top)
+            requests = sampler.requests(chunk.draft, -1 if logprobs is None else logprobs.n_top, masks)
         except Exception as error:  # an error of one sequence must not affect the others
             errors.update(dict.fromkeys(placement.rows, error))
             continue
@@ -90,8 +106,8 @@ def _sample(
     try:
         try:
             if logprobs is not None:
-                for position, row in zip(chunk.scored, placement.scored_rows, strict=True):
-                    sampler.score(rows, row, sequence.tokens[position + 1], logprobs)
+                for row in placement.scored_rows:
+                    sampler.score(rows, row, logprobs)
             of_answer = logprobs if logprobs is not None and logprobs.of_answer else None
             for n, row in enumerate(placement.rows):
                 if (token := sampler.choose(rows, row, of_answer)) is None:

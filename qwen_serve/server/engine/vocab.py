@@ -98,11 +98,11 @@ class Vocab:
         """The control token that a chat template writes for a picture, if there is one."""
         self.n_real = model.n_real
         """Ids from here on only pad the vocabulary to a round size (type UNUSED); none may be emitted."""
-        self._pieces: dict[int, bytes] = {}
+        self._silent = {token for token in added if not model.piece(token, special=False)}
+        """Control tokens, which add nothing to a text."""
         self._spellings: dict[int, bytes] = {}
-        self.names = Names(self.spelling)
         self.kept: dict[object, Any] = {}
-        """JSON of tokens that answers share, by its kind."""
+        """What is written of tokens in JSON, which answers share, by its kind."""
         self._cut = TURN_START.decode() if _stands_alone(TURN_START, added.values()) else None
         self._cache: LRUCache[str, array[int]] = LRUCache(cached, getsizeof=len)
         self._cache_lock = Lock()
@@ -201,33 +201,16 @@ class Vocab:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text, perhaps only part of a character; none for a control
         token."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            if not 0 <= token < self.size:
-                raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
-            piece = self._pieces[token] = self._model.piece(token, special=False)
-        return piece
+        return b"" if token in self._silent else self.spelling(token)
 
     def spelling(self, token: int) -> bytes:
         """The token's own text, also that of a control token."""
-        if not 0 <= token < self.size:
-            raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
         piece = self._spellings.get(token)
         if piece is None:
+            if not 0 <= token < self.size:
+                raise ValueError(f"token {token} is not in the vocabulary (0 to {self.size - 1})")
             piece = self._spellings[token] = self._model.piece(token, special=True)
         return piece
-
-
-class Names(dict[int, str]):
-    """The spelling of each token that was asked for, by id, with U+FFFD for a part of a character."""
-
-    def __init__(self, spelling: Callable[[int], bytes]) -> None:
-        super().__init__()
-        self._spelling = spelling
-
-    def __missing__(self, token: int) -> str:
-        name = self[token] = self._spelling(token).decode("utf-8", "replace")
-        return name
 
 
 def token_of(vocab: Vocab, tag: str) -> int | None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PACED = 16
+"""Plain steps behind each other that are timed together, since two results may be collected at once."""
+
 
 def warm_up(context: Context, counts: Sequence[int], prefill: int, n_real: int) -> None:
     """Run the shapes that the first requests need, which also loads the weights, then clear the context.
@@ -58,6 +61,37 @@ def time_verification(
 ) -> float:
     """Seconds to verify `rows` - 1 arbitrary draft tokens for each of `n` sequences. These are in the first
     slots, which are empty again afterwards."""
+    batch = _batch(vocab, n, rows)
+    started = clock()
+    step = runner.launch(batch)
+    runner.sample(step)
+    sample(batch, runner.collect(step), vocab.eog_ids)
+    seconds = clock() - started
+    for slot in range(n):
+        context.remove(slot)
+    return seconds
+
+
+def time_plain(
+    context: Context, runner: Runner, vocab: Vocab, clock: Callable[[], float], n: int
+) -> float | None:
+    """Seconds of a plain step of `n` such sequences behind another; None if steps wait for each other."""
+    batch, done = _batch(vocab, n, 1), list[float]()
+    step = runner.launch(batch)
+    while step.in_order and len(done) < PACED:
+        runner.sample(step)
+        following = runner.launch(batch, step)
+        sample(batch, runner.collect(step), vocab.eog_ids)
+        done.append(clock())
+        step = following
+    context.wait()
+    for slot in range(n):
+        context.remove(slot)
+    done = done[PACED // 4 :]  # the first ones build a graph and have it captured
+    return (done[-1] - done[0]) / (len(done) - 1) if done else None
+
+
+def _batch(vocab: Vocab, n: int, rows: int) -> Batch:
     sampler, batch = Sampler(SamplingParams(), vocab, []), Batch()
     for slot in range(n):
         sequence = Request([0], rows, sampler)
@@ -65,14 +99,7 @@ def time_verification(
         batch.add(sequence, 1)
         if rows > 1:
             batch.add_draft(batch.chunks[-1], [0] * (rows - 1))
-    started = clock()
-    step = runner.launch(batch)
-    runner.sample(step)
-    sample(step.batch, runner.collect(step), vocab.eog_ids)
-    seconds = clock() - started
-    for slot in range(n):
-        context.remove(slot)
-    return seconds
+    return batch
 
 
 def _check(context: Context, n: int, n_real: int) -> None:

@@ -72,3 +72,34 @@ def test_weights_that_read_one_tensor_are_read_together() -> None:
     for name, at in (("q", 0), ("k", 0), ("out", 1), ("q", 1)):
         order.add(name, rows[at])
     assert order.readings == [["q", "k"], ["out"]]
+
+
+def test_a_change_of_the_inputs_is_taken_back() -> None:
+    """The whole model's inputs are another product of these inputs: the weights take over its matrix."""
+    width, grams = 32, Grams({"a"}, "b", np.array)
+    change = RNG.standard_normal((width, width)).astype(np.float32) / width
+    values = RNG.standard_normal((width, 4)).astype(np.float32)
+    for _ in range(3):
+        rows = RNG.standard_normal((2000, width)).astype(np.float32)
+        whole = rows + rows @ change
+        grams.keep("a", whole)
+        whole[:] = 0  # the buffer is llama.cpp's
+        grams.add("a", rows)
+    inputs = grams.take("a", 0, width)
+    wanted = (rows + rows @ change) @ values
+    assert (
+        np.square(rows @ inputs.corrected(values) - wanted).mean()
+        < 1e-3 * np.square(rows @ values - wanted).mean()
+    )
+    with pytest.raises(EnoughError):
+        grams.keep("b", rows)
+
+
+def test_without_the_whole_models_inputs_nothing_is_corrected() -> None:
+    grams = Grams({"a"}, None, np.array)
+    routing = Routing(ids=np.array([[0], [1]]), slots=1, experts=2)
+    rows = RNG.standard_normal((2, 8)).astype(np.float32)
+    grams.keep("a", rows, routing)
+    grams.add("a", rows, routing)
+    values = RNG.standard_normal((8, 4)).astype(np.float32)
+    assert grams.take("a", 0, 8).corrected(values) is values

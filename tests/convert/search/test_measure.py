@@ -8,6 +8,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 
 from qwen_serve.convert import kld
+from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import Recipe
@@ -105,11 +106,18 @@ def test_a_reading_is_that_of_a_file(
         assert sampled[Type.Q4_K] != errors[Type.Q4_K]
         assert sampled[Type.Q4_K] == pytest.approx(errors[Type.Q4_K], rel=0.3)
     with RUNTIME.load(f16) as model:
-        ids = model.tokenize(PROMPTS.read_text(encoding="utf-8"))[:1024]
-        text.write_bytes(model.detokenize(ids) + b"\n" * 200)
+        chunks = measure.ends(read_chunks(model, PROMPTS), 2)
+        text.write_bytes(model.detokenize(chunks.reshape(-1).tolist()) + b"\n" * 200)
     quantize(f16, tmp_path / "q.gguf", recipe=recipe_of(types), imatrix=imatrix, runtime=RUNTIME)
     assert (tmp_path / "q.gguf").stat().st_size <= layout.file_bytes(types)
     assert (tmp_path / "q.gguf").stat().st_size > layout.file_bytes(types) - 1024
     found = kld.measure_divergence(f16, tmp_path / "q.gguf", texts={kld.OWN: text}, runtime=RUNTIME)
     assert reading.draft is not None
     assert reading.mean == pytest.approx(found[kld.OWN].mean, rel=0.1)
+
+
+def test_a_probe_reads_both_ends_of_the_text() -> None:
+    chunks = np.arange(12, dtype=np.int32)[:, None]
+    assert measure.ends(chunks, 5)[:, 0].tolist() == [0, 1, 2, 10, 11]
+    assert measure.ends(chunks, 1)[:, 0].tolist() == [0]
+    assert measure.ends(chunks, 12) is chunks

@@ -90,6 +90,10 @@ def test_a_searched_recipe_makes_the_file_that_was_asked_for(
     found = report.Report.from_json(gguf.with_suffix(".json").read_text())
     assert found.divergence is not None
     assert evidence.evaluation_mean == found.divergence.mean
+    assert evidence.evaluation_unlike == {name: one.mean for name, one in found.unlike.items()}
+    for name, one in found.unlike.items():
+        times = one.mean / evidence.predicted
+        assert f"{one.mean:.5f} on {name}, {times:.1f} times the prediction" in told.out
     assert f"{evidence.probes} probes of 512 tokens" in told.out
 
     # the recipe is an ordinary one: the same file comes of it

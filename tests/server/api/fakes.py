@@ -1,7 +1,5 @@
 """A scripted engine with a byte-level vocabulary, for tests of the API without a model."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading
@@ -51,16 +49,6 @@ ADDED = (
 CONTROL = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
 
 
-class Names:
-    """The name of each token."""
-
-    def __init__(self, vocab: FakeVocab) -> None:
-        self._vocab = vocab
-
-    def __getitem__(self, token: int) -> str:
-        return self._vocab.spelling(token).decode("utf-8", "replace")
-
-
 class FakeVocab:
     """Ids 0 to 255 are bytes; Qwen's added tokens follow."""
 
@@ -85,10 +73,6 @@ class FakeVocab:
             return bytes([token])
         text = ADDED[token - 256]
         return b"" if text in CONTROL else text.encode()
-
-    @property
-    def names(self) -> Names:
-        return Names(self)
 
     @cached_property
     def kept(self) -> dict[object, Any]:
@@ -144,7 +128,7 @@ class FakeGeneration:
     """The public part of `server.engine.Generation`."""
 
     def __init__(self, entry: Submission) -> None:
-        asked, logprobs = entry.request, Logprobs.wanted(entry.params, FakeVocab.size)
+        asked, logprobs = entry.request, Logprobs.wanted(entry.params)
         self.request = Request(
             entry.prompt,
             entry.limit,

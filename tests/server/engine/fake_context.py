@@ -103,6 +103,13 @@ class FakeContext:
             raise LlamaError("no cells")
         self.held[sequence] = saved.tokens
 
+    def wait(self) -> None: ...
+
+    def clear(self, *, data: bool) -> None:
+        """Cells are only cleared if no sequence has any."""
+        assert data
+        assert not self.held
+
     # --- decoding ------------------------------------------------------------------------------------------
 
     def decode(

@@ -21,15 +21,15 @@ def ahead(model: Path, **changes: Any) -> Iterator[tuple[Engine, Counter[str]]]:
     """An engine that behaves as on a GPU, and the steps that it launched ahead."""
     with running(model, **{**PLAIN, **changes}) as engine:
         steps, launched = engine._step_loop, Counter[str]()  # noqa: SLF001 - nothing tells when a step is launched
-        launch_next = steps._launch_next  # noqa: SLF001 - the same
+        launch = steps._launch  # noqa: SLF001 - the same
 
-        def watched(step: Any) -> Any:
-            if (following := launch_next(step)) is not None:
-                launched[_kind(step.batch, following.batch)] += 1
-                launched["behind an end"] += bool(step.batch.dropped)
+        def watched(behind: Any = None) -> Any:
+            if (following := launch(behind)) is not None and behind is not None:
+                launched[_kind(behind.batch, following.batch)] += 1
+                launched["behind an end"] += bool(behind.batch.dropped)
             return following
 
-        steps._launch_next = watched  # type: ignore[method-assign]  # noqa: SLF001 - the same
+        steps._launch = watched  # type: ignore[method-assign]  # noqa: SLF001 - the same
         engine.components.device_runs_alone = True
         yield engine, launched
 

@@ -19,6 +19,7 @@ class NoSampler:
 
     horizon = None
     noise = None
+    may_force = False
 
     def validate(self, draft: list[int]) -> list[int]:
         return draft
@@ -70,7 +71,7 @@ def used(s: Scheduler) -> int:
 
 def commit(s: Scheduler, batch: Batch) -> None:
     """Commit a batch of a model that gives token 7 to every sequence that samples, and accepts all drafts."""
-    s.reserve(batch)
+    s.launched(batch)
     s.commit(
         batch,
         [SampleResult([*chunk.draft, 7] if chunk.samples else []) for chunk in batch.chunks],

@@ -1,18 +1,22 @@
 """Requests of every kind are launched ahead, and none stops others from it."""
 
+import asyncio
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Bits
 from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine.errors import FormatTooComplex
+from qwen_serve.server.engine.sampling.grammar import Grammar, GrammarConstraint
 from tests.marks import slow_but
-from tests.server.engine.helpers import Question, ask_at_once, random_prompt, running
-from tests.server.engine.launching import PLAIN, ahead
+from tests.server.engine.helpers import Question, ask, ask_at_once, random_prompt, running
+from tests.server.engine.launching import PLAIN, ahead, assert_right
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
 
@@ -118,3 +122,55 @@ async def test_sixty_four_grammars_at_once(nano_f32: Path, more: dict[str, Any])
             rng.shuffle(order := [*range(64)])
             found = await ask_at_once(engine, [asked[i] for i in order])
             assert found == [alone[i] for i in order]
+
+
+async def test_grammars_of_requests_that_leave_or_lose_their_slots(nano_f32: Path) -> None:
+    """Others' masks are right when a client leaves, an answer ends, or a request begins again."""
+    rng = random.Random(5)
+    asked = [
+        Question(
+            random_prompt(rng, rng.randrange(2, 60)),
+            rng.randrange(2, 140),
+            cancel_after=rng.randrange(1, 20) if i % 5 == 0 else None,
+            params=replace(of("top_k" if i % 2 else "greedy"), ignore_eos=False),
+            grammar=r"start: /[a-z ]{400,500}/" if i % 3 else own_grammar(i % 32),
+        )
+        for i in range(30)
+    ]
+    with running(nano_f32, **PLAIN, async_scheduling=False, prefix_cache=False) as engine:
+        alone = [(await ask_at_once(engine, [replace(one, cancel_after=None)]))[0] for one in asked]
+    with ahead(nano_f32, ctx_size=256, parallel=8) as (engine, launched):
+        assert_right(asked, await ask_at_once(engine, asked), alone)
+        assert engine.stats().preemptions
+        assert launched["behind an end"]
+
+
+async def test_a_grammar_without_a_mask_fails_its_own_request(
+    nano_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, completed = Grammar.begin, GrammarConstraint.completed
+    begun: list[GrammarConstraint] = []
+    masks: list[object] = []
+
+    def watched(grammar: Grammar) -> GrammarConstraint:
+        begun.append(begin(grammar))
+        return begun[-1]
+
+    def failing(constraint: GrammarConstraint, computed: list[Bits], draft: Sequence[int]) -> list[Bits]:
+        if constraint is begun[1]:
+            masks.append(computed)
+            if len(masks) == 5:
+                raise FormatTooComplex("grammar", "it is too complex")
+        return completed(constraint, computed, draft)
+
+    asked = batch("greedy", "the card's", "greedy", "greedy")
+    for one in asked[1:]:
+        one.grammar = GRAMMAR
+    with ahead(nano_f32, prefix_cache=False) as (engine, _):
+        alone = [(await ask_at_once(engine, [one]))[0] for one in asked]
+        monkeypatch.setattr(Grammar, "begin", watched)
+        monkeypatch.setattr(GrammarConstraint, "completed", failing)
+        found = await asyncio.gather(*(ask(engine, one) for one in asked), return_exceptions=True)
+        assert isinstance(found[2], FormatTooComplex)
+        assert len(masks) == 5
+        assert [*found[:2], found[3]] == [*alone[:2], alone[3]]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import PHASES, StepProfile
 
 from .helpers import EXACT, Question, ask, running
@@ -18,7 +19,7 @@ def test_host_work_while_the_device_computes_is_overlapped(monkeypatch: pytest.M
     profile.overlaps = True
     for phase in ("fill", "decode", "wait", "sample"):
         profile.lap(phase)
-    profile.finish("decode", 1, 1)
+    profile.finish(Batch(n_tokens=1, n_rows=1))
     (totals,) = profile.times()
     spent = dict(zip(PHASES, totals.seconds, strict=True))
     assert {phase: time for phase, time in spent.items() if time} == {

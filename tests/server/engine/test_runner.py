@@ -16,7 +16,9 @@ from tests.server.engine.fake_context import FakeContext
 class Asks:
     """A sampler that is asked for requests only."""
 
-    def requests(self, draft: Sequence[int], n_top: int) -> list[RowRequest]:
+    def constrained(self, draft: Sequence[int]) -> None: ...
+
+    def requests(self, draft: Sequence[int], n_top: int, masks: Sequence[object]) -> list[RowRequest]:
         return [RowRequest(None)] * (len(draft) + 1)
 
 

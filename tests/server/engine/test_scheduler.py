@@ -203,7 +203,7 @@ def test_a_sampler_that_failed_ends_its_sequence_alone() -> None:
     s.add(one := sequence(4))
     s.add(two := sequence(4))
     batch = s.schedule()
-    s.reserve(batch)
+    s.launched(batch)
     error = FloatingPointError("not a number")
     news = s.commit(batch, [SampleResult(error=error), SampleResult([7])], [4, 4])
     assert {sequence: (sequence.take_unsent(), sequence.done) for sequence in news} == {
@@ -244,7 +244,7 @@ def test_what_was_right_stays_or_is_pending_again(accepted: int) -> None:
     [chunk] = batch.chunks
     batch.add_draft(chunk, [8, 9])
     states.checkpoint(batch)
-    s.reserve(batch)
+    s.launched(batch)
     assert used(s) == 7
     held = 7 if accepted == 2 else states.rollback(chunk, accepted)
     news = s.commit(batch, [SampleResult([8, 9, 10][: accepted + 1])], [held])

@@ -114,10 +114,10 @@ async def test_what_is_taken_over_is_what_would_be_written_anew(
     seen = {"taken over": 0, "anew": 0}
     fill = Runner._fill  # noqa: SLF001 - looked at between its two ways
 
-    def checked(self: Runner, batch: Batch) -> None:
+    def checked(self: Runner, batch: Batch, behind: None) -> None:
         again = batch is self._filled
         seen["taken over" if again else "anew"] += 1
-        fill(self, batch)
+        fill(self, batch, behind)
         if again:
             _compare(self._context, batch)
 

@@ -1,4 +1,5 @@
 #include "mmf-tma.cuh"
+#include "cluster-launch.cuh"
 #include "cp-async.cuh"
 
 #ifdef GGML_CUDA_USE_TMA
@@ -537,24 +538,8 @@ static void mmf_tma_launch(const mmf_tma_matrix * matrices, const int n, const v
 
     GGML_ASSERT(p.nstages > 1); // a stage is released when the next one is there
 
-    // ggml_cuda_kernel_launch for a kernel with clusters
-    static const char * env_c = getenv("GGML_CUDA_PDL");
-    static const bool   pdl   = env_c == nullptr || std::atoi(env_c) != 0;
-    cudaLaunchAttribute attrs[2];
-    attrs[0].id                                         = cudaLaunchAttributeClusterDimension;
-    attrs[0].val.clusterDim.x                           = nsplits;
-    attrs[0].val.clusterDim.y                           = 1;
-    attrs[0].val.clusterDim.z                           = 1;
-    attrs[1].id                                         = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attrs[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config                           = {};
-    config.gridDim                                      = dim3(nblock);
-    config.blockDim                                     = dim3(32 * (MMF_TMA_WARPS + 1));
-    config.dynamicSmemBytes                             = smem;
-    config.stream                                       = stream;
-    config.attrs                                        = attrs;
-    config.numAttrs                                     = pdl ? 2 : 1;
-    CUDA_CHECK(cudaLaunchKernelEx(&config, mul_mat_f_tma<source, mtiles, ntiles>, p));
+    ggml_cuda_kernel_launch_clusters(mul_mat_f_tma<source, mtiles, ntiles>,
+            ggml_cuda_kernel_launch_params(dim3(nblock), dim3(32 * (MMF_TMA_WARPS + 1)), smem, stream), dim3(nsplits, 1, 1), p);
 }
 #endif // GGML_CUDA_USE_TMA
 

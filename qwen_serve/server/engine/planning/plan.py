@@ -153,7 +153,8 @@ class MemoryPlan:
         if settings.prefix_cache:
             budget = "" if settings.deterministic else f" and {settings.prefix_cells:,} cells"
             lines.append(f"prefix cache: {settings.prefix_checkpoints} states{budget}")
-        if rollback := len(SequenceIds.of(settings).drafting):
+        if drafting := len((ids := SequenceIds.of(settings)).drafting):
+            rollback = drafting if settings.deterministic else len(ids.rollback)
             head = ", the multi-token-prediction head" if uses_mtp(settings, spec) else ""
             draft = f", draft model {spec.draft.file.path}" if spec.draft else ""
             lines.append(f"speculation: {rollback} states to go back to{head}{draft}")

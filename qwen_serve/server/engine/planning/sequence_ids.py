@@ -26,12 +26,13 @@ class SequenceIds:
     slots: range
     """Ids of running sequences."""
     rollback: range
-    """Rollback copies of the first slots: the copy of slot s is `rollback[s]`. Empty if ids have cells of
-    their own: then states are copied on the device."""
+    """Rollback copies of the first slots: the copy of slot s is `rollback[s]`. With operands only a lone
+    sequence's longer drafts need one. Empty if ids have cells of their own: then states are copied on the
+    device."""
     checkpoints: range
     """Ids of the prefix cache's states."""
     drafting: range
-    """The slots that draft and have rollback copies."""
+    """The slots that draft."""
 
     @classmethod
     def of(cls, settings: EngineSettings) -> Self:
@@ -41,7 +42,8 @@ class SequenceIds:
         fewest = TEXT_DRAFTING if many else LONE_SLOTS
         drafting = 0 if settings.speculation == "off" else max(fewest, settings.draft_parallel)
         drafting = min(drafting, len(slots), MAX_SEQUENCES - len(slots))
-        rollback = range(slots.stop, slots.stop + (0 if settings.deterministic else drafting))
+        copies = 0 if settings.deterministic else min(drafting, LONE_SLOTS) if settings.operands else drafting
+        rollback = range(slots.stop, slots.stop + copies)
         checkpoints = range(rollback.stop, rollback.stop + settings.prefix_checkpoints)
         return cls(slots, rollback, checkpoints, slots[:drafting])
 

@@ -164,18 +164,18 @@ class PrefixCache:
         if best := self._deepest_held(node):
             self._touch(best)
 
-    def match_prefix(self, sequence: Request) -> None:
-        """Give an admitted sequence, whose slot is empty, the deepest cached prefix."""
+    def match_prefix(self, sequence: Request) -> int:
+        """Give an admitted sequence, whose slot is empty, the deepest cached prefix; return its tokens."""
         if not self.enabled:
             sequence.missed = CacheMiss("off", 0)
-            return
+            return 0
         assert sequence.slot is not None
-        if self._resume(sequence):
-            return
+        if found := self._resume(sequence):
+            return found
         node = None if sequence.reads_all else self._source(sequence)
         if node is not None and node.seq_id is not None:
             self._states.copy(node.seq_id, sequence.slot)
-            sequence.computed = node.depth
+            found = node.depth
             nodes = self._paths[sequence].nodes
             nodes.append(node)  # kept while this request runs, since others are likely to share it
             node.refcount += 1
@@ -183,21 +183,22 @@ class PrefixCache:
                 if above.seq_id is not None:
                     self._touch(above)
         if sequence.reused is None:  # its first start, not one after a preemption
-            sequence.reused = sequence.computed
+            sequence.reused = found
             before = self._read(sequence, sequence.tokens[: sequence.prompt_length])
-            sequence.missed = self._missed(sequence, before)
+            sequence.missed = self._missed(sequence, found, before)
             path = self._paths[sequence]
             path.again = path.end.depth - before < BLOCK
-            again = max(sequence.computed, before)
+            again = max(found, before)
             weight = min(1.0, sequence.prompt_length / max(1, self._max_cells))
             self._again += weight * (again / sequence.prompt_length - self._again)
-            self._stats.tokens_saved += sequence.computed
-            self._stats.hits += sequence.computed > 0
-            self._stats.misses += sequence.computed == 0
+            self._stats.tokens_saved += found
+            self._stats.hits += found > 0
+            self._stats.misses += found == 0
+        return found
 
-    def _missed(self, sequence: Request, before: int) -> CacheMiss | None:
+    def _missed(self, sequence: Request, found: int, before: int) -> CacheMiss | None:
         """Why the sequence did not find more; `before`: how many of its tokens had been read earlier."""
-        path, found = self._paths[sequence], sequence.computed
+        path = self._paths[sequence]
         if found >= path.end.depth:
             return None
         known = max(path.known, found)
@@ -242,16 +243,17 @@ class PrefixCache:
             None,
         )
 
-    def _resume(self, sequence: Request) -> bool:
-        """Continue from the state kept by `suspend`, if it is still there, and release it."""
+    def _resume(self, sequence: Request) -> int:
+        """Continue from the state kept by `suspend`, if it is still there, and release it; return its
+        tokens."""
         path = self._paths[sequence]
         node, path.suspended = path.suspended, None
         if node is None:
-            return False
-        held = node.seq_id is not None
+            return 0
+        held = 0
         if node.seq_id is not None and sequence.slot is not None:
             self._states.copy(node.seq_id, sequence.slot)
-            sequence.computed = node.depth
+            held = node.depth
         node.refcount -= 1
         if node.seq_id is not None and not node.refcount and node.depth > path.end.depth:
             self._evict(node, keep=False)

@@ -60,6 +60,14 @@ class DigitTokens:
             run = self.after(run, [token])
         return len(tokens)
 
+    def may_exceed(self, run: int, tokens: Sequence[int]) -> bool:
+        """Whether a token may make a run too long, before any of `tokens` or after the last."""
+        for token in tokens:
+            if run + self._most > MOST_DIGITS:
+                return True
+            run = self.after(run, [token])
+        return run + self._most > MOST_DIGITS
+
     def in_number(self, matcher: LLMatcher) -> bool:
         """Whether the next digits belong to a number that may end here.
 

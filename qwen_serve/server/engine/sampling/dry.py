@@ -14,8 +14,6 @@ from qwen_serve.llamacpp.row_sampler import Lowered
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy.typing as npt
-
     from qwen_serve.llamacpp import Model
 
     from .parameters import SamplingParams
@@ -54,8 +52,6 @@ class DrySamplers:
 class Dry:
     """DRY penalties of one answer."""
 
-    active = True
-
     def __init__(
         self, sampler: DrySampler, params: SamplingParams, n_vocab: int, prompt: Sequence[int]
     ) -> None:
@@ -71,26 +67,16 @@ class Dry:
         for token in tokens.tolist():
             sampler.accept(token)
 
-    def apply(self, logits: npt.NDArray[np.float32]) -> None:
-        """Penalise a row in place. Only seen tokens can continue a repetition."""
-        tokens = np.flatnonzero(self._seen)
-        logits[tokens] = self.applied(tokens, logits[tokens])
-
-    def applied(
-        self, tokens: npt.NDArray[np.integer], logits: npt.NDArray[np.float32]
-    ) -> npt.NDArray[np.float32]:
-        """The penalised logits of some tokens."""
-        return self._sampler.applied(tokens, logits)
-
     def lowered(self, draft: Sequence[int]) -> Lowered | None:
-        """What it subtracts in the row behind the answer and a draft; None for nothing."""
+        """What it subtracts in the row behind the answer and a draft; None for nothing. Only seen tokens can
+        continue a repetition."""
         sampler = self._sampler.copy() if draft else self._sampler
         seen = self._seen.copy() if draft else self._seen
         for token in draft:
             sampler.accept(token)
             seen[token] = True
         ids = np.flatnonzero(seen).astype(np.int32)
-        less = -sampler.applied(ids, np.zeros(len(ids), np.float32))
+        less = sampler.less(ids)
         penalised = less > 0
         return Lowered(ids[penalised], less[penalised], self._first) if penalised.any() else None
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate, pairwise
 from threading import RLock
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from cachetools import LRUCache
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLExecutor, LLMatcher, LLParserLimits
 
+from qwen_serve.llamacpp.row_sampler import N_THREADS
 from qwen_serve.server.engine.errors import EngineDead, FormatTooComplex, InvalidGrammar, QueueFull
 
 from .digits import DigitTokens
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from qwen_serve.llamacpp.row_sampler import Bits
 
-    from .constraint import Mask
+    from .constraint import Constraint, Mask
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +78,9 @@ class GrammarConstraint:
     def __init__(
         self, matcher: LLMatcher, tokenizer: LLTokenizer, end: int, param: str, digits: DigitTokens | None
     ) -> None:
-        self._matcher, self._tokenizer, self._end = matcher, tokenizer, end
+        self.matcher, self._tokenizer, self._end = matcher, tokenizer, end
+        self.n_words = (tokenizer.vocab_size + 31) // 32
+        """Words of a mask."""
         self._param, self._digits = param, digits
         self._run = 0
         """Digits at the end of the text."""
@@ -86,7 +90,7 @@ class GrammarConstraint:
         """The text that the grammar forces, tokenized as the tokenizer would."""
         if self._ended:
             return []
-        matcher = self._matcher
+        matcher = self.matcher
         forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
         if forced and not matcher.consume_tokens(forced):
             for token in filter(self._tokenizer.is_special_token, forced):
@@ -105,57 +109,100 @@ class GrammarConstraint:
     def accept(self, token: int) -> bool:
         """As `Constraint.accept`. Raises FormatTooComplex if the grammar exceeds the limits."""
         digits = self._digits
-        if digits and digits.too_many(self._run, token) and digits.in_number(self._matcher):
+        if digits and digits.too_many(self._run, token) and digits.in_number(self.matcher):
             return False
-        accepted = self._matcher.try_consume_tokens([token]) == 1
+        accepted = self.matcher.try_consume_tokens([token]) == 1
         if accepted:
             self._follow([token])
-            self._ended = self._matcher.is_stopped() and self._matcher.stop_reason() == "EndOfSentence"
-        elif self._matcher.is_error():
+            self._ended = self.matcher.is_stopped() and self.matcher.stop_reason() == "EndOfSentence"
+        elif self.matcher.is_error():
             self._fail()
         return accepted
 
     def mask(self) -> Mask:
         """The tokens that may come next; also tokens that end a generation if the text is complete."""
-        return np.unpackbits(self._compute().view(np.uint8), bitorder="little").view(np.bool_)
+        return np.unpackbits(self.masks(())[0].view(np.uint8), bitorder="little").view(np.bool_)
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many tokens fit; fewer if a run of digits is too long."""
-        valid = self._matcher.validate_tokens(list(tokens))
+        valid = self.matcher.validate_tokens(list(tokens))
         return self._digits.bearable(self._run, tokens[:valid]) if self._digits else valid
 
     def masks(self, draft: Sequence[int]) -> list[Bits]:
         """As of `Constraint`. Raises FormatTooComplex if the grammar exceeds the limits."""
-        run, masks = self._run, [self._compute()]
-        consumed = 0
-        for token in draft:
-            if self._matcher.try_consume_tokens([token]) != 1:
-                break
-            consumed += 1
-            self._follow([token])
-            if self._matcher.is_stopped():
-                break
-            masks.append(self._compute())
-        self._run = run
-        if consumed and not self._matcher.rollback(consumed):
-            self._fail()
+        [masks] = MaskWriter().write([(self, draft)])
+        if isinstance(masks, Exception):
+            raise masks
         return masks
+
+    def completed(self, masks: list[Bits], draft: Sequence[int]) -> list[Bits]:
+        """`masks` that `matcher` gave, with bounded numbers. Raises FormatTooComplex."""
+        matcher, digits, run = self.matcher, self._digits, self._run
+        if matcher.is_error():
+            self._fail()
+        if digits is None or not digits.may_exceed(run, draft):
+            return masks
+        limited = [digits.restrict(masks[0], run, matcher)]
+        for token, mask in zip(draft, masks[1:], strict=True):
+            if matcher.is_stopped() or matcher.try_consume_tokens([token]) != 1:
+                break
+            run = digits.after(run, [token])
+            limited.append(digits.restrict(mask, run, matcher))
+        if len(limited) > 1 and not matcher.rollback(len(limited) - 1):
+            self._fail()
+        return limited
 
     def _follow(self, tokens: list[int]) -> None:
         if self._digits:
             self._run = self._digits.after(self._run, tokens)
 
-    def _compute(self) -> Bits:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
-        if self._matcher.is_error():
-            self._fail()
-        if self._digits:
-            bits = self._digits.restrict(bits, self._run, self._matcher)
-        return bits
-
     def _fail(self) -> None:
-        why = self._matcher.get_error()[:MAX_MESSAGE]
+        why = self.matcher.get_error()[:MAX_MESSAGE]
         raise FormatTooComplex(self._param, f"it is too complex to be followed any further: {why}")
+
+
+class MaskWriter:
+    """Writes the masks of a step's rows. llguidance's threads compute those of all grammars at once, without
+    the GIL."""
+
+    def __init__(self) -> None:
+        self._bits = np.zeros((0, 0), np.uint32)
+
+    def write(self, asked: Sequence[tuple[Constraint, Sequence[int]]]) -> list[list[Bits] | Exception]:
+        """For each constraint its `masks` for a draft, or what they raise; valid until the next call."""
+        grammars = [(one, draft) for one, draft in asked if isinstance(one, GrammarConstraint)]
+        computed = iter(self._computed(grammars))
+        found: list[list[Bits] | Exception] = []
+        for constraint, draft in asked:
+            try:
+                if isinstance(constraint, GrammarConstraint):
+                    found.append(constraint.completed(next(computed), draft))
+                else:
+                    found.append(constraint.masks(draft))
+            except Exception as error:  # an error of one answer must not affect the others
+                found.append(error)
+        return found
+
+    def _computed(self, grammars: list[tuple[GrammarConstraint, Sequence[int]]]) -> list[list[Bits]]:
+        if not grammars:
+            return []
+        starts = list(accumulate((1 + len(draft) for _, draft in grammars), initial=0))
+        n, words = starts[-1], grammars[0][0].n_words
+        if len(self._bits) < n:
+            self._bits = np.zeros((n, words), np.uint32)
+        of = list(zip(grammars, starts, strict=False))
+        to = self._bits.ctypes.data, 4 * words, n
+        if alone := [(one.matcher, start) for (one, draft), start in of if not draft]:
+            _threads().unsafe_compute_mask_ptr(alone, *to)
+        if drafts := [(one.matcher, start, list(draft)) for (one, draft), start in of if draft]:
+            _threads().unsafe_compute_mask_ptr_with_draft_token(drafts, *to)
+        rows = list(self._bits[:n])
+        return [rows[start:end] for start, end in pairwise(starts)]
+
+
+@cache
+def _threads() -> LLExecutor:
+    return LLExecutor(N_THREADS)
 
 
 class _Job:

@@ -9,17 +9,20 @@ from qwen_serve.llamacpp.row_sampler import NO_LOGITS, Filters, RowRequest, RowS
 from qwen_serve.server.engine.errors import NoTokenLeft
 
 from .dry import Dry
-from .processors import NONE_LEFT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from qwen_serve.llamacpp import DrySampler
+    from qwen_serve.llamacpp.row_sampler import Bits
     from qwen_serve.server.engine.vocab import Vocab
 
-    from .constraint import Constraint
     from .parameters import SamplingParams
     from .thinking import ThinkingWatch
+
+NONE_LEFT = (
+    "allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos leave no token to choose; allow more"
+)
 
 
 class NativeSampler:
@@ -64,11 +67,12 @@ class NativeSampler:
             self._within = sampler.penalise(penalty, 0.0, 0.0, None, [])
 
     def requests(
-        self, forced: Sequence[int], draft: Sequence[int], constraint: Constraint | None, n_top: int
+        self, forced: Sequence[int], draft: Sequence[int], masks: Sequence[Bits], n_top: int
     ) -> list[RowRequest]:
         """Requests for the rows before each token of a draft, and for the one after it; the draft's first
-        tokens are `forced`, which were accepted already. Raises what the constraint raises."""
-        plain = constraint is None and self._within < 0 and self._dry is None
+        tokens are `forced`, which were accepted already. `masks`: what may come next and, as far as the draft
+        is valid, after each of its other tokens; empty without a constraint."""
+        plain = not masks and self._within < 0 and self._dry is None
         if plain and not forced and not draft:  # nearly all
             if self._usual[0].n_top != n_top:
                 self._usual = [RowRequest(self.sampler, n_top=n_top)]
@@ -79,7 +83,6 @@ class NativeSampler:
         if self._within >= 0 and self._thinking is not None:
             self.sampler.set_active(self._within, self._thinking.open)
         rest = draft[len(made) :]
-        masks = [] if constraint is None else constraint.masks(rest)
         for i in range(len(rest) + 1):
             mask, token = masks[i] if i < len(masks) else None, rest[i] if i < len(rest) else -1
             lowered = None if self._dry is None else self._dry.lowered(rest[:i])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .always import Always
 from .dflash import DflashDrafter
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
@@ -61,7 +60,6 @@ def build_speculator(
                 widest=WIDEST if head.samples_on_device else 0,
             )
         )
-    times = StepTimes(ragged=context.ragged_passes)
-    policy = Always(times) if settings.draft_always else Policy(times)
+    policy = Policy(StepTimes(ragged=context.ragged_passes), always=settings.draft_always)
     rows = min(most_rows, context.n_batch)
     return Speculator(context, states, drafters, policy, slots=slots, most_rows=rows, clock=clock)

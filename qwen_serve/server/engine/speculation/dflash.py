@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
     from .base import DraftRequest
 
-FEW = 32
-"""Maximum rows to inject for a sequence that drafts in every step; a longer injection happens only once."""
-
 KEPT = 512
 """Maximum positions of the drafter's cache that a copy of a sequence id shares."""
 
@@ -86,8 +83,6 @@ class DflashDrafter(HiddenDrafter):
     def begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         """Fill a block for each request, all in one pass. After an error every sequence starts anew."""
         slots = [request.slot for request in requests]
-        waiting = sum(self._states[slot].end - self._states[slot].fed for slot in slots)
-        self._typical = waiting <= FEW * len(slots)
         together = all(map(self._goes_with_a_block, slots))
         try:
             if not together:
@@ -103,13 +98,15 @@ class DflashDrafter(HiddenDrafter):
         time."""
         n = 1
         while n <= min(self.most, self._slots):
+            spent = []
             for _ in range(4 if n == 1 else 2):
                 started = perf_counter()
                 together = self._context.source is not None
                 wanted = [(slot, self._block, 0, 0) for slot in range(n)]
                 self._put_blocks(wanted, [None] * n, together=together).read()
-                self._first.add(n, perf_counter() - started)
+                spent.append(perf_counter() - started)
                 self._context.clear()
+            self.costs[n] = min(spent), 0.0
             n *= 2
 
     def _goes_with_a_block(self, slot: int) -> bool:

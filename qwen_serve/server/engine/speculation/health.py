@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from qwen_serve.server.engine.batch import UNREAD
 
 from .base import Draft, DrafterStats, Guesses
-from .cooldown import Cooldown
 from .hidden import HiddenDrafter
 
 if TYPE_CHECKING:
@@ -33,9 +32,10 @@ class DrafterHealth:
 
     drafter: Drafter
     stats: DrafterStats = field(default_factory=DrafterStats)
-    disabled: Cooldown = field(default_factory=lambda: Cooldown(DISABLED_FIRST, DISABLED_LAST))
     now: int = 0
     """The current step."""
+    until: int = 0
+    """The step that ends its pause after failures."""
     failures: int = 0
     """Consecutive failures."""
     fruitless: int = 0
@@ -69,7 +69,6 @@ class DrafterHealth:
         """Reset the failures of a drafter that made drafts."""
         if drafts is not None:
             self.failures = 0
-            self.disabled.end()
         return drafts
 
     def failed(self, error: Exception) -> None:
@@ -78,14 +77,19 @@ class DrafterHealth:
         level = logging.DEBUG if self.stats.failed else logging.WARNING
         log.log(level, "a draft by %s failed, and costs that draft: %s", name, error, exc_info=error)
         self.stats.failed += 1
-        if self.failures >= DISABLED_AFTER:
-            self.disabled.begin(self.now)
+        if (more := self.failures - DISABLED_AFTER) >= 0:
+            self.until = self.now + min(DISABLED_LAST, DISABLED_FIRST << min(2 * more, 16))
 
     def begin_anew(self, error: Exception) -> None:
         """Let a drafter that failed drop its states of running sequences, which may be wrong."""
         self.failed(error)
         if isinstance(self.drafter, HiddenDrafter):
             self.call(None, self.drafter.pause)
+
+    @property
+    def paused(self) -> int:
+        """Steps for which it is not asked, since it failed."""
+        return max(0, self.until - self.now)
 
     @property
     def works(self) -> bool:

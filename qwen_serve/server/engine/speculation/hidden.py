@@ -11,7 +11,6 @@ import numpy as np
 from qwen_serve.llamacpp.errors import LlamaError
 
 from .base import Draft
-from .times import GroupMeans
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -101,11 +100,9 @@ class HiddenDrafter:
         self._states: dict[int, DraftCacheState] = {}
         self.lost = 0
         """Number of states that the state store failed to copy, save, restore or free."""
-        self._first, self._further, self._ratio = GroupMeans(), GroupMeans(), GroupMeans()
-        """Seconds of a draft's first token and of each further one, measured at start; and how many times as
-        long drafts take since then. By number of sequences."""
-        self._typical = True
-        """Whether the last draft had few rows to read, as every draft behind another."""
+        self.costs: dict[int, tuple[float, float]] = {}
+        """Seconds of a draft's first token and of each further one, by number of sequences, as measured at
+        start."""
 
     def collect(self, slot: int, start: int, rows: npt.NDArray[Any], most: int | None = None) -> None:
         """Keep the rows of correct tokens at positions `start`, `start` + 1...; at most `most` or `window`
@@ -158,12 +155,11 @@ class HiddenDrafter:
 
     def cost(self, n: int, depth: int) -> float:
         """Expected seconds of drafts of `depth` tokens for `n` sequences."""
-        return (self._first.of(n) + (depth - 1) * self._further.of(n)) * (self._ratio.of(n) or 1.0)
-
-    def took(self, n: int, depth: int, seconds: float) -> None:
-        """Record the seconds of the last draft."""
-        if self._typical and self._first.of(n):
-            self._ratio.add(n, seconds * (self._ratio.of(n) or 1.0) / self.cost(n, depth))
+        if not self.costs:
+            return 0.0
+        most = max(self.costs)
+        first, further = self.costs[min((known for known in self.costs if known >= n), default=most)]
+        return first + (depth - 1) * further
 
     def forget(self, sequence: Request) -> None:
         """Nothing to do: states belong to sequence ids."""

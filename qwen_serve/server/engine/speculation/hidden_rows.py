@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[Any]
 
-COLLECT = 64
+COLLECT = 16
 """Hidden rows are collected from this many steps before a drafter's next draft, since its drafts are better
 after some text. Collecting stops only in cooldowns at least twice as long, because each change builds a
 graph."""
@@ -60,6 +60,10 @@ class HiddenRows:
             if not collects:
                 for health, reader in self._readers:
                     health.call(None, reader.pause)
+
+    def kinds(self, n: int) -> list[str]:
+        """The kinds of drafts for which rows are kept now, with `n` sequences in the batch."""
+        return [kind for one in self.drafters if self.collects and n <= one.most for kind in one.kinds]
 
     def _keep(self, keep: bool) -> None:
         if any(not reader.layers for reader in self.drafters):
@@ -120,7 +124,7 @@ class HiddenRows:
     def _reach(self, health: DrafterHealth, reader: HiddenDrafter, n: int) -> int:
         """Number of each sequence's newest tokens that a drafter reads, with `n` sequences in the batch. It
         is small after drafting did not pay, since most retries fail."""
-        return min(COLLECT, reader.window) if self._policy.lost(health.drafter, n) else reader.window
+        return min(COLLECT, reader.window) if self._policy.cooldown(health.drafter, n) else reader.window
 
     def _rows(
         self, reader: HiddenDrafter, n_tokens: int, batch_indices: list[int]

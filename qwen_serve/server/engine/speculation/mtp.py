@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from .base import DraftRequest
 
-FEW = 24
-"""Maximum tokens of a sequence to catch up on, if it drafts in every step."""
-
 WIDEST = 5
 """A sequence's rows up to which the first pass of a draft is padded, so that it is of one shape: building
 a graph takes as long as ten rows."""
@@ -63,7 +60,7 @@ class MtpDrafter(HiddenDrafter):
     """
 
     name = "mtp"
-    kinds: Mapping[str, float] = {"mtp": 0.7}
+    kinds: Mapping[str, float] = {"mtp": 0.9}
     _context: MtpContext
 
     def __init__(
@@ -114,8 +111,6 @@ class MtpDrafter(HiddenDrafter):
 
     def begin(self, requests: Sequence[DraftRequest]) -> Guesses:
         """Draft for all requests together. After an error other ids continue from their hidden rows."""
-        states = (self._states[request.slot] for request in requests)
-        self._typical = sum(state.end - state.fed for state in states) <= FEW * len(requests)
         try:
             return self._begin(requests)
         except Exception:
@@ -127,17 +122,16 @@ class MtpDrafter(HiddenDrafter):
         since it does not affect the time."""
         n, hidden = 1, np.zeros_like(self._context.input_hidden[:1])
         while n <= min(self.most, self._context.n_ubatch):
-            depths = sorted({1, min(self.depth, 4)})
-            for _ in range(4):
+            least, deep = [], min(self.depth, 4)
+            for depth in (1, deep):
                 spent = []
-                for depth in depths:
+                for _ in range(4):
                     started = perf_counter()
                     self._run([Part(slot, 0, [0], hidden) for slot in range(n)], [None] * n, depth).read()
-                    self._context.clear()
                     spent.append(perf_counter() - started)
-                self._first.add(n, spent[0])
-                if len(depths) > 1:
-                    self._further.add(n, max(0.0, spent[-1] - spent[0]) / (depths[-1] - 1))
+                    self._context.clear()
+                least.append(min(spent))
+            self.costs[n] = least[0], max(0.0, least[1] - least[0]) / max(1, deep - 1)
             n *= 2
 
     def _recover(self, requests: Sequence[DraftRequest]) -> None:

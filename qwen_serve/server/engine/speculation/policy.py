@@ -1,96 +1,52 @@
 """Chooses how many tokens to draft: as many as are expected to give the most tokens a second, or none.
 
-The depth follows from acceptance and cost as in Leviathan et al. 2023, section 3.5; both are measured while
-the server runs. Of several sequences each has a depth of its own where a pass takes any lengths: tokens are
-added in the order of the chance that they are right, each sequence's by its own results, as long as the step
-gives more tokens a second. A drafter that lost time is paused, longer each time (exponential back-off), and
-then tried again. The constants were chosen on simulated cards (tests/server/engine/speculation/card.py is
-one); test_loads.py compares the choices with the best fixed depths.
+The depth follows from acceptance and cost as in Leviathan et al. 2023, section 3.5. Acceptance is each
+request's own (`acceptance.py`); the times are those of this load on this machine (`times.py`). All requests
+that draft have the same depth, since another number of rows is another graph; those whose drafts do not pay
+have none. What drafts may lose is bounded (`budget.py`), whatever the estimates say. test_loads.py compares
+the choices with the best fixed depths on simulated cards.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .acceptance import MEMORY, Acceptance, chances_of
-from .cooldown import Cooldown
+from .acceptance import Acceptance
+from .budget import Budget
 from .times import CACHED, Mean, StepTimes, group_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Sequence
 
     from .base import Drafter
 
-ROWS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
-"""Rows of a sequence that are considered, besides the maximum and the shape of llama.cpp's graph."""
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 255)
+"""Depths that are considered, besides the longest."""
 
 MARGIN = 1.02
-"""Drafting must be expected to give this many times the tokens a second of plain decoding."""
+"""Drafts must be expected to give this many times the tokens a second of plain decoding, and another plan
+this many times those of the last one."""
 
 STAY = 16
-"""Steps over which the time to change to another graph is spread, if its shape is expected to last."""
+"""Steps over which the time to change to another graph is spread, or fewer if it changes more often."""
 
-OWN_MEMORY, CROWD = 8 * MEMORY, 16
-"""Tries of a single sequence of several that are remembered; with fewer, luck would decide who drafts. Tries
-of all together are remembered for as many steps as those of a lone one, up to CROWD sequences."""
+REPLAN = 4
+"""Steps for which a plan for several requests stays, since planning takes time while the device waits."""
 
-OWN_FADE = 0.01
-"""Share of a sequence's own results that is forgotten in a step in which it is not drafted for, so that it is
-tried again."""
+UNTRIED = 4
+"""Longest draft for a request of which nothing is known, if making it takes time."""
 
-IDLE, IDLE_FADE = 8, 0.3
-"""Steps in a row in which no plan pays for several sequences, after which a cooldown begins; and the share of
-each sequence's own results that is forgotten in each of them, since bad luck may be the reason."""
+DELAYED = 1.5
+"""How many times as long as expected a step may take by its drafts' fault."""
 
-DOUBTFUL = 0.1
-"""Of several sequences, tokens that are right less often than this are not drafted."""
+JUDGED = 4
+"""No rest begins if no draft may have as many tokens: shorter limits come from the end of an answer."""
 
-CHANGES = 0.5
-"""How often another number of rows than that of the last step is followed by yet another."""
-
-REDONE = 16
-"""Rows over which the cost of a row is averaged, for tokens that are computed again."""
-
-OPTIMISM = 0.95
-"""Acceptance of each token that a retry assumes if drafts cannot pay with the known one. One draft tests
-it."""
-
-COOLDOWN_FIRST, COOLDOWN_LAST = 128, 1024
-"""Steps of a cooldown, first and maximum. A text changes its character within hundreds of steps."""
-
-BUDGET = 0.0025
-"""A cooldown is no longer than needed for a retry to take this share of the time."""
-
-PROVEN = 16
-"""Consecutive steps with drafts after which a retry counts as successful."""
-
-LOSS = 5
-"""Net loss, in the time of steps, that starts a cooldown."""
-
-JUDGED = 8
-"""Drafts that do not pay go into cooldown only if they may have at least this many tokens, since shorter
-limits come from the end of an answer."""
-
-
-@dataclass(slots=True)
-class Record:
-    """What is known of one kind of drafts for one group of sequence counts."""
-
-    acceptance: Acceptance
-    cooldown: Cooldown = field(default_factory=lambda: Cooldown(COOLDOWN_FIRST, COOLDOWN_LAST))
-    retries: bool = False
-    """Whether a retry after a cooldown is in progress and no draft was wrong since."""
-    fresh: bool = True
-    """Whether no draft was timed yet; the first one loads kernels."""
-    in_a_row: int = 0
-    """Steps with such drafts since the last cooldown."""
-    idle: int = 0
-    """Steps in a row in which no plan paid."""
-    loss: float = 0.0
-    """Net seconds lost since the last cooldown."""
+NEVER, AGAIN = 4096, 64
+"""Steps until the next draft at a load where none can pay; that is worked out again after AGAIN steps."""
 
 
 @dataclass(slots=True)
@@ -108,285 +64,249 @@ class Plan:
 
     drafter: Drafter
     lengths: list[int]
+    seconds: float = 0.0
+    """Of drafts and verification, by the table of times."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest draft."""
+        return max(self.lengths)
 
 
 @dataclass(slots=True)
 class Step:
     """A decode step that may verify drafts: pending tokens of each sequence, and limits.
 
-    `rewinds` and `keeps_graph` are as in `StateStore`; `shape` is the sequences and rows of the last step.
+    `rewinds` is as in `StateStore`; `shape` is the sequences and rows of the last step.
     """
 
     pending: list[int]
     room: int
     most_rows: int
+    owners: list[Hashable]
+    """The requests, each of which is judged by its own results."""
     rewinds: int = 0
-    keeps_graph: int = 0
     shape: tuple[int, int] = (0, 0)
-    owners: list[Hashable] = field(default_factory=list)
-    """The sequences, if there are several and each is judged by its own results."""
+
+
+@dataclass(slots=True)
+class Load:
+    """What is remembered between the steps of one load."""
+
+    step: Step
+    plan: Plan | None
+    until: int
+    """Step in which it is planned anew."""
 
 
 class Policy:
-    """Chooses draft lengths. Learns from results, by kind of draft and by number of sequences (powers of
-    two)."""
+    """Chooses draft lengths. With `always` they are the longest, at any cost: for tests that need many drafts
+    of any quality."""
 
-    def __init__(self, times: StepTimes) -> None:
-        self.times = times
+    def __init__(self, times: StepTimes, *, always: bool = False) -> None:
+        self.times, self.always = times, always
         self.now = 0
         """Steps so far."""
         self.rollback = Mean()
         """Seconds of a checkpoint and the rollback to it, for drafts longer than `Step.rewinds`."""
-        self._records: dict[tuple[str, int], Record] = {}
+        self.changes = Mean(1 / STAY, 1)
+        """The share of rounds that have another graph than the step before."""
+        self._budgets: dict[tuple[str, int], Budget] = {}
+        """By kind and group of sequences."""
         self._own: dict[Hashable, dict[str, Acceptance]] = {}
-        """Results of single sequences, by kind."""
-        self._optimism = Acceptance(OPTIMISM)
+        """Results of requests, by kind."""
+        self._last: Load | None = None
+        self._pays: dict[tuple[str, int], tuple[int, bool]] = {}
+
+    # --- when to ask a drafter -----------------------------------------------------------------------------
 
     def allowed(self, drafter: Drafter, n: int) -> set[str]:
-        """The kinds of a drafter that are not in cooldown for `n` sequences."""
-        return {kind for kind in drafter.kinds if not self._cooldown(drafter, kind, n)}
+        """The kinds of a drafter that may be drafted for `n` sequences."""
+        return {kind for kind in drafter.kinds if not self._wait(drafter, kind, n)}
 
     def cooldown(self, drafter: Drafter, n: int) -> int:
-        """Steps until the first of its kinds leaves cooldown."""
-        return min(self._cooldown(drafter, kind, n) for kind in drafter.kinds)
+        """Steps until the first of its kinds may be drafted."""
+        return min(self._wait(drafter, kind, n) for kind in drafter.kinds)
 
-    def lost(self, drafter: Drafter, n: int) -> bool:
-        """True while every kind of the drafter has lost for about `n` sequences and none has paid since."""
-        return all(self.record(drafter, kind, n).cooldown.lost for kind in drafter.kinds)
+    def _wait(self, drafter: Drafter, kind: str, n: int) -> int:
+        if self.always:
+            return 0
+        if not (drafter.instant or self._can_pay(drafter, kind, n)):
+            return NEVER
+        return self.budget(kind, n).wait(self.now)
+
+    def _can_pay(self, drafter: Drafter, kind: str, n: int) -> bool:
+        """Whether drafts as good as is assumed pay for `n` sequences."""
+        worked_out, pays = self._pays.get((kind, n), (-AGAIN, False))
+        if self.now - worked_out >= AGAIN:
+            option = Option(drafter, [kind] * n, [drafter.depth] * n)
+            step = Step([1] * n, n * drafter.depth, n * (drafter.depth + 1), [None] * n, drafter.depth)
+            known: list[Acceptance | None] = [Acceptance(drafter.kinds[kind])] * n
+            pays = self._of_option(option, known, step)[1] > MARGIN * n / self.times.plain(n)
+            self._pays[kind, n] = self.now, pays
+        return pays
+
+    def budget(self, kind: str, n: int) -> Budget:
+        """What drafts of a kind may cost beside about `n` sequences."""
+        key = kind, group_of(n)
+        if key not in self._budgets:
+            self._budgets[key] = Budget()
+        return self._budgets[key]
 
     def forget(self, owner: Hashable) -> None:
-        """Drop the results of a sequence that ended."""
+        """Drop the results of a request that ended."""
         self._own.pop(owner, None)
 
     def request_begins(self) -> None:
-        """Allow earlier retries of drafters in cooldown for a new request."""
-        for record in self._records.values():
-            record.cooldown.retry_early(self.now)
+        """End rests for a new request, whose drafts may pay."""
+        for budget in self._budgets.values():
+            budget.wake(self.now)
+
+    # --- choosing ------------------------------------------------------------------------------------------
 
     def choose(self, options: Sequence[Option], step: Step) -> Plan | None:
         """The best plan for a step; None if none beats plain decoding."""
-        n = len(step.pending)
-        for record in (self.record(one.drafter, kind, n) for one in options for kind in {*one.kinds} - {""}):
-            if record.cooldown.lost and not record.in_a_row:
-                record.acceptance.retry()
-                record.retries = n == 1 or self._apart(step)
-            elif record.fresh and self._apart(step):  # one draft tells more than what is assumed
-                record.retries = True
-        plan = self._best(options, step) or self._best(options, step, retrying=True)
-        if plan is not None or max(step.pending) == 1:  # a step that catches up shows nothing about drafts
+        if self.always:
+            return _longest(options, step)
+        if (load := self._last) is not None and self._holds(load, options, step):
+            return load.plan
+        plan = self._best(options, step)
+        stays = load is not None and load.plan is not None
+        self._last = Load(step, plan, self.now + (REPLAN if stays else 0))
+        if plan is None and max(step.pending) == 1:
             for option in options:
-                for kind in {*option.kinds} - {""}:
-                    self._judge(option, kind, n, plan, apart=self._apart(step))
-        for owner, length in zip(step.owners, plan.lengths if plan else [0] * n, strict=False):
-            for own in self._own.get(owner, {}).values() if not length else ():
-                own.fade(OWN_FADE if plan else IDLE_FADE)
+                if max(option.limits) >= min(JUDGED, option.drafter.depth):
+                    for kind in {*option.kinds} - {""}:
+                        self.budget(kind, len(step.pending)).rest(self.now)
         return plan
 
-    def _apart(self, step: Step) -> bool:
-        """Whether each sequence may have a depth of its own."""
-        return bool(step.owners) and self.times.ragged
-
-    def _judge(self, option: Option, kind: str, n: int, plan: Plan | None, *, apart: bool) -> None:
-        record, instant = self.record(option.drafter, kind, n), option.drafter.instant
-        if plan is None:
-            longest = max(
-                limit for limit, own in zip(option.limits, option.kinds, strict=True) if own == kind
+    def _holds(self, load: Load, options: Sequence[Option], step: Step) -> bool:
+        """Whether the last plan is as good in this step as it was."""
+        if (plan := load.plan) is None or self.now >= load.until:
+            return False
+        option = next((one for one in options if one.drafter is plan.drafter), None)
+        return (
+            option is not None
+            and not option.drafter.instant
+            and load.step.owners == step.owners
+            and load.step.pending == step.pending
+            and sum(plan.lengths) <= min(step.room, step.most_rows - sum(step.pending))
+            and all(
+                length <= limit and (kind or not length)
+                for length, limit, kind in zip(plan.lengths, option.limits, option.kinds, strict=True)
             )
-            record.idle += 1
-            if longest >= min(JUDGED, option.drafter.depth) and record.idle >= (IDLE if apart else 1):
-                untried = n > 1 and not (record.in_a_row or instant)
-                self._give_up(record, n, least=COOLDOWN_LAST if untried else 0)
-        elif option.drafter is plan.drafter:
-            record.in_a_row += 1
-            record.idle = 0
-            if record.in_a_row >= PROVEN:
-                record.cooldown.end()
-        elif not (plan.drafter.instant or instant):
-            record.acceptance.fade()
+        )
 
-    def _best(self, options: Sequence[Option], step: Step, *, retrying: bool = False) -> Plan | None:
-        """The best plan by known acceptance. With `retrying` the best retry, which drafts few tokens."""
-        pending, n = step.pending, len(step.pending)
-        seconds = self.times.without_drafts(n) if max(pending) == 1 else self.times.passes(pending)
-        seconds += self._change(pending, step)
-        best, best_rate = None, MARGIN * n / seconds
+    def _best(self, options: Sequence[Option], step: Step) -> Plan | None:
+        n = len(step.pending)
+        plain = self.times.plain(n)
+        if max(step.pending) > 1:
+            plain += self.times.passes(step.pending) - self.times.passes([1] * n)
+        drafts = self._last is not None and self._last.plan is not None
+        best, best_rate = None, n / plain * (1.0 if drafts else MARGIN)
         for option in options:
-            records = [self.record(option.drafter, kind, n) if kind else None for kind in option.kinds]
-            limits, known = option.limits, [None if one is None else one.acceptance for one in records]
-            if retrying:
-                limits = [min(limit, max(2, step.rewinds)) for limit in option.limits]
-                known = [self._optimism if one is not None and one.retries else None for one in records]
-            own: list[Acceptance | None] = [None] * n
-            if step.owners:
-                own = [
-                    self._own.get(owner, {}).get(kind)
-                    for owner, kind in zip(step.owners, option.kinds, strict=True)
-                ]
-            if retrying:  # whose drafts were wrong is not tried again for the sake of others
-                known = [one if mine is None else None for one, mine in zip(known, own, strict=True)]
-            plans = (
-                self._uneven(option, known, own, limits, step)
-                if self._apart(step)
-                else self._even(option, known, limits, step)
-            )
-            for lengths, rate in plans:
-                if rate > best_rate:
-                    best, best_rate = Plan(option.drafter, lengths), rate
+            known = [self._acceptance(*pair, option) for pair in zip(step.owners, option.kinds, strict=True)]
+            plan, rate = self._of_option(option, known, step)
+            if rate > best_rate:
+                best, best_rate = plan, rate
         return best
 
-    def _even(
-        self,
-        option: Option,
-        known: list[Acceptance | None],
-        limits: list[int],
-        step: Step,
-    ) -> Iterator[tuple[list[int], float]]:
-        """Plans with as many rows for each sequence, and their tokens a second."""
-        pending, n = step.pending, len(step.pending)
-        for rows in self._depths(option, step):
-            lengths = [
-                rows - own if one is not None and 0 < rows - own <= limit else 0
-                for own, one, limit in zip(pending, known, limits, strict=True)
+    def _acceptance(self, owner: Hashable, kind: str, option: Option) -> Acceptance | None:
+        """What is known of a request's drafts of a kind."""
+        if not kind:
+            return None
+        own = self._own.get(owner, {}).get(kind)
+        return own.at(self.now) if own is not None else Acceptance(option.drafter.kinds[kind])
+
+    def _of_option(
+        self, option: Option, known: Sequence[Acceptance | None], step: Step
+    ) -> tuple[Plan | None, float]:
+        """The best plan with an option, and its tokens a second. For each depth those draft whose drafts give
+        the most, as many as pay."""
+        drafter, times, n, before = option.drafter, self.times, len(known), sum(step.pending)
+        limits = np.array(
+            [
+                0 if one is None else min(limit, drafter.depth if one.tried or drafter.instant else UNTRIED)
+                for limit, one in zip(option.limits, known, strict=True)
             ]
-            total = sum(lengths)
-            if not total or total + sum(pending) > step.most_rows or total > step.room:
-                continue
-            right = [one.expected(length) if one else 0.0 for one, length in zip(known, lengths, strict=True)]
-            seconds = self._seconds(option.drafter, known, lengths, right, step)
-            yield lengths, (n + sum(right)) / seconds
+        )
+        room = min(step.room, step.most_rows - before)
+        if (deepest := int(min(limits.max(), room))) <= 0:
+            return None, 0.0
+        same = (step.shape[1] - before) // n if step.shape[0] == n else 0  # the depth that keeps the graph
+        depths = np.array([*sorted({*(d for d in (*DEPTHS, same) if 0 < d < deepest), deepest})])[:, None]
+        right = np.array([[0.0] * deepest if one is None else one.right(deepest) for one in known])
+        expected = np.cumsum(np.pad(right, ((0, 0), (1, 0))), axis=1)  # [n, tokens of a draft]
+        lengths = np.minimum(limits, depths)  # [depths, n]
+        pending = np.array(step.pending)
+        if not times.ragged:  # as many rows for each sequence, since another number is another pass
+            lengths = pending.min() + depths - pending
+            lengths = np.where((lengths > 0) & (lengths <= limits), lengths, 0)
+        gains = expected[np.arange(n), lengths]
+        order = np.argsort(-gains, axis=1, kind="stable")
+        drafted = np.cumsum(np.take_along_axis(lengths, order, axis=1), axis=1)
+        costs = [drafter.cost(int(np.count_nonzero(limits)), int(depth)) for [depth] in depths]
+        seconds = np.array(costs)[:, None] + times.totals(n)[np.minimum(before + drafted, CACHED)]
+        fits = (drafted > 0) & (drafted <= room)
+        if not times.ragged:
+            passes = [times.passes([*pending + row]) for row in lengths]
+            seconds[:] = np.array(costs)[:, None] + np.array(passes)[:, None]
+            fits[:, :-1] = False
+        factors = [times.factor(n, drafter.name, int(depth)) for [depth] in depths]
+        spent = np.array(factors)[:, None] * seconds
+        changes = (before + drafted != step.shape[1]) | (n != step.shape[0])
+        spent += changes * times.known.change * (2 if drafter.instant else max(1 / STAY, self.changes.value))
+        if deepest > step.rewinds:  # after a wrong draft accepted tokens are computed again
+            each = (times.passes([*pending + deepest]) - times.passes([*pending])) / (n * deepest)
+            wrong = 1 - np.pad(right, ((0, 0), (1, 0)), constant_values=1)[np.arange(n), lengths]
+            again = np.take_along_axis(wrong * each * (pending + gains), order, axis=1)
+            spent += (depths > step.rewinds) * (self.rollback.value + np.cumsum(again, axis=1))
+        rates = (n + np.cumsum(np.take_along_axis(gains, order, axis=1), axis=1)) / spent
+        rates = fits * rates * np.where(changes, 1, MARGIN)
+        at, count = np.unravel_index(np.argmax(rates), rates.shape)
+        chosen = np.zeros(n, np.int64)
+        chosen[order[at, : count + 1]] = lengths[at, order[at, : count + 1]]
+        return Plan(drafter, chosen.tolist(), float(seconds[at, count])), float(rates[at, count])
 
-    def _uneven(
-        self,
-        option: Option,
-        known: list[Acceptance | None],
-        own: list[Acceptance | None],
-        limits: list[int],
-        step: Step,
-    ) -> Iterator[tuple[list[int], float]]:
-        """The best plan in which the likeliest tokens down to some depth are drafted, whoever's they are, and
-        its tokens a second."""
-        n, before, times, drafter = len(step.pending), sum(step.pending), self.times, option.drafter
-        room = min(step.room, step.most_rows - before, CACHED - before)
-        limits = [min(limit, drafter.depth) if one else 0 for one, limit in zip(known, limits, strict=True)]
-        deepest, drafting = min(max(limits), room), sum(map(bool, limits))
-        if deepest <= 0:
-            return
-        seconds = times.totals(n)
-        each = (seconds[min(CACHED, before + REDONE)] - seconds[before]) / REDONE
-        chances = chances_of(own, known, deepest)
-        chances[np.arange(deepest) >= np.array(limits)[:, None]] = 0
-        # rows that are computed again: all pending ones and the right ones, unless the whole draft is right
-        redone = (1 - chances) * np.array(step.pending)[:, None]
-        redone += np.cumsum(chances, axis=1) - np.arange(1, deepest + 1) * chances
-        redone = np.diff(redone, axis=1, prepend=0)
-        order = np.argsort(-chances, axis=None, kind="stable")[: np.count_nonzero(chances >= DOUBTFUL)]
-        if not len(order):
-            return
-        ends = np.array(self._ends(drafter, drafting, deepest, step))
-        chosen = (order % deepest)[None, :] < ends[:, None]  # [maximum depths, tokens]
-        drafted = np.cumsum(chosen, axis=1)
-        chosen &= drafted <= room
-        totals = np.minimum(before + drafted, CACHED)
-        keeps_graph = (totals == step.shape[1]) & (step.shape[0] == n)
-        spent = seconds[totals] + np.where(keeps_graph, 0.0, times.building.value * CHANGES)
-        again = each * np.cumsum(chosen * redone.flat[order], axis=1) + self.rollback.value
-        spent += np.where(ends[:, None] > step.rewinds, again, 0.0)
-        spent += np.array([drafter.cost(drafting, int(depth)) for depth in ends])[:, None]
-        rates = np.where(chosen, (n + np.cumsum(chosen * chances.flat[order], axis=1)) / spent, 0.0)
-        depth, last = np.unravel_index(np.argmax(rates), rates.shape)
-        rows = (order // deepest)[: last + 1][chosen[depth, : last + 1]]
-        yield np.bincount(rows, minlength=n).tolist(), float(rates[depth, last])
+    # --- learning ------------------------------------------------------------------------------------------
 
-    def _ends(self, drafter: Drafter, n: int, deepest: int, step: Step) -> list[int]:
-        """Maximum depths to consider: all, if deeper drafts take longer to make."""
-        if drafter.cost(n, deepest) > drafter.cost(n, 1):
-            return [*range(1, min(deepest, ROWS[7]) + 1), *(rows for rows in ROWS[8:] if rows <= deepest)]
-        return sorted({deepest, min(deepest, max(1, step.rewinds))})
+    def verified(self, drafter: Drafter, kind: str, owner: Hashable, drafted: int, right: int) -> None:
+        """Record a verified draft of a request, of which `right` tokens were accepted."""
+        own = self._own.setdefault(owner, {})
+        if kind not in own:
+            own[kind] = Acceptance(drafter.kinds[kind])
+        own[kind].add(drafted, right, self.now)
 
-    def _depths(self, option: Option, step: Step) -> list[int]:
-        """Numbers of rows to consider."""
-        ends = {
-            own + min(limit, option.drafter.depth)
-            for own, limit, kind in zip(step.pending, option.limits, option.kinds, strict=True)
-            if kind
-        }
-        graph = step.shape[1] // step.shape[0] if step.shape[0] == len(step.pending) else 0
-        most = max(ends, default=0)
-        return sorted(ends | {rows for rows in (*ROWS, graph) if min(step.pending) < rows < most})
+    def spent(self, kind: str, n: int, tokens: int, seconds: float, plan: Plan | None = None) -> None:
+        """Record a step with drafts of a kind, or one that catches up after them, which has no plan. It gave
+        `n` sequences `tokens`. `seconds` is all its time since the step before was done; what other work
+        seems to have delayed counts in part."""
+        if plan is not None:
+            expected = plan.seconds * self.times.factor(n, plan.drafter.name, plan.depth)
+            seconds = min(seconds, DELAYED * (expected + self.times.known.change + self.rollback.value))
+        self.budget(kind, n).spend(self.now, seconds / self.times.plain(n) - tokens / n)
 
-    def _seconds(
-        self,
-        drafter: Drafter,
-        known: list[Acceptance | None],
-        lengths: list[int],
-        right: list[float],
-        step: Step,
-    ) -> float:
-        """Expected seconds that a draft costs, in this step and in later ones."""
-        pending, n, times = step.pending, len(step.pending), self.times
-        rows = [own + length for own, length in zip(pending, lengths, strict=True)]
-        seconds = times.passes(rows) + drafter.cost(sum(map(bool, lengths)), max(lengths))
-        if max(lengths) > step.keeps_graph:  # the state moves to another cell
-            seconds += times.leaving if drafter.instant or n > 1 else times.building.value
-        else:
-            seconds += self._change(rows, step, passing=drafter.instant)
-        if max(lengths) > step.rewinds:  # after a wrong draft accepted tokens are computed again
-            seconds += self.rollback.value
-            for own, one, length, good in zip(pending, known, lengths, right, strict=True):
-                if one is not None and length:
-                    again = times.of(1, n + own + round(good)) - times.of(1, n)
-                    seconds += (1 - one.all_right(length)) * again
-        return seconds
+    def prepared(self, kind: str, n: int, seconds: float) -> None:
+        """Record a plain step that was slower because it prepared the next draft of a kind."""
+        self.budget(kind, n).owe(min(DELAYED, seconds / self.times.plain(n)) - 1)
 
-    def _change(self, rows: list[int], step: Step, *, passing: bool = False) -> float:
-        """Seconds to change to the graph for these rows. They count in full if the change is for one step, as
-        for text that repeats only sometimes (`passing`) or for pending tokens; otherwise they are spread over
-        steps."""
-        if (self.times.ragged or len(set(rows)) == 1) and (len(rows), sum(rows)) == step.shape:
-            return 0.0
-        return self.times.leaving if passing or max(step.pending) > 1 else self.times.moving / STAY
+    def __str__(self) -> str:
+        known = self.times.known.table.items()
+        table = {n: {row: round(1e3 * each, 2) for row, each in rows.items()} for n, rows in known}
+        budgets = ", ".join(f"{n} at once {kind} {one}" for (kind, n), one in sorted(self._budgets.items()))
+        return (
+            f"ms by sequences and rows of each {table}, a change {1e3 * self.times.known.change:.2f}; "
+            f"times of the table: {self.times}; plain steps left: {budgets}"
+        )
 
-    def verified(
-        self, drafter: Drafter, kind: str, n: int, drafted: int, right: int, owner: Hashable = None
-    ) -> None:
-        """Record a verified draft for one of `n` sequences, `owner`, of which `right` tokens were
-        accepted."""
-        record = self.record(drafter, kind, n)
-        if owner is not None:
-            self._own.setdefault(owner, {}).setdefault(kind, Acceptance(0.0, OWN_MEMORY)).add(drafted, right)
-        record.acceptance.add(drafted, right)
-        record.retries &= right == drafted
 
-    def add(self, drafter: Drafter, kind: str, n: int, tokens: int, seconds: float) -> None:
-        """Record a step with drafts of a kind, or one that catches up after them. It gave `n` sequences
-        `tokens`.
-
-        `seconds` is the total of drafts, step and rollback, without costs that continued drafting pays only
-        once. Plans rest on expected times; this measured time decides whether drafts go into cooldown.
-        """
-        record = self.record(drafter, kind, n)
-        if record.fresh:
-            record.fresh = False
-            return
-        record.loss = max(0.0, record.loss + seconds - tokens * self.times.without_drafts(n) / n)
-        if record.loss > LOSS * seconds:
-            self._give_up(record, n)
-
-    def _give_up(self, record: Record, n: int, least: int = 0) -> None:
-        """Begin a cooldown, no longer than needed to make the loss a small share of the time."""
-        most = 1e9
-        if record.in_a_row:  # with the time to build the graph without drafts, which is needed next
-            most = (record.loss + self.times.building.value) / (BUDGET * self.times.of(n, 1))
-        record.cooldown.begin(self.now, most, least)
-        record.in_a_row, record.loss, record.idle = 0, 0.0, 0
-
-    def record(self, drafter: Drafter, kind: str, n: int) -> Record:
-        """The record of a kind of drafts for the group of `n` sequences."""
-        key = kind, group_of(n)
-        if (record := self._records.get(key)) is None:
-            memory = MEMORY * min(key[1], CROWD)
-            record = self._records[key] = Record(Acceptance(drafter.kinds[kind], memory))
-        return record
-
-    def _cooldown(self, drafter: Drafter, kind: str, n: int) -> int:
-        return self.record(drafter, kind, n).cooldown.left(self.now)
+def _longest(options: Sequence[Option], step: Step) -> Plan | None:
+    """The longest drafts of the first drafter that has any. If room is short, all are limited equally."""
+    free = min(step.room, step.most_rows - sum(step.pending))
+    each = max(0, free // len(step.pending))
+    for option in options:
+        pairs = zip(option.kinds, option.limits, strict=True)
+        lengths = [min(limit, each) if kind else 0 for kind, limit in pairs]
+        if any(lengths):
+            return Plan(option.drafter, lengths)
+    return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .health import DrafterHealth
+    from .policy import Plan
 
 
 @dataclass(slots=True)
@@ -15,13 +16,10 @@ class Proposal:
 
     health: DrafterHealth
     """The drafter that made them."""
+    plan: Plan
     kinds: list[str]
     """The kind of draft of each chunk; "" for a chunk without a draft."""
     exceeds_snapshots: bool
     """Whether a draft is longer than a snapshot can roll back."""
     rollback: float
     """Seconds for the checkpoint and the rollback to it."""
-    started: float
-    """When it was begun, by the clock of steps."""
-    seconds: float = 0.0
-    """Seconds that making the drafts took."""

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_serve.server.engine.batch import UNREAD
 
-from .base import Draft, DraftRequest, Guesses
+from .base import Draft, DraftRequest
 from .health import DrafterHealth
-from .hidden import HiddenDrafter
 from .hidden_rows import COLLECT, HiddenRows
 from .policy import Option, Policy, Step
 from .proposal import Proposal
-from .times import StepTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +30,13 @@ if TYPE_CHECKING:
 
     Rows = npt.NDArray[Any]
 
-QUIET, SPARSE = 32, 8
+QUIET, SPARSE = 128, 8
 """Maximum steps for which no drafter is asked, if none may draft, and if a text has nothing to copy. Asking
 takes a considerable part of a short step."""
+
+
+CAPTURED = 2
+"""Steps of a shape after which one takes its usual time."""
 
 
 class Speculator:
@@ -66,12 +68,18 @@ class Speculator:
         """Sequences of the last batch."""
         self._proposal: Proposal | None = None
         """None if the batch has no drafts."""
-        self._drafting: tuple[Drafter, str] | None = None
-        """The last drafter and kind, until a plain decode step follows."""
+        self._drafting = ""
+        """The kind of the last drafts, until a plain decode step follows."""
         self._hidden = HiddenRows(context, states, self._drafters, policy, slots)
         self.hidden_drafters = self._hidden.drafters
         """Their states must be copied, freed and saved with the trunk's."""
-        self._timer = StepTimer(context, policy.times)
+        self._shape = (0, 0)
+        """Sequences of the last step and rows of all of them, if it decoded."""
+        self._alike = 0
+        """Steps before it of the same shape. The first of a shape may build a graph, and the second may have
+        it captured."""
+        self._behind = 0
+        """Sequences of the last step, if it was a plain one that nothing of drafts has slowed down."""
         self._overtaken = False
         """Whether the next batch was proposed before the last one is verified."""
         self._quiet = 0
@@ -79,8 +87,6 @@ class Speculator:
         sequences."""
         self._is_quiet = False
         """Whether the batch is such a step."""
-        self._waited = True
-        """Whether the host waited for the previous batch; otherwise the device may still be computing it."""
         self._stats: Mapping[str, DrafterStats] = {}
         """The last published statistics. Any thread may read them, so each update is a new object."""
         self._publish()
@@ -148,13 +154,11 @@ class Speculator:
         if self._is_quiet:
             self._quiet -= 1
             return
-        started = self._clock()
         self._n, self._quiet, self._proposal = len(chunks), 0, None
         if not self._alive.issuperset(sequences := [chunk.sequence for chunk in chunks]):
             self._alive.update(sequences)
             self._policy.request_begins()
-        if self.hidden_drafters:
-            self._hidden.choose(max(1, len(self._alive)), self._cooldown)
+        self._choose_rows()
         if batch.prompt_tokens:
             for health in self._drafters:  # a new text is searched without delay
                 health.fruitless = 0
@@ -162,12 +166,14 @@ class Speculator:
             return
         if self._n <= self._slots and (requests := self._requests(chunks)):
             self._propose(batch, requests)
-        if self._proposal is not None:
-            self._proposal.started = started
-            self._proposal.seconds = self._clock() - started - self._proposal.rollback
-        elif all(chunk.count == 1 for chunk in chunks):
+        if self._proposal is None and all(chunk.count == 1 for chunk in chunks):
             self._quiet = min(QUIET, *map(self._wait, self._drafters))
+            self._choose_rows()
             self._publish()  # `verify` does not publish in quiet steps without hidden rows
+
+    def _choose_rows(self) -> None:
+        if self.hidden_drafters:
+            self._hidden.choose(max(1, len(self._alive)), self._cooldown)
 
     def _wait(self, health: DrafterHealth) -> int:
         """Steps until it is worth asking a drafter."""
@@ -179,7 +185,7 @@ class Speculator:
 
     def _cooldown(self, health: DrafterHealth, n: int) -> int:
         """Steps left in which a drafter does not draft for `n` sequences, since it failed or did not pay."""
-        return max(health.disabled.left(health.now), self._policy.cooldown(health.drafter, n))
+        return max(health.paused, self._policy.cooldown(health.drafter, n))
 
     def _requests(self, chunks: list[Chunk]) -> list[DraftRequest]:
         """One request for each chunk; empty if no draft may have a token, as a sampled one always follows."""
@@ -189,7 +195,9 @@ class Speculator:
             limit = sequence.limit - len(sequence.tokens) - 1 if slot < self._slots else 0
             if (horizon := sequence.sampler.horizon) is not None:
                 limit = min(limit, horizon - 1)
-            requests.append(DraftRequest(sequence, slot, max(0, limit)))
+            requests.append(
+                DraftRequest(sequence, slot, max(0, min(limit, self._states.longest_draft(chunk))))
+            )
         return requests if any(request.limit for request in requests) else []
 
     def _propose(self, batch: Batch, requests: list[DraftRequest]) -> None:
@@ -197,15 +205,13 @@ class Speculator:
         options = [o for health in self._drafters if (o := self._option(health, requests, found))]
         if not options:
             return
-        alone, slot = len(requests) == 1, requests[0].slot
         step = Step(
             [chunk.count for chunk in batch.chunks],
             batch.draft_room,
             self._most_rows,
-            rewinds=self._states.rewinds(slot, alone=alone),
-            keeps_graph=self._states.keeps_graph(slot) if alone else 0,
-            shape=self._timer.shape,
-            owners=[] if alone else [request.sequence for request in requests],
+            owners=[request.sequence for request in requests],
+            rewinds=self._states.rewinds(requests[0].slot, alone=len(requests) == 1),
+            shape=self._shape,
         )
         if (plan := self._policy.choose(options, step)) is not None:
             self._carry_out(batch, plan, requests, found, exceeds_snapshots=max(plan.lengths) > step.rewinds)
@@ -215,7 +221,7 @@ class Speculator:
     ) -> Option | None:
         """What a drafter may draft in this step; an instant drafter's drafts go to `found`."""
         drafter, n = health.drafter, len(requests)
-        if n > drafter.most or health.disabled.left(health.now):
+        if n > drafter.most or health.paused:
             return None
         if not (drafter.instant or all(request.sequence.generated for request in requests)):
             return None  # a first token must not wait for a drafter that has to read the prompt
@@ -270,8 +276,7 @@ class Speculator:
             return
         health.fruitless = 0
         kinds = [draft.kind if chunk.draft else "" for chunk, draft in zip(batch.chunks, drafts, strict=True)]
-        now = self._clock()
-        self._proposal = Proposal(health, kinds, exceeds_snapshots, now - started, now)
+        self._proposal = Proposal(health, plan, kinds, exceeds_snapshots, self._clock() - started)
 
     def _begin(self, batch: Batch, health: DrafterHealth, requests: list[DraftRequest]) -> list[list[int]]:
         """The tokens of drafts of a drafter that is not instant. If they need not be known before they are
@@ -280,13 +285,7 @@ class Speculator:
         if guesses.context is None or not all(one.sequence.sampler.takes_any for one in requests):
             return guesses.read()
 
-        def read() -> list[list[int]]:
-            tokens = guesses.read()
-            if (proposal := self._proposal) is not None:
-                proposal.seconds = self._clock() - proposal.started - proposal.rollback
-            return tokens
-
-        batch.guesses = Guesses(read, guesses.context, guesses.rows)
+        batch.guesses = guesses
         drafted = zip(requests, guesses.rows, strict=True)
         return [[UNREAD] * min(one.limit, len(rows)) for one, rows in drafted]
 
@@ -295,21 +294,19 @@ class Speculator:
     def verify(self, batch: Batch, sampled: Sequence[SampleResult], seconds: float) -> list[int]:
         """Roll wrong drafts back and update the policy; return the tokens that each chunk's slot holds now.
 
-        `seconds` is the time from the launch to the last token.
+        `seconds` is the time since the last token of the step before.
         """
         chunks = batch.chunks
         if not self._drafters:
             return [chunk.start + chunk.count for chunk in chunks]
-        alone, self._waited = self._waited, batch.n_rows > 0
-        if self._overtaken:
+        before, self._behind = self._behind, 0
+        if self._overtaken or (self._is_quiet and not self._hidden.collects):
             self._overtaken = False
-            self._timer.skip()
-            if batch.is_decode and alone:
-                self._policy.times.undrafted(len(chunks), seconds)
+            n = self._behind = len(chunks) if batch.is_decode else 0
+            self._shape, self._alike = (n, n), 0
+            if before == n > 0:
+                self._policy.times.took(n, "", 0, seconds, self._policy.times.of(n, n))
             return [chunk.start + chunk.count for chunk in chunks]
-        if self._is_quiet and not self._hidden.collects:
-            self._timer.skip()
-            return [chunk.start + 1 for chunk in chunks]
         if self._hidden.collects:
             self._hidden.collect(batch, sampled, len(self._alive))
         if self._proposal is not None:
@@ -317,7 +314,7 @@ class Speculator:
         else:
             held = [chunk.start + chunk.count for chunk in chunks]
         try:
-            self._learn(batch, sampled, seconds if alone else None)
+            self._learn(batch, sampled, seconds)
         except Exception as error:
             self._fail(error)
         self._publish()
@@ -325,7 +322,7 @@ class Speculator:
 
     def abandon(self) -> None:
         """Discard the proposal for a batch that could not be computed; llama.cpp may have no graph now."""
-        self._timer.shape = (0, 0)
+        self._shape = (0, 0)
 
     def _roll_back(self, proposal: Proposal, chunk: Chunk, new: SampleResult) -> int:
         """Keep the accepted part of a draft if rollback allows; return the tokens that the slot holds."""
@@ -344,57 +341,52 @@ class Speculator:
             self._hidden.rolled_back(slot, held)
         return held
 
-    def _learn(self, batch: Batch, sampled: Sequence[SampleResult], seconds: float | None) -> None:
-        """`seconds` is None if they include time of the previous batch."""
+    def _learn(self, batch: Batch, sampled: Sequence[SampleResult], seconds: float) -> None:
         chunks, n, proposal, policy = batch.chunks, len(batch.chunks), self._proposal, self._policy
         decodes = all(chunk.decodes for chunk in chunks)
-        one_pass = policy.times.ragged or len({chunk.n_tokens for chunk in chunks}) == 1
-        shape = (n, batch.n_tokens) if decodes and one_pass else (0, 0)
-        built, captured = self._timer.book(shape, seconds)
-        spent = seconds or 0.0
+        before, self._shape = self._shape, (n, batch.n_tokens) if decodes else (0, 0)
+        self._alike = self._alike + 1 if self._shape == before else 0
+        timed = decodes and before != (0, 0)  # behind a prompt the time includes the prompt's
         if proposal is not None:
-            drafter = proposal.health.drafter
+            drafter, plan = proposal.health.drafter, proposal.plan
             for chunk, new, kind in zip(chunks, sampled, proposal.kinds, strict=True):
                 if kind:
-                    drafted, right = len(chunk.draft), new.accepted
-                    proposal.health.stats.add(drafted, right)
-                    chunk.sequence.drafts.add(drafted, right)
-                    policy.verified(drafter, kind, n, drafted, right, chunk.sequence if n > 1 else None)
+                    proposal.health.stats.add(drafted := len(chunk.draft), new.accepted)
+                    chunk.sequence.drafts.add(drafted, new.accepted)
+                    policy.verified(drafter, kind, chunk.sequence, drafted, new.accepted)
             if proposal.exceeds_snapshots:
                 policy.rollback.add(proposal.rollback)
-            self._drafting = drafter, max(filter(None, proposal.kinds), key=proposal.kinds.count)
-            depth = max(len(chunk.draft) for chunk in chunks)
-            if isinstance(drafter, HiddenDrafter):
-                drafter.took(sum(map(bool, proposal.kinds)), depth, proposal.seconds)
-            # a prompt is read only once, so that time does not predict the cost of the next draft
-            expected = drafter.cost(n, depth)
-            spent += min(proposal.seconds, 2 * expected) if expected else proposal.seconds
-            spent += proposal.rollback
-            if n == 1 and not drafter.instant:  # nor does the time to build a graph that is kept
-                graph = policy.times.building if built else policy.times.capturing
-                spent = max(spent / 2, spent - graph.value * (built or captured))
+            self._drafting = max(filter(None, proposal.kinds), key=proposal.kinds.count)
+            policy.changes.add(float(self._shape != before))
+            steady, as_planned = self._alike >= CAPTURED, plan.lengths == [len(one.draft) for one in chunks]
+            if timed and as_planned and (steady or drafter.instant):
+                pure = seconds - proposal.rollback - (0.0 if steady else policy.times.known.change)
+                policy.times.took(n, drafter.name, plan.depth, pure, plan.seconds)
         elif batch.is_decode:
-            self._drafting = None
-        if self._drafting is not None and decodes and seconds is not None:
+            self._drafting = ""
+        if timed and self._drafting:
             tokens = sum(len(new.tokens) for new in sampled)
-            policy.add(*self._drafting, n, tokens, spent)
+            policy.spent(self._drafting, n, tokens, seconds, proposal.plan if proposal else None)
+        for kind in self._hidden.kinds(n) if timed and not self._drafting else ():
+            policy.prepared(kind, n, seconds)
 
     # --- warming up ----------------------------------------------------------------------------------------
 
     def measure(
         self,
         rehearse: Callable[[int, int], float],
+        pace: Callable[[int], float | None],
         seconds: float,
         prompt: tuple[int, float] | None = None,
         known: StepTimesRecord | None = None,
     ) -> None:
-        """Time drafts, and verifications of more and more rows for about `seconds` (`StepTimer.rehearse`).
+        """Time drafts, and verifications of more and more rows for about `seconds` (`StepTimes.rehearse`).
         Times of verifications that are `known` from an earlier start (`step_times`) are not measured.
 
         `rehearse(n, rows)` computes a batch with `rows` arbitrary tokens of each of `n` sequences, a row of
-        logits each, empties the slots again, and returns the seconds that the batch took.
+        logits each, empties the slots again, and returns the seconds that the batch took. `pace(n)`: see
+        there.
         """
-        self._timer.start()
         if known is not None:
             self._policy.times.take(known)
         else:
@@ -404,14 +396,19 @@ class Speculator:
                 few = n == 1 or n <= self._slots
                 return few and rows <= longest and n * rows <= self._most_rows
 
-            self._timer.rehearse(rehearse, fits, seconds, self._clock, prompt)
+            self._policy.times.rehearse(rehearse, pace, fits, seconds, self._clock, prompt)
         for health in self._drafters:
             health.call(None, health.drafter.measure)
         self._publish()
 
     def step_times(self) -> StepTimesRecord:
-        """The current step times, for the next start."""
-        return self._policy.times.dump()
+        """The times that were measured at the start, for the next one."""
+        return self._policy.times.known
+
+    def told(self) -> str:
+        """What decides about drafts, for the log: times and budgets."""
+        costs = {one.name: one.costs for one in self.hidden_drafters}
+        return f"{self._policy}; seconds of a first and a further token {costs}"
 
     # --- ended sequences and statistics --------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class CellAllocator:
 
     def append(self, sequence: int, count: int) -> None:
         """Append `count` tokens to a sequence. Raises ValueError if there are fewer free cells."""
-        if count > self.free:
+        if self.used + count > self.total:
             raise ValueError(f"{count} cells are wanted, {self.free} are free")
         chain = self._chains.setdefault(sequence, [])
         if not chain or chain[-1].owners > 1:

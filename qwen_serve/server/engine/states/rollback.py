@@ -53,6 +53,12 @@ class Rollback:
         decoded again."""
         return max(self._context.n_operands - 1, self._snapshots(slot) if alone else 0, 0)
 
+    def longest(self, chunk: Chunk) -> int:
+        """Longest draft of a chunk that can be taken back."""
+        if chunk.slot < len(self._ids) or self._always_by_device:
+            return chunk.sequence.limit
+        return max(0, self._context.n_operands - chunk.count)
+
     def keeps_graph(self, slot: int) -> int:
         """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph."""
         return max(self._device_copies if slot < LONE_SLOTS else 0, self.rewinds(slot))

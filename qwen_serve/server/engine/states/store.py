@@ -57,11 +57,6 @@ class StateStore:
         """Number of tokens that an id holds."""
         return self.cells.length(sequence)
 
-    def appended(self, batch: Batch) -> None:
-        """Count the tokens of a batch that llama.cpp computes in their slots."""
-        for chunk in batch.chunks:
-            self.cells.append(chunk.slot, chunk.n_tokens)
-
     def copy(self, source: int, target: int) -> None:
         """Make `target`, which is empty, a copy of `source` that shares its cells and state."""
         self._context.copy(source, target)
@@ -80,8 +75,9 @@ class StateStore:
             self.deferred.in_turn(partial(self._free_reading, drafter, sequence))
 
     def clear(self) -> None:
-        """Empty all ids and clear the contents of their cells."""
+        """Empty all ids and clear the contents of their cells. Waits for the device."""
         self.deferred.clear_up()
+        self._context.wait()
         self._context.clear(data=True)
         for drafter in self.hidden_drafters:
             drafter.clear()
@@ -116,10 +112,9 @@ class StateStore:
         decoded again."""
         return self._rollback.rewinds(slot, alone=alone)
 
-    def keeps_graph(self, slot: int) -> int:
-        """Longest draft, in a step of this slot alone, after which llama.cpp can reuse its graph, whether the
-        draft was right or wrong."""
-        return self._rollback.keeps_graph(slot)
+    def longest_draft(self, chunk: Chunk) -> int:
+        """Longest draft of a chunk that can be taken back."""
+        return self._rollback.longest(chunk)
 
     def checkpoint(self, batch: Batch) -> None:
         """Keep the states that a batch's drafts may roll back to; call this before the batch is launched.

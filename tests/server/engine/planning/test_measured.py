@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.gguf import read_header
@@ -19,7 +17,7 @@ from qwen_serve.server.engine.planning.measured import Buffers, Measured, Record
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.settings import EngineSettings
-from qwen_serve.server.engine.speculation.times import StepTimer, StepTimes
+from qwen_serve.server.engine.speculation.times import StepTimes
 from qwen_serve.server.engine.warmup import time_prompt
 from tests.server.engine.helpers import Question, ask_all, running
 
@@ -29,17 +27,17 @@ def measurings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Says each time that something is measured; the file is the test's own."""
     monkeypatch.setenv("QWEN_SERVE_CACHE", str(tmp_path))
     done: list[str] = []
-    steps = StepTimer.rehearse
+    steps = StepTimes.rehearse
 
-    def watched_steps(*arguments: object) -> None:
+    def watched_steps(*arguments: object, **more: object) -> None:
         done.append("steps")
-        steps(*arguments)  # type: ignore[arg-type]
+        steps(*arguments, **more)  # type: ignore[arg-type]
 
     def watched_prompt(*arguments: object) -> float:
         done.append("prompt")
         return time_prompt(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(StepTimer, "rehearse", watched_steps)
+    monkeypatch.setattr(StepTimes, "rehearse", watched_steps)
     monkeypatch.setattr("qwen_serve.server.engine.warmup.time_prompt", watched_prompt)
     return done
 
@@ -52,7 +50,7 @@ def test_the_next_start_measures_nothing(
         first = asyncio.run(ask_all(engine, [question]))
     assert measurings == ["prompt", "steps"]
     with caplog.at_level(logging.INFO), running(nano_q4_k_m, speculation="ngram") as engine:
-        assert engine.components.speculator.step_times().ratios
+        assert engine.components.speculator.step_times().table
         assert asyncio.run(ask_all(engine, [question])) == first
     assert measurings == ["prompt", "steps"], "once"
     assert "start: plan " in caplog.text
@@ -89,7 +87,7 @@ def test_another_setting_is_measured_anew(
     assert measurings[0] == "prompt"
 
 
-OLDER = f'{{"prompt_seconds": 0.5, "step_times": {StepTimes().dump().model_dump_json()}}}'
+OLDER = '{"token_seconds": 0.5, "step_times": {"building": {"value": 0}, "plain": {}, "ratios": {}}}'
 """As servers before this one left it."""
 
 
@@ -129,7 +127,7 @@ def test_each_kind_of_start_has_its_own(
     settings, spec = EngineSettings(model=model), ModelSpec.from_header(read_header(model))
     one, more = RecordFile(Measured, settings, spec, []), RecordFile(Measured, settings, spec, [], number=1)
     longer = RecordFile(Measured, settings.replace(ctx_size=4096), spec, [])
-    measured = Measured(token_seconds=0.5, step_times=StepTimes().dump())
+    measured = Measured(token_seconds=0.5, step_times=StepTimes().known)
     one.write(measured)
     assert [file.read() for file in (one, more, longer)] == [measured, None, None]
     assert RecordFile(Buffers, settings, spec, []).read() is None
@@ -157,27 +155,6 @@ def test_the_next_start_rehearses_nothing(
         plan_memory(settings.replace(parallel=3), header)
     with pytest.raises(pytest.fail.Exception):
         plan_memory(settings.replace(remember=False), header)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(1, 20), st.integers(1, 300), st.floats(1e-4, 1.0), st.booleans(), st.booleans()
-        ),
-        max_size=60,
-    )
-)
-def test_times_come_back_as_they_were(added: list[tuple[int, int, float, bool, bool]]) -> None:
-    before, after = StepTimes(), StepTimes()
-    for n, rows, seconds, built, captured in added:
-        before.add(n, rows, seconds, built=built, captured=captured and not built)
-    record = before.dump()
-    after.take(type(record).model_validate_json(record.model_dump_json()))
-    assert after.dump() == record
-    before.take(record)  # answers that were kept for a while are worked out anew
-    for n, rows in ((1, 1), (1, 7), (2, 3), (8, 2), (16, 16)):
-        assert after.of(n, rows) == before.of(n, rows)
-    assert (after.moving, after.leaving) == (before.moving, before.leaving)
 
 
 def test_a_log_that_tells_no_buffers_is_an_error(

@@ -162,6 +162,13 @@ def test_hidden_states_of_the_head_are_planned(card: Any) -> None:
             range(96, 128),
             range(2),
         ),
+        (
+            {"speculation": "mtp", "parallel": 64, "draft_parallel": 32, "operands": 4},
+            range(64),
+            range(64, 66),
+            range(66, 98),
+            range(2),
+        ),
         ({"speculation": "ngram", "parallel": 64}, range(64), range(64, 80), range(80, 112), range(2)),
         ({"speculation": "off"}, range(8), range(8, 8), range(8, 40), range(0)),
         ({"prefix_cache": False}, range(8), range(8, 16), range(16, 16), range(2)),

@@ -63,7 +63,7 @@ class ScriptedWorld(World):
             assert held == tuple(chunk.sequence.tokens[: chunk.start])
             end = chunk.start + chunk.count
             self.context.held[chunk.slot] = (*held, *chunk.sequence.tokens[len(held) : end])
-        self.scheduler.reserve(batch)
+        self.scheduler.launched(batch)
         results = [
             SampleResult([self.script[chunk.sequence][chunk.sequence.generated]] if chunk.samples else [])
             for chunk in batch.chunks

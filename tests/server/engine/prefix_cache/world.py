@@ -30,6 +30,7 @@ class World:
         budget: int = 64,
         draft_rows: int = 0,
         policy: SchedulingPolicy = "fcfs",
+        ends: frozenset[int] = frozenset(),
         **cache: Any,
     ) -> None:
         self.context = FakeContext(total_cells)
@@ -47,6 +48,7 @@ class World:
             cache=self.cache,
             draft_rows=draft_rows,
             policy=policy,
+            ends=ends,
         )
         self.computed = 0
         """Tokens decoded so far, prompts and answers."""
@@ -70,7 +72,7 @@ class World:
             assert held == tuple(sequence.tokens[: chunk.start]), "it would go on from something else"
             self.context.held[chunk.slot] = (*held, *sequence.tokens[len(held) : len(held) + chunk.count])
         self.computed += batch.n_tokens
-        self.scheduler.reserve(batch)
+        self.scheduler.launched(batch)
         self.scheduler.commit(
             batch,
             [

@@ -17,17 +17,12 @@ class HostRows:
     """A row that a sampler is about to choose from."""
 
     def __init__(self, sampler: Sampler, logits: np.ndarray[Any, Any]) -> None:
-        [request] = sampler.requests((), -1)
-        self._row = logits
-        self._results = None if request.sampler is None else sample_rows([request], [logits])
+        asked = sampler.constrained(())
+        masks = [] if asked is None else asked[0].masks(asked[1])
+        self._results = sample_rows(sampler.requests((), -1, masks), [logits])
 
     def result(self, row: int) -> RowResult:
-        assert self._results is not None
         return self._results[row]
-
-    def whole(self, row: int) -> np.ndarray[Any, Any]:
-        assert row == 0
-        return self._row.copy()
 
 
 def choose(sampler: Sampler, logits: np.ndarray[Any, Any]) -> int:

@@ -219,9 +219,9 @@ def by_the_book(params: SamplingParams, logits: np.ndarray[Any, Any], allowed: M
 def test_the_choice_is_that_of_a_row_without_the_others(
     share: float, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With our sampler, and with llama.cpp's."""
+    """With our sampler, and with the one in numpy."""
     if not native:
-        monkeypatch.setattr("qwen_serve.server.engine.sampling.draw.HAS_ROW_SAMPLER", False)
+        monkeypatch.setattr("qwen_serve.llamacpp.row_sampler.HAS_ROW_SAMPLER", False)
     rng = np.random.default_rng(7)
     for trial in range(100):
         logits = np.full(1024, -1e9, np.float32)

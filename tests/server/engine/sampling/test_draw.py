@@ -1,22 +1,19 @@
 """Parameters and samplers: choices from known logits, and the same choices for the same seed."""
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from qwen_serve.llamacpp import Context, Model, SamplerChain
+from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.row_results import NO_LOGPROBS, RowResult, Status
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
 from qwen_serve.server.engine.sampling.constraint import Constraint
-from qwen_serve.server.engine.sampling.processors import Penalties
 from qwen_serve.server.engine.sampling.rows import Rows
 from qwen_serve.server.engine.sampling.thinking import ThinkingLimits, ThinkingWatch
 from qwen_serve.server.engine.verification import sample
@@ -104,26 +101,7 @@ def test_presence_and_frequency_see_the_output_only() -> None:
     assert chosen == [5, 5, 6, 5]
 
 
-def test_penalties_equal_their_definition() -> None:
-    rng = np.random.default_rng(0)
-    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.2)
-    prompt, output = rng.integers(0, 200, 50), rng.integers(0, 200, 300)
-    penalties = Penalties(params, 200, prompt.tolist())
-    for length, token in enumerate([*output.tolist(), 0]):
-        logits = rng.normal(size=200).astype(np.float32)
-        expected = logits.copy()
-        for i in range(200):
-            count = int((output[:length] == i).sum())
-            if count or i in prompt:
-                expected[i] = expected[i] / 1.3 if expected[i] > 0 else expected[i] * 1.3
-            if count:
-                expected[i] -= 0.7 - 0.2 * count
-        penalties.apply(logits)
-        np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
-        penalties.accept(token)
-
-
-# --- with llama.cpp's samplers, on the logits of a real context ---------------------------------------------
+# --- on the logits of a real context ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -160,32 +138,6 @@ def test_draws_follow_the_distribution(context: Context, model: Model) -> None:
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=0.03)
 
 
-def test_a_chain_draws_what_llama_cpp_draws_whatever_the_number_of_candidates() -> None:
-    """Its buffer is reused for fewer candidates and grows for more. Its input is not changed."""
-    rng = np.random.default_rng(0)
-    ours = SamplerChain([("top_k", 20), ("temp_ext", 0.8, 0.0, 1.0), ("top_p", 0.9, 1), ("dist", 5)])
-    theirs = C.llama_sampler_chain_init(C.llama_sampler_chain_default_params())
-    for part in (
-        C.llama_sampler_init_top_k(20),
-        C.llama_sampler_init_temp(0.8),
-        C.llama_sampler_init_top_p(0.9, 1),
-        C.llama_sampler_init_dist(5),
-    ):
-        C.llama_sampler_chain_add(theirs, part)
-    for n in [64, 64, 3, 64, 1, 2000, 64, 1024, 1025, *[64] * 100]:
-        ids = rng.permutation(5000)[:n].astype(np.int32)
-        logits = rng.normal(0, 2, n).astype(np.float32)
-        before = ids.copy(), logits.copy()
-        data = (C.llama_token_data * n)(*zip(ids.tolist(), logits.tolist(), [0.0] * n, strict=True))
-        array = C.llama_token_data_array(data=data, size=n, selected=-1, sorted=False)
-        C.llama_sampler_apply(theirs, ctypes.byref(array))
-        assert ours.draw(ids, logits) == data[array.selected].id
-        assert np.array_equal(ids, before[0])
-        assert np.array_equal(logits, before[1])
-    ours.close()
-    C.llama_sampler_free(theirs)
-
-
 def test_temperature_comes_before_top_p(context: Context, model: Model) -> None:
     # Probabilities 0.5, 0.3, 0.2 become 0.66, 0.24, 0.11 at temperature 0.5: top_p 0.85 then keeps two.
     params = SamplingParams(temperature=0.5, top_p=0.85, seed=1)
@@ -208,7 +160,6 @@ def test_the_same_seed_draws_the_same(context: Context, model: Model) -> None:
         return draw(context, model, SamplingParams(temperature=1.0, seed=seed), logits, 40)
 
     assert drawn(7) == drawn(7) != drawn(8)
-    assert drawn(2**32 - 1) == drawn(2**32 - 1), "llama.cpp's own number for a random seed"
     assert drawn(-1) == drawn(-1)
     assert drawn(None) != drawn(None)
 
@@ -255,11 +206,6 @@ class Chosen:
 
     def result(self, row: int) -> RowResult:
         return RowResult(5 + row, *NO_LOGPROBS, Status.OK, 0)
-
-    def whole(self, row: int) -> npt.NDArray[np.float32]:
-        logits = np.zeros(10, np.float32)
-        logits[5 + row] = 1
-        return logits
 
 
 def test_a_constraint_that_fails_where_thoughts_end_fails_its_own_request() -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Filters, RowRequest, RowSampler, sample_rows
 from qwen_serve.server.engine import Engine, GenerateRequest, Generation, SamplingParams, ThinkingLimits
-from qwen_serve.server.engine.sampling.logprobs import Logprobs, log_softmax
+from qwen_serve.server.engine.sampling.logprobs import Logprobs
+from tests.logits import log_softmax
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -269,35 +269,9 @@ async def test_preemption_loses_none(nano_f32: Path, reference: Reference) -> No
         assert engine.stats().preemptions > 0, "nobody was preempted: this proves nothing"
 
 
-def test_log_softmax_of_large_logits_and_of_none() -> None:
-    logits = np.array([1000.0, 999.0, -1e30], np.float32)
-    assert np.exp(log_softmax(logits)).sum() == pytest.approx(1)
-    assert log_softmax(logits)[0] == pytest.approx(-np.log(1 + np.exp(-1)))
-    assert logits[0] == 1000
-    for bad in (np.nan, np.inf):
-        with pytest.raises(FloatingPointError):
-            log_softmax(np.array([0.0, bad], np.float32))
-
-
 @pytest.mark.parametrize("value", [-1, 21])
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
 def test_how_many_may_be_asked_for(field: str, value: int) -> None:
     fields: dict[str, Any] = {field: value}
     with pytest.raises(ValueError, match=f"^{field} is {value}; it must be from 0 to 20"):
         SamplingParams(**fields)
-
-
-def test_equal_ones_are_ranked_by_their_ids() -> None:
-    """By our sampler, and on rows of a llama.cpp without it."""
-    logits = (-np.arange(1024) / 64).astype(np.float32)
-    logits[500:700] = 2
-    found = Logprobs(SamplingParams(logprobs=5), 1000)
-    for token in (500, 501, 502):
-        found.add(logits, token)
-    if HAS_ROW_SAMPLER:
-        sampler = RowSampler(Filters(("best",)), 1000)
-        requests = [RowRequest(sampler, n_top=5, scored=token) for token in (500, 501, 502)]
-        results = sample_rows(requests, [logits] * 3)
-        found.tokens += [results[i] for i in range(3)]
-    assert {at.rank: at.token for at in found.tokens} == {1: 500, 2: 501, 3: 502}
-    assert all(at.best.tolist() == [500, 501, 502, 503, 504] for at in found.tokens)

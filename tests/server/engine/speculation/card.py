@@ -129,19 +129,24 @@ class States:
         self.card, self.snapshots, self.copied = card, snapshots, copied
         self.deferred = DeferredReads(cast("Any", card))
         self.held: dict[int, int] = {}
+        self.operands = False
+        """Whether rows of any number of sequences are taken back without a copy."""
         self.copies = 0
         self.freed: list[int] = []
         self._way = ""
 
     def rewinds(self, slot: int, *, alone: bool = True) -> int:
-        return self.snapshots if alone else 0
+        return self.snapshots if alone or self.operands else 0
 
     def keeps_graph(self, slot: int) -> int:
         return max(self.snapshots, self.copied if self.card.build >= COPY else 0)
 
+    def longest_draft(self, chunk: Chunk) -> int:
+        return chunk.sequence.limit
+
     def checkpoint(self, batch: Batch) -> None:
         alone, longest = len(batch.chunks) == 1, max(len(chunk.draft) for chunk in batch.chunks)
-        self._way = "snapshot" if alone and longest <= self.rewinds(0) else "copy"
+        self._way = "snapshot" if longest <= self.rewinds(0, alone=alone) else "copy"
         if self._way == "copy" and not (alone and longest <= self.keeps_graph(0)):
             self._way = "cell"
             for chunk in batch.chunks:
@@ -173,10 +178,10 @@ class Head(HiddenDrafter):
 
     name, most = "mtp", 1
 
-    def __init__(self, card: Card, seconds: float, depth: int) -> None:
+    def __init__(self, card: Card, seconds: Callable[[int, int], float], depth: int) -> None:
         super().__init__(cast("Any", None), 512, SLOTS)
         self.right, self.seconds, self.depth = 1.0, seconds, depth
-        self.kinds = {"mtp": 0.7}
+        self.kinds = {"mtp": 0.9}
         self.rounds = 0
         self.error: Exception | None = None
         self.reads = 0.0
@@ -191,12 +196,12 @@ class Head(HiddenDrafter):
             raise self.error
         rounds = max(request.limit for request in requests)
         self.rounds += rounds
-        self._card.now += rounds * self.seconds + self.reads
+        self._card.now += self.seconds(len(requests), rounds) + self.reads
         self.reads = 0.0
         return Guesses(lambda: [[1] * request.limit for request in requests])
 
     def cost(self, n: int, depth: int) -> float:
-        return depth * self.seconds
+        return self.seconds(n, depth)
 
     def measure(self) -> None:
         pass
@@ -213,7 +218,7 @@ class World:
         build: float = 0.0,
         capture: float = 0.0,
         snapshots: int = 0,
-        draft: float = 0.6e-3,
+        draft: float | Callable[[int, int], float] = 0.6e-3,
         deepest: int = 8,
         ngram: bool = False,
         copies: bool = True,
@@ -225,8 +230,9 @@ class World:
         """The start is `held_up`: its passes take so many times as long as later ones."""
         self.card = Card(table, build=build, capture=capture, ragged=ragged)
         self.states = States(self.card, snapshots, deepest if copies else 0)
-        self.head, self.rng = Head(self.card, draft, deepest), random.Random(seed)
-        self.policy = Policy(StepTimes(ragged=ragged))
+        cost = draft if callable(draft) else lambda n, depth: depth * draft
+        self.head, self.rng = Head(self.card, cost, deepest), random.Random(seed)
+        self.policy, self.done = Policy(StepTimes(ragged=ragged)), 0.0
         self.ngram = NgramDrafter(63, slots)
         self.speculator = Speculator(
             cast("Any", self.card),
@@ -238,10 +244,10 @@ class World:
             clock=self.card.clock,
         )
         self.card.held_up = held_up
-        self.speculator.measure(self.rehearse, 4.0)
+        self.speculator.measure(self.rehearse, self.pace, 4.0)
         self.card.held_up = 1.0
         self.sequences = [self.newcomer(slot) for slot in range(n)]
-        self.card.now, self.tokens = 0.0, 0
+        self.card.now, self.done, self.tokens = 0.0, 0.0, 0
         self.rights: dict[int, float] = {}
         """How often drafts are right, by slot; others' are as often as the head's."""
         self.lengths: list[int] = []
@@ -269,6 +275,7 @@ class World:
         self.speculator.propose(batch)
         self.card.now += PREFILL
         [one.computed] = self.speculator.verify(batch, [SampleResult([1])], PREFILL)
+        self.done = self.card.now
         one.tokens.append(1)
         one.status, self.card.moved = RequestStatus.DECODE, True  # there is no graph for one row
         self.sequences.append(one)
@@ -297,7 +304,9 @@ class World:
             while right < len(chunk.draft) and self.rng.random() < chance:
                 right += 1
             sampled.append([*chunk.draft[:right], self.rng.randrange(ANYONE)])
-        held = self.speculator.verify(batch, [*map(SampleResult, sampled)], self.card.decode(batch))
+        self.card.decode(batch)
+        since, self.done = self.card.now - self.done, self.card.now
+        held = self.speculator.verify(batch, [*map(SampleResult, sampled)], since)
         for chunk, new, length in zip(batch.chunks, sampled, held, strict=True):
             chunk.sequence.tokens += new
             chunk.sequence.computed = length
@@ -328,10 +337,18 @@ class World:
         """The gain of a lone sequence at the best of fixed depths, and that depth; graphs are there."""
         plain, draft = self.card.table(1, 1), self.head.seconds
         gains = [
-            (sum(right**i for i in range(d + 1)) * plain / (self.card.table(1, 1 + d) + d * draft), d)
+            (
+                sum(right**i for i in range(d + 1))
+                * plain
+                / (self.card.table(1, 1 + d) + (draft(1, d) if d else 0)),
+                d,
+            )
             for d in depths
         ]
         return max(gains)
+
+    def pace(self, n: int) -> float | None:
+        return None
 
     def rehearse(self, n: int, rows: int) -> float:
         batch = Batch(draft_room=2000)

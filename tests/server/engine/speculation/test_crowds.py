@@ -15,6 +15,7 @@ from tests.server.engine.speculation.test_mtp import running as text
 
 CROWDS: dict[str, tuple[int, dict[str, Any]]] = {
     "8": (8, {"draft_always": True, "mtp_depth": 4}),
+    "8, longer than operands reach": (8, {"draft_always": True, "mtp_depth": 6, "operands": 4}),
     "16": (16, {"draft_always": True, "mtp_depth": 3, "prefix_cache": False}),
     "16, without an unequal pass": (16, {"draft_always": True, "mtp_depth": 2, "ubatch_size": 32}),
     "16, what pays": (16, {}),

@@ -249,9 +249,9 @@ async def test_a_prompt_that_is_cached_is_drafted_from_in_its_first_step(nano_f3
         expected = await ask(engine, Question(prompt, 8))
         launch = engine.components.runner.launch
 
-        def watched(batch: Batch) -> Launched:
+        def watched(batch: Batch, behind: None) -> Launched:
             drafts.extend(chunk.draft for chunk in batch.chunks)
-            return launch(batch)
+            return launch(batch, behind)
 
         engine.components.runner.launch = watched  # type: ignore[method-assign, assignment]
         assert await ask(engine, Question(prompt, 8)) == expected

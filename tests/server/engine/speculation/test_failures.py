@@ -126,7 +126,7 @@ def test_a_batch_that_was_not_computed_leaves_nothing_behind() -> None:
 def test_a_measurement_that_fails_is_counted_and_no_more() -> None:
     world = on_h200()
     world.head.measure = Mock(side_effect=LlamaError("no"))  # type: ignore[method-assign]
-    world.speculator.measure(world.rehearse, 0.1)
+    world.speculator.measure(world.rehearse, world.pace, 0.1)
     assert world.speculator.stats()["mtp"].failed == 1
     assert world.gain(50) > 2
 
@@ -144,7 +144,7 @@ def test_what_was_published_does_not_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["can_draft", "begin", "cost", "took", "collect", "rolled_back", "pause", "forget"]
+    "method", ["can_draft", "begin", "cost", "collect", "rolled_back", "pause", "forget"]
 )
 def test_whatever_a_head_raises_costs_drafts_alone(method: str) -> None:
     for index in range(30):

@@ -48,7 +48,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, told)
 
     context = engine.components.context
-    tell(engine.components.runner, "launch", lambda batch: f"launch {batch.n_tokens}")
+    tell(engine.components.runner, "launch", lambda batch, _: f"launch {batch.n_tokens}")
     steps = engine._step_loop  # noqa: SLF001 - when it sends tokens off is the subject
     tell(steps, "_flush", lambda: "tell" if engine._unsent else "")  # noqa: SLF001 - seen between two steps
     tell(context, "wait", lambda: "wait")

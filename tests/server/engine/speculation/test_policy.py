@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.request import RequestStatus
 from qwen_serve.server.engine.speculation.acceptance import DEPTHS, Acceptance
-from qwen_serve.server.engine.speculation.always import Always
-from qwen_serve.server.engine.speculation.cooldown import Cooldown
+from qwen_serve.server.engine.speculation.budget import (
+    FIRST,
+    MOST,
+    RATE,
+    REST_FIRST,
+    REST_LAST,
+    TRIAL,
+    Budget,
+)
 from qwen_serve.server.engine.speculation.hidden_rows import COLLECT
-from qwen_serve.server.engine.speculation.policy import COOLDOWN_FIRST, Option, Policy, Step
+from qwen_serve.server.engine.speculation.policy import Option, Policy, Step
 from qwen_serve.server.engine.speculation.speculator import SPARSE
 from qwen_serve.server.engine.speculation.times import StepTimes
 from qwen_serve.server.engine.verification import SampleResult
@@ -27,6 +34,11 @@ def stand_in(chance: float = 0.999, *, seconds: float = 0.0, depth: int = 127, i
     drafter = Mock(instant=instant, most=16, depth=depth, kinds={"sure": chance})
     drafter.cost = lambda n, length: length * seconds
     return drafter
+
+
+def step(pending: list[int], room: int, most: int, **more: Any) -> Step:
+    """A step of sequences of their own."""
+    return Step(pending, room, most, [*range(len(pending))], **more)
 
 
 def card_times(weights: float = 4.0, row: float = 0.1) -> StepTimes:
@@ -41,13 +53,13 @@ def card_times(weights: float = 4.0, row: float = 0.1) -> StepTimes:
     ("chance", "least", "most"), [(0.01, 0, 0), (0.5, 1, 8), (0.9, 8, 40), (1.0, 127, 127)]
 )
 def test_doubtful_drafts_are_short_and_hopeless_ones_are_none(chance: float, least: int, most: int) -> None:
-    plan = Policy(card_times()).choose([Option(stand_in(chance), ["sure"], [127])], Step([1], 512, 512))
+    plan = Policy(card_times()).choose([Option(stand_in(chance), ["sure"], [127])], step([1], 512, 512))
     assert least <= (plan.lengths[0] if plan else 0) <= most
 
 
 def test_where_a_row_costs_as_much_as_a_step_nothing_is_drafted() -> None:
     times = card_times(weights=0.1, row=4)
-    assert Policy(times).choose([Option(stand_in(0.9), ["sure"], [64])], Step([1], 512, 512)) is None
+    assert Policy(times).choose([Option(stand_in(0.9), ["sure"], [64])], step([1], 512, 512)) is None
 
 
 def test_the_instant_drafter_is_preferred_where_it_is_as_good() -> None:
@@ -55,7 +67,7 @@ def test_the_instant_drafter_is_preferred_where_it_is_as_good() -> None:
         Option(stand_in(0.9, seconds=0.5e-3, instant=False), ["sure"], [8]),
         Option(text := stand_in(0.9), ["sure"], [64]),
     ]
-    plan = Policy(card_times()).choose(options, Step([1], 512, 512))
+    plan = Policy(card_times()).choose(options, step([1], 512, 512))
     assert plan is not None
     assert plan.drafter is text
 
@@ -63,8 +75,8 @@ def test_the_instant_drafter_is_preferred_where_it_is_as_good() -> None:
 def test_redoing_what_was_right_is_part_of_the_price() -> None:
     lengths = []
     for rewinds in (0, 64):
-        step = Step([1], 512, 512, rewinds=rewinds)
-        plan = Policy(card_times(row=0.4)).choose([Option(stand_in(0.8), ["sure"], [64])], step)
+        one = step([1], 512, 512, rewinds=rewinds)
+        plan = Policy(card_times(row=0.4)).choose([Option(stand_in(0.8), ["sure"], [64])], one)
         lengths.append(plan.lengths[0] if plan else 0)
     assert lengths[0] < lengths[1]
 
@@ -79,8 +91,8 @@ def test_redoing_what_was_right_is_part_of_the_price() -> None:
 def test_plans_keep_to_what_there_is(mix: list[tuple[int, int]], chance: float, room: int, most: int) -> None:
     pending, limits = [own for own, _ in mix], [limit for _, limit in mix]
     option = Option(stand_in(chance), ["sure" if limit else "" for limit in limits], limits)
-    for policy in (Policy(card_times()), Always(card_times())):
-        plan = policy.choose([option], Step(pending, room, most))
+    for policy in (Policy(card_times()), Policy(card_times(), always=True)):
+        plan = policy.choose([option], step(pending, room, most))
         if plan is not None:
             assert 0 < sum(plan.lengths) <= min(room, most - sum(pending))
             assert all(length <= limit for length, limit in zip(plan.lengths, limits, strict=True))
@@ -89,10 +101,10 @@ def test_plans_keep_to_what_there_is(mix: list[tuple[int, int]], chance: float, 
 def test_always_drafts_as_far_as_it_can() -> None:
     text, head = stand_in(0.01), stand_in(0.01, seconds=9.0, instant=False)
     options = [Option(text, ["", "sure"], [0, 60]), Option(head, ["sure"] * 2, [8, 8])]
-    plan = Always(StepTimes()).choose(options, Step([1, 3], 100, 100))
+    plan = Policy(StepTimes(), always=True).choose(options, step([1, 3], 100, 100))
     assert plan is not None
     assert (plan.drafter, plan.lengths) == (text, [0, 48])
-    plan = Always(StepTimes()).choose(options[1:], Step([1, 3], 100, 100))
+    plan = Policy(StepTimes(), always=True).choose(options[1:], step([1, 3], 100, 100))
     assert plan is not None
     assert (plan.drafter, plan.lengths) == (head, [8, 8])
 
@@ -108,7 +120,7 @@ def test_hit_rates_are_learnt_by_depth(truth: list[float]) -> None:
     expected = np.cumsum(np.cumprod(truth))
     assert [rates.expected(n) for n in (1, 2, 3, 4)] == pytest.approx(expected, abs=0.3)
     assert rates.expected(0) == 0
-    assert rates.all_right(4) == pytest.approx(np.prod(truth), abs=0.2)
+    assert rates.right(4)[-1] == pytest.approx(np.prod(truth), abs=0.2)
 
 
 def test_depths_never_tried_are_taken_for_the_one_before() -> None:
@@ -122,7 +134,7 @@ def test_depths_never_tried_are_taken_for_the_one_before() -> None:
 def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None:
     """The time to a first token includes the prompt's, so it says nothing about a token's time."""
     world = on_h200()
-    known = world.speculator.step_times()
+    known = str(world.policy.times)
     one = world.newcomer(0)
     one.prompt_length, one.computed, one.status = len(one.tokens), 0, RequestStatus.PREFILL
     for count, sampled, seconds in ((one.pending - 1, [], 0.001), (1, [1], 0.08)):
@@ -131,40 +143,61 @@ def test_a_step_behind_a_prompt_that_nobody_waited_for_teaches_nothing() -> None
         batch.placements = [Placement(list(range(count)))]
         world.speculator.propose(batch)
         [one.computed] = world.speculator.verify(batch, [SampleResult(sampled)], seconds)
-    assert world.speculator.step_times() == known
+    assert str(world.policy.times) == known
     one.tokens.append(1)
     one.status, world.sequences = RequestStatus.DECODE, [one]
     world.gain(20)
-    assert world.speculator.step_times() != known
+    assert str(world.policy.times) != known
 
 
-def test_each_loss_lengthens_the_cooldown_and_a_gain_ends_it() -> None:
-    cooldown, lengths = Cooldown(2, 50), list[int]()
-    assert cooldown.left(0) == 0
-    for now in range(0, 400, 100):
-        cooldown.begin(now)
-        assert cooldown.lost
-        lengths.append(cooldown.left(now))
-        assert cooldown.left(now + 60) == 0
+def test_what_drafts_lose_is_a_bounded_share_of_the_steps() -> None:
+    """Each draft loses two steps."""
+    budget, lost, steps = Budget(), 0.0, 20_000
+    for now in range(steps):
+        if not budget.wait(now):
+            budget.spend(now, 2.0)
+            lost += 2.0
+    assert lost <= FIRST + TRIAL + 2.0 + RATE * steps
+
+
+def test_drafts_that_gain_go_on_in_spite_of_what_they_took_at_first() -> None:
+    budget = Budget()
+    budget.spend(0, FIRST + TRIAL - 0.5)
+    assert budget.wait(1) == 0, "they have begun"
+    for now in range(1, 60):
+        budget.spend(now, -1.0)
+    steps = 0
+    while not budget.wait(60 + steps):
+        budget.spend(60 + steps, 1.0 + RATE)
+        steps += 1
+    assert steps == pytest.approx(MOST + TRIAL, abs=1), "no more of what they gained is kept"
+
+
+def test_what_prepares_a_draft_is_paid_with_it() -> None:
+    budget, other = Budget(), Budget()
+    for _ in range(16):
+        budget.owe(0.1)
+    assert budget.wait(0) == 0
+    budget.spend(0, 20.0)
+    other.spend(0, 20.0)
+    assert budget.wait(0) == pytest.approx(other.wait(0) + 1.6 / RATE, abs=1)
+
+
+def test_rests_grow_until_drafts_gain_and_a_new_request_ends_one() -> None:
+    budget, lengths = Budget(), list[int]()
+    now = 0
+    for _ in range(5):
+        budget.rest(now)
+        lengths.append(budget.wait(now))
+        now += lengths[-1]
+        assert budget.wait(now) == 0
     assert lengths == sorted(lengths)
-    assert (lengths[0], lengths[-1]) == (2, 50)
-    cooldown.end()
-    assert not cooldown.lost
-    cooldown.begin(7)
-    assert cooldown.left(7) == 2
-
-
-def test_a_request_that_begins_ends_a_cooldown_of_which_a_part_is_over() -> None:
-    cooldown = Cooldown(40, 100)
-    cooldown.begin(100)
-    cooldown.retry_early(100)
-    assert cooldown.left(110) == 30
-    cooldown.retry_early(130)
-    assert cooldown.left(130) == 0
-    cooldown.begin(200, most=60)
-    assert cooldown.left(200) == 60, "that is enough"
-    cooldown.begin(300, least=100)
-    assert cooldown.left(300) == 100
+    assert (lengths[0], lengths[-1]) == (REST_FIRST, REST_LAST)
+    budget.spend(now, -2 * MOST)
+    budget.rest(now)
+    assert budget.wait(now) == REST_FIRST
+    budget.wake(now)
+    assert budget.wait(now) == 0
 
 
 def test_no_hidden_rows_are_collected_during_a_long_cooldown() -> None:
@@ -194,26 +227,8 @@ def test_acceptance_follows_a_text_that_changes_and_early_errors_far_down_fade()
     for _ in range(60):
         rates.add(1, 0)
     assert rates.expected(1) < 0.5
-    rates.retry()
-    for _ in range(4):
-        rates.add(1, 1)
-    assert rates.expected(1) > 0.6
-
-
-def test_a_retry_goes_on_as_long_as_nothing_was_wrong() -> None:
-    """Earlier results outweigh one right draft."""
-    policy, head = Policy(card_times(row=1.5)), stand_in(0.3, depth=8)
-    for _ in range(100):
-        policy.verified(head, "sure", 1, 1, 0)
-    option, step = Option(head, ["sure"], [8]), Step([1], 512, 512)
-    assert policy.choose([option], step) is None
-    policy.now += COOLDOWN_FIRST
-    for _ in range(3):
-        plan = policy.choose([option], step)
-        assert plan is not None
-        policy.verified(head, "sure", 1, plan.lengths[0], plan.lengths[0])
-    policy.verified(head, "sure", 1, 2, 0)
-    assert policy.choose([option], step) is None
+    rates.at(500)
+    assert rates.expected(1) > 0.9, "nothing was drafted for long"
 
 
 def test_a_head_that_cools_down_is_not_planned_for() -> None:
@@ -230,12 +245,18 @@ def test_a_drafter_that_was_unlucky_at_first_drafts_again_while_another_drafts()
     block = Mock(instant=False, depth=15, kinds={"dflash": 0.85})
     block.name, block.cost.return_value = "dflash", 1.7e-3
     options = [Option(block, ["dflash"], [15]), Option(world.head, ["mtp"], [8])]
-    step = Step([1], 200, 200, rewinds=15, keeps_graph=15)
+    one = Step([1], 200, 200, [None], rewinds=15)
     for _ in range(2):
-        world.policy.verified(block, "dflash", 1, 15, 0)
-        world.policy.verified(world.head, "mtp", 1, 4, 3)
-    plans = [world.policy.choose(options, step) for _ in range(100)]
-    drafters = [plan.drafter for plan in plans if plan is not None]
+        world.policy.verified(block, "dflash", None, 15, 0)
+        world.policy.verified(world.head, "mtp", None, 4, 2)
+    drafters = []
+    for _ in range(200):
+        world.policy.now += 1
+        plan = world.policy.choose(options, one)
+        if plan is not None:
+            drafters.append(plan.drafter)
+            if plan.drafter is world.head:
+                world.policy.verified(world.head, "mtp", None, 4, 2)
     assert drafters[0] is world.head
     assert block in drafters[10:]
 
@@ -287,9 +308,8 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     world.head.right = 0.0
     world.gain(100)
     for kind in ("match-3", "match-6"):
-        for _ in range(60):
-            world.policy.add(world.ngram, kind, 1, 1, 1.0)  # far longer than a step
-        assert world.policy.record(world.ngram, kind, 1).cooldown.left(world.policy.now) > 500
+        world.policy.spent(kind, 1, 1, 1.0)  # far longer than a step
+        assert kind not in world.policy.allowed(world.ngram, 1)
     [one] = world.sequences
     copied = [*range(10**6, 10**6 + match)]
     one.tokens += [*copied, *range(10**6 + 500, 10**6 + 600), *copied]
@@ -299,27 +319,35 @@ def test_a_text_that_is_copied_does_not_wait_for_matches_by_chance(match: int, d
     assert bool(draft) is drafts
 
 
-def test_what_loses_by_its_results_is_given_up_for_longer_each_time() -> None:
+def test_what_loses_by_its_results_is_given_up_at_that_load_alone() -> None:
     policy, head = Policy(card_times()), stand_in()
-    plain, cooldowns = policy.times.of(1, 1), list[int]()
-    for _ in range(4):
-        steps = 0
-        while not policy.cooldown(head, 1):
-            policy.add(head, "sure", 1, 1, 3 * plain)
-            steps += 1
-        assert steps < 20
-        assert not policy.cooldown(head, 8), "crowds are judged apart"
-        cooldowns.append(policy.cooldown(head, 1))
-        policy.now += cooldowns[-1]
-    assert cooldowns == sorted(cooldowns)
-    assert cooldowns[-1] > 4 * cooldowns[0]
+    plain, steps = policy.times.plain(1), 0
+    while not policy.cooldown(head, 1):
+        policy.spent("sure", 1, 1, 3 * plain)
+        steps += 1
+    assert steps < 20
+    assert not policy.cooldown(head, 8), "loads are judged apart"
 
 
 def test_what_pays_goes_on() -> None:
     policy, head = Policy(card_times()), stand_in()
     for _ in range(200):
-        policy.add(head, "sure", 1, 2, 1.9 * policy.times.of(1, 1))
+        policy.spent("sure", 1, 2, 1.9 * policy.times.plain(1))
         assert not policy.cooldown(head, 1)
+
+
+def test_one_request_does_not_decide_for_another() -> None:
+    """Acceptance is each request's own, and goes with it."""
+    policy, head = Policy(card_times()), stand_in(0.9, seconds=0.2e-3, instant=False, depth=8)
+    for _ in range(40):
+        policy.verified(head, "sure", "bad", 4, 0)
+    option = Option(head, ["sure"], [8])
+    for owner, drafts in (("bad", False), ("new", True), ("bad", False)):
+        plan = policy.choose([option], Step([1], 99, 99, [owner]))
+        assert (plan is not None) is drafts
+        policy.request_begins()
+    policy.forget("bad")
+    assert policy.choose([option], Step([1], 99, 99, ["bad"])) is not None
 
 
 def test_who_has_no_draft_costs_the_others_a_pass() -> None:
@@ -329,7 +357,7 @@ def test_who_has_no_draft_costs_the_others_a_pass() -> None:
     assert times.passes([64, 1]) == pytest.approx(1e-3 * (4 + 0.2) + 1e-3 * (4 + 6.3))
     drafter = stand_in()
     option = Option(drafter, ["sure", *[""] * 7], [3] + [0] * 7)
-    assert Policy(times).choose([option], Step([1] * 8, 999, 999)) is None
-    alone = Policy(times).choose([Option(drafter, ["sure"], [3])], Step([1], 999, 999))
+    assert Policy(times).choose([option], step([1] * 8, 999, 999)) is None
+    alone = Policy(times).choose([Option(drafter, ["sure"], [3])], step([1], 999, 999))
     assert alone is not None
     assert alone.lengths == [3]

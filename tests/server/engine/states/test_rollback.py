@@ -103,7 +103,8 @@ class Program:
 
     def __init__(self, context: Context, seed: int, log: pytest.LogCaptureFixture) -> None:
         self.context, self.rng, self.log = context, random.Random(seed), log
-        rollback = range(SLOTS, 2 * SLOTS)
+        copies = self.rng.choice([0, 1, SLOTS]) if context.n_operands else SLOTS
+        rollback = range(SLOTS, SLOTS + copies)
         self.store = StateStore(context, SLOTS, rollback, device_copies=self.rng.choice([0, 3, 20]))
         self.texts: dict[int, list[int]] = {}
         self.spares: dict[int, list[int]] = {}
@@ -141,6 +142,9 @@ class Program:
             text = self.texts.setdefault(slot, [])
             new = self.some(rng.choice([1, 2, 2, 3, 5, 9, 9, 40]))
             drafted = rng.randrange(len(new)) if rng.random() < 0.7 else 0
+            chunk_of(probe := Batch(), slot, text, new[: len(new) - drafted], [])
+            if drafted > self.store.longest_draft(probe.chunks[0]):
+                drafted = 0
             chunk_of(batch, slot, text, new[: len(new) - drafted], new[len(new) - drafted :])
             parts[slot] = len(text), new
         self.store.checkpoint(batch)
@@ -149,8 +153,8 @@ class Program:
         rows, cells = decode(self.context, parts, drafts), self.store.cells
         reports = [found for record in self.log.records if (found := REPORT.search(record.getMessage()))]
         assert int(reports[0][1]) == cells.used
-        self.store.appended(batch)
         for chunk in batch.chunks:
+            cells.append(chunk.slot, chunk.n_tokens)
             slot, (start, new) = chunk.slot, parts[chunk.slot]
             accepted = rng.randint(0, len(chunk.draft))
             text = self.texts[slot]
@@ -228,7 +232,7 @@ def test_a_lone_sequence_keeps_its_graph(model: Model) -> None:
             chunk_of(batch, 0, text, waiting, draft)
             states.checkpoint(batch)
             decode(context, {0: (len(text), [*waiting, *draft])})
-            states.appended(batch)
+            states.cells.append(0, batch.n_tokens)
             accepted = rng.randrange(len(draft) + 1)
             right = [*waiting, *draft[:accepted]]
             kept = len(text) + len(right)

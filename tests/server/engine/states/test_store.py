@@ -86,7 +86,8 @@ def test_llama_cpp_has_as_many_cells_occupied(
         context.decode(batch.n_tokens)
         found = [match for record in caplog.records if (match := REPORT.search(record.getMessage()))]
         assert int(found[0][1]) == cells.used
-        states.appended(batch)
+        for slot in slots:
+            cells.append(slot, count)
 
     for _ in range(80):
         sequence, other = rng.sample(range(N_SEQ), 2)
