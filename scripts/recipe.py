@@ -1,14 +1,13 @@
 """``python scripts/recipe.py``: a searched recipe for a model of the family that is too large to probe."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from script import run
 
@@ -19,7 +18,7 @@ from qwen_serve.bench.terminal import Table
 from qwen_serve.common.files import replacing
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.recipes import Evidence, load_recipe
-from qwen_serve.convert.search.groups import Type, read_layout
+from qwen_serve.convert.search.groups import Layout, Type, read_layout
 from qwen_serve.convert.search.record import Record, is_record
 from qwen_serve.convert.search.search import HEADER_EXTRA
 from qwen_serve.convert.search.target import Target, parse_size, spell_size
@@ -27,11 +26,6 @@ from qwen_serve.convert.search.transfer import Costs
 from qwen_serve.convert.search.write import as_recipe, write_recipe
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from qwen_serve.convert.search.groups import Layout
 
 NOTE = (
     "Computed, not measured: the larger model is taken to lose in each role, at each depth, what the probed "

@@ -1,7 +1,5 @@
 """LoRA adapters of random checkpoints, in PEFT's format, and the checkpoints merged with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import defaultdict

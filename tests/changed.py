@@ -5,8 +5,6 @@ unless these are many. If there are none, all tests of that folder run. `make te
 elsewhere.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import subprocess

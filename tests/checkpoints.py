@@ -1,7 +1,5 @@
 """Random checkpoints of the official Qwen3.5 layout, small enough to write in milliseconds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """GGUFs of the bundled nano model, converted once and shared by test sessions until their source changes."""
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc
@@ -15,18 +13,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import certifi
 import pytest
 from hypothesis import HealthCheck, settings
 
+from qwen_serve.llamacpp import Model
 from tests import upcycling
 from tests.drafters import converted, some_tokens, with_own_vocabulary
 from tests.upcycling import upcycle
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Model
 
 ROOT = Path(__file__).parent.parent
 NANO = ROOT / "models" / "nano"

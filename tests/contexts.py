@@ -1,7 +1,5 @@
 """Options of a context with reproducible results: F32, one thread, no flash attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from qwen_serve.llamacpp import ContextOptions

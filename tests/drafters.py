@@ -1,7 +1,5 @@
 """The bundled block drafter with its own head for some of nano's tokens, in both published layouts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A server with the part of the Hugging Face hub's protocol that downloading a model needs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The held-out items of models/nano as chats, as the reference implementation received them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

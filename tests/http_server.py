@@ -1,14 +1,10 @@
 """A server of the standard library in a thread of its own, on a free port, for tests that script bytes."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class JsonHandler(BaseHTTPRequestHandler):

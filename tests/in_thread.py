@@ -1,16 +1,12 @@
 """An aiohttp server in a thread of its own, on a free port."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 import threading
-from typing import TYPE_CHECKING, Self
+from types import TracebackType
+from typing import Self
 
 from aiohttp import web
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 
 class ServedInThread:

@@ -1,17 +1,12 @@
 """Next-token distributions of a GGUF, and their divergence."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from qwen_serve.llamacpp.evaluation import Batch, EvalContext, Runtime
 
 import numpy as np  # isort: skip  (after llama_cpp: see llamacpp/__init__.py)
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 
 def gguf_log_probabilities(

@@ -1,7 +1,5 @@
 """Marks the cases of a test that are quick."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """nano as a quantized checkpoint: FP8, GPTQ with activation order, AWQ, compressed-tensors, modelopt."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make check` finds the tests of a file."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

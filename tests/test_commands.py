@@ -5,8 +5,6 @@ page asks of a large model is asked of nano, and of fewer requests (`SMALLER`); 
 card, a network or another product has its reason (`ELSEWHERE`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -16,10 +14,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -32,9 +30,6 @@ from qwen_serve.server.settings import Settings
 from tests.processes import run
 from tests.server.serving import ServerProcess
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "models/nano/README.md"]

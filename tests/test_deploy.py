@@ -1,7 +1,5 @@
 """deploy/ without Docker or a cluster: its files agree with the server."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The documentation builds as a site, with no broken link, and has every setting and metric."""
 
-from __future__ import annotations
-
 import errno
 import html
 import os

@@ -1,7 +1,5 @@
 """A fresh clone works without an installation: the doors start the package's programs, make serves nano."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

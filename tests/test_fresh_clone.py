@@ -1,7 +1,5 @@
 """The commands of the pages that make models, in one fresh clone, in any order: none is in another's way."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Issue forms name existing options; workflows are valid, and their steps are scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

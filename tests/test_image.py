@@ -1,7 +1,5 @@
 """Dockerfile.cpu, executed: every step in a chroot of Debian packages, then its server (make test-image)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

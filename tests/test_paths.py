@@ -1,7 +1,5 @@
 """Pages, workflows, the Makefile and Dockerfiles name paths that git has."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 from fnmatch import fnmatch

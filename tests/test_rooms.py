@@ -1,7 +1,5 @@
 """Rules of imports: rooms depend on each other in one direction, and only one package uses the C API."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Container, Iterable, Iterator

@@ -1,7 +1,5 @@
 """`small` fits a card of 4 GB: the server's own memory plan for the shapes of Qwen3.5-4B, without weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

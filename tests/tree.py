@@ -1,7 +1,5 @@
 """What git has. A path on the disk may be left over, or not added."""
 
-from __future__ import annotations
-
 import subprocess
 from functools import cache
 from pathlib import Path

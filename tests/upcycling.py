@@ -7,8 +7,6 @@ model still speaks as the dense one does, while each choice of the router shows 
 experts are stored fused, those of the MTP block one by one.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Waiting in tests: for a condition, never for a fixed time."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable

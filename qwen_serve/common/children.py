@@ -1,19 +1,14 @@
 """Child processes that end with their parent."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""

@@ -1,20 +1,15 @@
 """Writes files that are complete or absent, and opens only regular files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import glob
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PART = ".part"
 """Suffix of a folder that has a file until the file is complete."""

@@ -6,26 +6,20 @@ huggingface_hub itself downloads an interrupted file from its beginning (2.4 rem
 only sizes.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.file_download import http_get, repo_folder_name
+from huggingface_hub.hf_api import ModelInfo, RepoSibling
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # a lazy import
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from huggingface_hub.hf_api import ModelInfo, RepoSibling
-
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -8,15 +8,10 @@ not:
   then wait for ever, and so does the end of the program, which joins them.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

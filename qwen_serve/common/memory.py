@@ -1,7 +1,5 @@
 """Memory that the C library keeps after it was freed."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import suppress
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -25,25 +27,19 @@ from qwen_serve.convert.errors import CheckpointError, ConvertError
 from qwen_serve.convert.gguf_file import write_file
 from qwen_serve.convert.metadata import add_general
 from qwen_serve.convert.safetensors import StoredTensor, read_header
-from qwen_serve.convert.source import resolve_config
+from qwen_serve.convert.source import Source, resolve_config
 from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerprint
 from qwen_serve.convert.tensors import (
     EMBEDDING,
     OUTPUT,
+    FloatType,
     PlannedTensor,
+    Rule,
     TensorPlan,
     check_weight_type,
     expected_tensors,
 )
-from qwen_serve.convert.transforms import tile_columns
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.tensors import FloatType, Rule
-    from qwen_serve.convert.transforms import Array
+from qwen_serve.convert.transforms import Array, tile_columns
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_LAYER = ".base_layer.weight"

@@ -8,25 +8,18 @@ of `X.weight.nested_quant_map`, times `X.weight.nested_absmax` of a block of the
 (`QuantState`, `dequantize_4bit`), which rounds the products to the model's type; here they stay F32.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from qwen_serve.convert.dequantize import Dequantized, RowWise, Scales, decoded, signed
+from qwen_serve.convert.dequantize import Dequantized, Grid, RowWise, Scales, decoded, signed
 from qwen_serve.convert.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
-    from qwen_serve.convert.dequantize import Grid
-    from qwen_serve.convert.safetensors import StoredTensor
+from qwen_serve.convert.safetensors import StoredTensor
 
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")

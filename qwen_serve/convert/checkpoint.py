@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +19,6 @@ from qwen_serve.convert.floats import to_f32
 from qwen_serve.convert.prequantized import method_of, with_weights
 from qwen_serve.convert.safetensors import StoredTensor, read_header
 from qwen_serve.convert.stages import file_digest, fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 SMALL_SHARD = 64_000_000  # bytes; a shard up to this size is hashed quickly
 HEAD_CHUNK = 1 << 20  # elements of embedding and head that are compared at a time

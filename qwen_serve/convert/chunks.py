@@ -1,22 +1,14 @@
 """Cuts text into chunks of equal length, as llama.cpp's imatrix and perplexity tools do."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.llamacpp.evaluation import Batch
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from qwen_serve.llamacpp.evaluation import EvalContext
-    from qwen_serve.llamacpp.model import Model
-    from qwen_serve.llamacpp.probe import Floats
+from qwen_serve.llamacpp.evaluation import Batch, EvalContext
+from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.probe import Floats
 
 CHUNK_SIZE = 512
 

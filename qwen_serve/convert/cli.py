@@ -1,14 +1,13 @@
 """The converter's command line: flags to `Options`, errors to one line."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from qwen_serve.convert.adapter import convert_adapter, is_adapter
 from qwen_serve.convert.cards import BANDWIDTH
@@ -24,17 +23,12 @@ from qwen_serve.convert.pipeline import Pipeline
 from qwen_serve.convert.recipes import Recipe, known_recipes, load_recipe
 from qwen_serve.convert.search import Target
 from qwen_serve.convert.search.target import spell_size
-from qwen_serve.convert.source import resolve
+from qwen_serve.convert.source import Source, resolve
 from qwen_serve.convert.tensors import FLOAT_TYPES, FloatType
 from qwen_serve.convert.vision import VISION_TYPES
 from qwen_serve.convert.whole_model import UnquantizedFile
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.convert.source import Source
 
 DEFAULT_SOURCE = "Qwen/Qwen3.5-4B"
 DEFAULT_QUANT = "Q4_K_M"

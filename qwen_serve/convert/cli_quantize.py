@@ -1,18 +1,13 @@
 """llama-quantize's flags: accepts those with the same meaning here, and names the equivalent of others."""
 
-from __future__ import annotations
-
 import argparse
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.recipes import TENSOR_TYPES, Override, Recipe
 from qwen_serve.convert.search.target import parse_size
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 OTHERS = {
     "--allow-requantize": "a quantized file is refused as a source: give --src the F16, BF16 or F32 file",

@@ -1,7 +1,5 @@
 """Values of flags: each function parses one, and says what would be right."""
 
-from __future__ import annotations
-
 import argparse
 from math import isfinite
 from typing import Final

@@ -5,14 +5,10 @@ intended is worse than none. Other keys are named, and ignored as in transformer
 configurations of qwen3_5 and qwen3_5_moe, and llama.cpp's src/models/qwen35.cpp and qwen35moe.cpp.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from qwen_serve.convert.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 READ = frozenset(
     [

@@ -6,14 +6,10 @@ missing keys. Of the outer level it reads whether embedding and head are tied, i
 `text_config` decides that, too.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from qwen_serve.convert.config_keys import READ
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 TIED, INNER = "tie_word_embeddings", "text_config"
 

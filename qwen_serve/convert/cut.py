@@ -1,7 +1,5 @@
 """The parts that are cut from a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from qwen_serve.convert.prune import label

@@ -10,20 +10,17 @@ utils/packing_utils.py, compressed-tensors' compressors, of which `weight * scal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.floats import to_f32
 from qwen_serve.convert.safetensors import WEIGHT_TYPES, StoredTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from numpy.typing import NDArray
 
 WORD = 32
 """Bits of a word into which codes are packed."""

@@ -9,31 +9,24 @@ layouts are supported: the authors' (z-lab) and that of vLLM's speculators libra
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 
 from qwen_serve.convert.checkpoint import Checkpoint, read_json, read_tensors, shard_stamps
 from qwen_serve.convert.draft_config import DraftConfig
 from qwen_serve.convert.errors import CheckpointError, ConvertError
 from qwen_serve.convert.gguf_file import write_file
 from qwen_serve.convert.metadata import FILE_TYPES, add_attention, add_general, add_rope, add_tokenizer
-from qwen_serve.convert.safetensors import TABLE_TYPES
+from qwen_serve.convert.safetensors import TABLE_TYPES, StoredTensor
+from qwen_serve.convert.source import Source
 from qwen_serve.convert.stages import file_digest, fingerprint
-from qwen_serve.convert.tensors import PlannedTensor, TensorPlan, check_weight_type
+from qwen_serve.convert.tensors import FloatType, PlannedTensor, Shape, TensorPlan, check_weight_type
 from qwen_serve.convert.vocab import Vocab
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from qwen_serve.convert.safetensors import StoredTensor
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.tensors import FloatType, Shape
 
 ARCH = "dflash"
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")

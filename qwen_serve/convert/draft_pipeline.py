@@ -9,27 +9,23 @@ There is no importance matrix, since it gained nothing at four bits (docs/specul
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from qwen_serve.convert.draft import DraftCheckpoint, write_draft
 from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.options import Options
 from qwen_serve.convert.pipeline import CONVERTER_VERSION, HEADER_ROOM
 from qwen_serve.convert.quantize import quantize
+from qwen_serve.convert.recipes import Recipe
 from qwen_serve.convert.report import print_report, print_table, write_report
+from qwen_serve.convert.source import Source
 from qwen_serve.convert.stages import Output, StageRecord, fingerprint
-from qwen_serve.convert.tensors import plan_tensors
+from qwen_serve.convert.tensors import FloatType, plan_tensors
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.convert.options import Options
-    from qwen_serve.convert.recipes import Recipe
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.tensors import FloatType
 
 
 @dataclass(frozen=True)

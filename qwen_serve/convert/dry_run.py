@@ -1,29 +1,23 @@
 """The files that a run would write and their sizes, without reading a weight."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.gguf_file import write_header
+from qwen_serve.convert.options import Options
 from qwen_serve.convert.progress import size
 from qwen_serve.convert.prune import kept_layers
 from qwen_serve.convert.prune_vocab import kept_tokens
-from qwen_serve.convert.tensors import plan_tensors
+from qwen_serve.convert.recipes import Recipe
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.tensors import FloatType, plan_tensors
 from qwen_serve.convert.vocab import Vocab
+from qwen_serve.convert.whole_model import UnquantizedFile
 from qwen_serve.llamacpp.gguf import ALIGNMENT, read_header
 from qwen_serve.llamacpp.quantize import quantized_types
-
-if TYPE_CHECKING:
-    from qwen_serve.convert.options import Options
-    from qwen_serve.convert.recipes import Recipe
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.tensors import FloatType
-    from qwen_serve.convert.whole_model import UnquantizedFile
 
 
 def print_plan(source: Source, model: Checkpoint | UnquantizedFile, options: Options) -> None:

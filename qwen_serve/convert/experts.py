@@ -10,16 +10,9 @@ Two layouts are in use, and one checkpoint may have both, one in the trunk and t
 Both are converted to [experts, rows, columns].
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.errors import CheckpointError
-from qwen_serve.convert.safetensors import Joined, Piece
-
-if TYPE_CHECKING:
-    from qwen_serve.convert.checkpoint import Checkpoint
-    from qwen_serve.convert.safetensors import StoredTensor, TensorSource
+from qwen_serve.convert.safetensors import Joined, Piece, StoredTensor, TensorSource
 
 HALVES = {"gate_proj": 0, "up_proj": 1}
 

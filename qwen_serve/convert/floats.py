@@ -1,8 +1,6 @@
 """Conversions between F32, F16 and BF16, and to Q8_0. numpy has no bfloat16, so arrays hold its bits as
 uint16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gguf

@@ -5,18 +5,20 @@ so its place in the file is known. A few threads read, convert and write the dat
 reads and writes.
 """
 
-from __future__ import annotations
-
 import os
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
 from qwen_serve.common.interrupts import held
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.dequantize import Dequantized, Words
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.floats import RangeError, convert, first_not_finite, to_f32
@@ -24,17 +26,10 @@ from qwen_serve.convert.metadata import add_general, add_hyperparameters, add_to
 from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.prune_vocab import SOURCE_TOKENS, prune
 from qwen_serve.convert.safetensors import NUMPY_TYPES
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan
 from qwen_serve.convert.vocab import Vocab
 from qwen_serve.llamacpp.gguf import ALIGNMENT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.convert.checkpoint import Checkpoint
-    from qwen_serve.convert.config import ModelConfig
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.tensors import FloatType, PlannedTensor, TensorPlan
 
 CHUNK_ELEMENTS = 1 << 18  # half a megabyte, which fits the cache and is not mapped again each time
 DEFAULT_THREADS = min(4, os.cpu_count() or 1)

@@ -22,30 +22,25 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
 
+from qwen_serve.convert.checkpoint import Checkpoint
+from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.dequantize import Dequantized, Grid
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.safetensors import Joined
+from qwen_serve.convert.recipes import Recipe
+from qwen_serve.convert.safetensors import Joined, TensorSource
+from qwen_serve.convert.tensors import PlannedTensor, TensorPlan
+from qwen_serve.convert.whole_model import UnquantizedFile
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.llamacpp.quantize import quantized_types
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from qwen_serve.convert.checkpoint import Checkpoint
-    from qwen_serve.convert.config import ModelConfig
-    from qwen_serve.convert.recipes import Recipe
-    from qwen_serve.convert.safetensors import TensorSource
-    from qwen_serve.convert.tensors import PlannedTensor, TensorPlan
-    from qwen_serve.convert.whole_model import UnquantizedFile
 
 GRID_VERSION: Final = 2
 """Raise it when the same grid would be written differently."""

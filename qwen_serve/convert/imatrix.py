@@ -11,30 +11,24 @@ head.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 from gguf import GGUFReader, GGUFWriter
+from numpy.typing import NDArray
 
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
 from qwen_serve.convert.stages import replacing
-from qwen_serve.llamacpp.evaluation import EvalContext
+from qwen_serve.llamacpp.evaluation import ContextKind, EvalContext, Runtime
 from qwen_serve.llamacpp.gguf import read_header
-from qwen_serve.llamacpp.probe import Probe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from qwen_serve.llamacpp.evaluation import ContextKind, Runtime
-    from qwen_serve.llamacpp.probe import Floats, Routing
+from qwen_serve.llamacpp.probe import Floats, Probe, Routing
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 EXPERTS = ".ffn_down_exps.weight"  # gate and up projection are routed alike

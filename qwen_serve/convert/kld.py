@@ -8,29 +8,24 @@ over these. Its probability of all other tokens is reported, too.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qwen_serve.common.interrupts import held
 from qwen_serve.convert.chunks import decode_chunks, read_chunks
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
-from qwen_serve.llamacpp.evaluation import EvalContext
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from qwen_serve.llamacpp.evaluation import Runtime
-    from qwen_serve.llamacpp.model import Model
-    from qwen_serve.llamacpp.probe import Floats
+from qwen_serve.llamacpp.evaluation import EvalContext, Runtime
+from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.probe import Floats
 
 OWN: Final = "evaluation"
 """Name of the model's own text, which is of the kind of the calibration text."""

@@ -4,27 +4,21 @@ Key names and value types are those that llama.cpp reads (src/llama-arch.cpp, sr
 qwen35moe.cpp); names, licence and model-card fields follow gguf's own heuristics.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import gguf
 from gguf.utility import size_label
 
 from qwen_serve.convert.checkpoint import read_json
-from qwen_serve.convert.config import LINEAR, attention_factor_ratio
+from qwen_serve.convert.config import LINEAR, ModelConfig, attention_factor_ratio
+from qwen_serve.convert.draft_config import DraftConfig
 from qwen_serve.convert.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from qwen_serve.convert.config import ModelConfig
-    from qwen_serve.convert.draft_config import DraftConfig
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.tensors import FloatType, TensorPlan
-    from qwen_serve.convert.vocab import Vocab
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.tensors import FloatType, TensorPlan
+from qwen_serve.convert.vocab import Vocab
 
 FILE_TYPES: dict[str, gguf.LlamaFileType] = {
     "F32": gguf.LlamaFileType.ALL_F32,

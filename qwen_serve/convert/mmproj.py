@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from qwen_serve.convert.checkpoint import PREPROCESSOR_FILES
-from qwen_serve.convert.stages import MMPROJ, Output, fingerprint
+from qwen_serve.convert.checkpoint import PREPROCESSOR_FILES, Checkpoint
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.stages import MMPROJ, Output, StageRecord, fingerprint
 from qwen_serve.convert.tensors import VISION_PREFIX
-from qwen_serve.convert.vision import VisionTower, read_preprocessor, write_mmproj
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from qwen_serve.convert.checkpoint import Checkpoint
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.stages import StageRecord
-    from qwen_serve.convert.vision import VisionType
+from qwen_serve.convert.vision import VisionTower, VisionType, read_preprocessor, write_mmproj
 
 VERSION = 1
 """Part of the file's fingerprint: raise it whenever the same tower would be converted differently."""

@@ -1,19 +1,14 @@
 """Options of one run of the converter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from pathlib import Path
+from typing import Final, Literal, TypeAlias
 
+from qwen_serve.convert.recipes import Recipe
+from qwen_serve.convert.search import Target
+from qwen_serve.convert.tensors import FloatType
+from qwen_serve.convert.vision import VisionType
 from qwen_serve.llamacpp.evaluation import Runtime
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from qwen_serve.convert.recipes import Recipe
-    from qwen_serve.convert.search import Target
-    from qwen_serve.convert.tensors import FloatType
-    from qwen_serve.convert.vision import VisionType
 
 Method: TypeAlias = Literal["nearest", "compensated"]
 """How weights are rounded: independently, as in llama.cpp, or with error compensation."""

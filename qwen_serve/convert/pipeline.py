@@ -16,11 +16,14 @@ All quants share the outputs without a quant's name. A recipe that prunes layers
 and an imatrix of its own, named after what is pruned. The whole model writes the texts.
 """
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qwen_serve.convert.calibration import TEXT_VERSION, Purpose
 from qwen_serve.convert.checkpoint import Checkpoint
@@ -32,14 +35,17 @@ from qwen_serve.convert.gguf_file import write_gguf
 from qwen_serve.convert.grids import GRID_VERSION, Kept, has_grids
 from qwen_serve.convert.imatrix import Resume, check_fits, collect_imatrix
 from qwen_serve.convert.mmproj import Mmproj, left_out
+from qwen_serve.convert.options import Options
 from qwen_serve.convert.prune import kept_layers
 from qwen_serve.convert.prune_vocab import kept_tokens
 from qwen_serve.convert.quantize import DISTILLATION_VERSION, Rewriting, quantize
+from qwen_serve.convert.recipes import Recipe
 from qwen_serve.convert.report import Report, print_report, print_serving, print_table, write_report
 from qwen_serve.convert.search import (
     SEARCH_VERSION,
     Found,
     Paths,
+    Target,
     as_recipe,
     check_reach,
     evidence_of,
@@ -49,24 +55,13 @@ from qwen_serve.convert.search import (
     with_results,
     write_recipe,
 )
+from qwen_serve.convert.source import Source
 from qwen_serve.convert.split import split
 from qwen_serve.convert.stages import Output, StageRecord, file_digest, fingerprint
 from qwen_serve.convert.tensors import FloatType, TensorPlan, plan_tensors
 from qwen_serve.convert.vocab import Vocab
 from qwen_serve.convert.whole_model import UnquantizedFile
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from qwen_serve.convert.options import Options
-    from qwen_serve.convert.recipes import Recipe
-    from qwen_serve.convert.search import Target
-    from qwen_serve.convert.source import Source
 
 # Part of every base's fingerprint: raise it whenever the same checkpoint comes out differently.
 CONVERTER_VERSION = 3

@@ -13,11 +13,10 @@
 Which codes a weight has follows from its parts, which groups from their shapes.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from qwen_serve.convert import bitsandbytes
 from qwen_serve.convert.dequantize import (
@@ -35,9 +34,6 @@ from qwen_serve.convert.dequantize import (
 )
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.safetensors import WEIGHT_TYPES, StoredTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 CODES = ("F8_E4M3", "F8_E5M2", "I8")
 SCALE_TYPES = (*WEIGHT_TYPES, *SMALL_FLOATS)

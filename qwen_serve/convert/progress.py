@@ -1,16 +1,12 @@
 """Progress of long work: a bar with rate and remaining time on a terminal, plain lines elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NoReturn, Self, TextIO
+from types import TracebackType
+from typing import NoReturn, Self, TextIO
 
 from tqdm import tqdm
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 LINE_INTERVAL_S = 10.0
 RECENT_LINES = 3

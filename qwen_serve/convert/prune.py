@@ -5,16 +5,10 @@ whole groups keeps that pattern, on which llama.cpp's defaults and the published
 rest.
 """
 
-from __future__ import annotations
+from collections.abc import Collection
 
-from typing import TYPE_CHECKING
-
+from qwen_serve.convert.config import ModelConfig
 from qwen_serve.convert.errors import ConvertError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from qwen_serve.convert.config import ModelConfig
 
 
 def kept_layers(config: ModelConfig, dropped: Collection[int]) -> tuple[int, ...]:

@@ -6,22 +6,15 @@ A text whose tokens are all kept is tokenized identically, since all intermediat
 kept, too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
+from numpy.typing import NDArray
 
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.safetensors import Joined, Piece
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from qwen_serve.convert.safetensors import TensorSource
-    from qwen_serve.convert.vocab import Vocab
+from qwen_serve.convert.safetensors import Joined, Piece, TensorSource
+from qwen_serve.convert.vocab import Vocab
 
 REGULAR = int(gguf.TokenType.NORMAL)
 SPECIAL = (int(gguf.TokenType.CONTROL), int(gguf.TokenType.USER_DEFINED))

@@ -4,30 +4,25 @@
 interrupted, and its crash becomes an error message.
 """
 
-from __future__ import annotations
-
 import signal
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Final
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
 
 from qwen_serve.common.children import end_with_parent
 from qwen_serve.convert.compensation.file import compensate
 from qwen_serve.convert.errors import ConvertError
+from qwen_serve.convert.grids import Kept
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.progress import Progress
+from qwen_serve.convert.recipes import Recipe
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.quantize import quantize_file
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from multiprocessing.connection import Connection
-    from pathlib import Path
-
-    from qwen_serve.convert.grids import Kept
-    from qwen_serve.convert.recipes import Recipe
-    from qwen_serve.llamacpp.evaluation import Runtime
 
 DISTILLATION_VERSION: Final = 1
 """Raise it when the same file and text would be trained differently."""

@@ -3,8 +3,6 @@
 Recipes are the TOML files of `quant_recipes/`, whose README explains the keys and has the measurements.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import tomllib

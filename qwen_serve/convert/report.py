@@ -6,24 +6,20 @@ import hashlib
 import json
 import re
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qwen_serve.convert.compensation.errors import Errors, measure_errors
 from qwen_serve.convert.imatrix import FEW_ROWS, Coverage, Imatrix, expert_coverage
 from qwen_serve.convert.kld import OWN, Divergence, measure_divergence
 from qwen_serve.convert.progress import BYTES, Progress, size
-from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.convert.recipes import Recipe
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.gguf import TensorInfo, read_header
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from qwen_serve.convert.recipes import Recipe
-    from qwen_serve.llamacpp.evaluation import Runtime
-    from qwen_serve.llamacpp.gguf import TensorInfo
 
 READ_BYTES = 16 * 2**20
 SHOWN = 8  # most blocks whose experts are listed on the terminal

@@ -5,25 +5,21 @@ range, then the data (https://huggingface.co/docs/safetensors, "Format"). Tensor
 `mmap`, so memory holds only what is needed, not every page that was read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
 from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from qwen_serve.convert.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 

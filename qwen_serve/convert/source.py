@@ -1,7 +1,5 @@
 """Locates a model: a folder, a model on the Hugging Face hub, or a GGUF."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatch

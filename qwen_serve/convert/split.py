@@ -4,23 +4,24 @@ The first part has the metadata, and each part has as many whole tensors as fit.
 part and finds the others by name.
 """
 
-from __future__ import annotations
-
 import struct
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import BinaryIO
 
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import BYTES, Progress, size
 from qwen_serve.convert.stages import Output, StageRecord, fingerprint
-from qwen_serve.llamacpp.gguf import ALIGNMENT, SPLIT_COUNT, SPLIT_NUMBER, SPLIT_TENSORS, read_header
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from typing import BinaryIO
-
-    from qwen_serve.llamacpp.gguf import Header, TensorInfo
+from qwen_serve.llamacpp.gguf import (
+    ALIGNMENT,
+    SPLIT_COUNT,
+    SPLIT_NUMBER,
+    SPLIT_TENSORS,
+    Header,
+    TensorInfo,
+    read_header,
+)
 
 MAGIC, VERSION = b"GGUF", 3
 COUNTS = 4 + 4 + 8 + 8

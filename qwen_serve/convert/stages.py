@@ -16,19 +16,16 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from qwen_serve.common import files
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import size
 from qwen_serve.llamacpp.errors import LlamaError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
 
 MMPROJ = "mmproj-"
 """llama.cpp's prefix for the file of a model's vision tower."""

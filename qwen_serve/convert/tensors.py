@@ -5,14 +5,16 @@ src/models/qwen35.cpp, qwen35moe.cpp). The MTP block follows the trunk as block 
 tensors under `nextn.`.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import gguf
+import numpy as np
+from numpy.typing import NDArray
 
+from qwen_serve.convert.checkpoint import Checkpoint
 from qwen_serve.convert.config import FULL, Experts, ModelConfig
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.experts import find_experts
@@ -28,14 +30,6 @@ from qwen_serve.convert.transforms import (
     tile_heads,
     tile_qkv,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from qwen_serve.convert.checkpoint import Checkpoint
 
 FloatType = Literal["F32", "F16", "BF16"]
 FLOAT_TYPES: tuple[FloatType, ...] = ("F16", "BF16", "F32")

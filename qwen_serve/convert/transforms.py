@@ -8,8 +8,6 @@ broadcasts key heads over value heads in tiles and requires k0v0 k1v0 k0v1 k1v1 
 src/models/qwen35.cpp). If there are as many key heads as value heads, the two orders are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

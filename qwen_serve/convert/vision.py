@@ -7,29 +7,23 @@ towers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isqrt
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import gguf
 
-from qwen_serve.convert.checkpoint import PREPROCESSOR_FILES, read_json
+from qwen_serve.convert.checkpoint import PREPROCESSOR_FILES, Checkpoint, read_json
 from qwen_serve.convert.config import checked_integer, is_positive
 from qwen_serve.convert.errors import CheckpointError
 from qwen_serve.convert.floats import Q8_0_BLOCK
 from qwen_serve.convert.gguf_file import write_file
 from qwen_serve.convert.metadata import FILE_TYPES, add_general
-from qwen_serve.convert.safetensors import Joined, Piece
-from qwen_serve.convert.tensors import VISION_PREFIX, PlannedTensor, TensorPlan, check_weight_type
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from qwen_serve.convert.checkpoint import Checkpoint
-    from qwen_serve.convert.safetensors import TensorSource
-    from qwen_serve.convert.source import Source
-    from qwen_serve.convert.tensors import Shape
+from qwen_serve.convert.safetensors import Joined, Piece, TensorSource
+from qwen_serve.convert.source import Source
+from qwen_serve.convert.tensors import VISION_PREFIX, PlannedTensor, Shape, TensorPlan, check_weight_type
 
 VisionType = Literal["F16", "BF16", "F32", "Q8_0"]
 VISION_TYPES: tuple[VisionType, ...] = ("F16", "BF16", "F32", "Q8_0")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import gguf
 
 from qwen_serve.convert.checkpoint import read_json
-from qwen_serve.convert.config import SPECIAL_TOKENS
+from qwen_serve.convert.config import SPECIAL_TOKENS, ModelConfig
 from qwen_serve.convert.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from qwen_serve.convert.config import ModelConfig
 
 # llama.cpp's name for the pre-tokenizer <- the split pattern in tokenizer.json (src/llama-vocab.cpp has both)
 PRE_TOKENIZERS = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -17,16 +18,9 @@ from qwen_serve.convert.gguf_file import CHUNK_ELEMENTS, not_finite
 from qwen_serve.convert.progress import BYTES, Progress
 from qwen_serve.convert.safetensors import NUMPY_TYPES
 from qwen_serve.convert.stages import fingerprint
-from qwen_serve.convert.tensors import EMBEDDING, FLOAT_TYPES
+from qwen_serve.convert.tensors import EMBEDDING, FLOAT_TYPES, FloatType
 from qwen_serve.llamacpp.file_checks import check_model
-from qwen_serve.llamacpp.gguf import read_header
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from qwen_serve.convert.tensors import FloatType
-    from qwen_serve.llamacpp.gguf import Header
+from qwen_serve.llamacpp.gguf import Header, read_header
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Errors are exceptions, batches and logits are numpy views of llama.cpp's own mem
 Python's logging (logger `llama.cpp`). Only the tokenizer is thread-safe.
 """
 
-import llama_cpp  # noqa: F401 - before numpy: some CUDA builds crash at model load the other way round
+import llama_cpp  # before numpy: some CUDA builds crash at model load the other way round
 
 from .adapter import LoraAdapter
 from .context import (
@@ -34,33 +34,3 @@ from .pipe import wake
 from .recurrent_states import HAS_STATE_F16
 from .samplers import DrySampler
 from .snapshots import SHARED as SHARES_SNAPSHOTS
-
-__all__ = [
-    "BATCH_INVARIANT_SNAPSHOTS",
-    "BATCH_INVARIANT_TOKENS",
-    "CACHE_TYPES",
-    "HAS_BATCH_INVARIANCE",
-    "HAS_F16_COPIES",
-    "HAS_OPERANDS",
-    "HAS_RING",
-    "HAS_STATE_F16",
-    "READS_OWN_CELLS",
-    "SHARES_SNAPSHOTS",
-    "Context",
-    "ContextOptions",
-    "Device",
-    "DrySampler",
-    "LoraAdapter",
-    "Model",
-    "Ring",
-    "devices",
-    "is_quantized",
-    "keeps_f16_copies",
-    "patches",
-    "row_bytes",
-    "set_up",
-    "supports_gpu",
-    "takes_rows",
-    "tapped_log",
-    "wake",
-]

@@ -1,14 +1,15 @@
 """`python -m qwen_serve.server`: serve one model over HTTP."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -18,11 +19,6 @@ from qwen_serve.server.api.connection import BoundedProtocol
 from qwen_serve.server.listening import ListenError, exposures, listen
 from qwen_serve.server.settings import Settings, describe, describe_chosen
 from qwen_serve.server.settings_sources import SettingsError, load_settings, unknown_variables
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Sequence
-    from types import FrameType
 
 logger = logging.getLogger("server")
 

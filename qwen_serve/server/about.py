@@ -1,7 +1,5 @@
 """qwen-serve's version, data files and cache folder."""
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path

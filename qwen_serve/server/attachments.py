@@ -1,7 +1,5 @@
 """Files that a message in the terminal names as `@FILE`: pictures and text."""
 
-from __future__ import annotations
-
 import base64
 import codecs
 import mimetypes

@@ -1,7 +1,5 @@
 """Compilers, GPUs and processors of the machine that builds. Needs only the standard library."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,16 +1,11 @@
 """`qwen-serve`: the server, the terminal client, the converter and the build of llama.cpp under one name."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from qwen_serve.server.about import llama_version, own_version
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 USAGE = """\
 Serve Qwen3.5 models, talk to them, convert them.

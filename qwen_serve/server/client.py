@@ -1,7 +1,5 @@
 """`qwen-serve chat`: a conversation in the terminal, thinking shown dimmed as it streams; or one question."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib
@@ -10,18 +8,16 @@ import os
 import re
 import sys
 import time
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import requests
 
 from qwen_serve.common.files import write_text
 from qwen_serve.server.attachments import AttachmentError, Content, spoken, with_files
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
 
 DIM, RESET = "\x1b[2m", "\x1b[0m"
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}

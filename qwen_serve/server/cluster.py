@@ -10,26 +10,21 @@ not come back, the launcher stops there, and the others continue. If the launche
 all replicas get SIGTERM (on Linux). Other flags are passed to `python -m qwen_serve.server`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
 import requests
 
 from qwen_serve.common.children import sigterm_with_parent
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
 
 HEALTH_CHECK_S = 2
 ROUTER_FLAGS = {

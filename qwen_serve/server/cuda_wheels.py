@@ -4,8 +4,6 @@ The wheels contain the compiler, headers and libraries, but neither the links th
 of the driver's libcuda. `complete` adds both. Needs only the standard library.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

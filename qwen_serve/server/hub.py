@@ -4,8 +4,6 @@
 the network.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

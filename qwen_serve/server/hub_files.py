@@ -4,16 +4,11 @@ Publishers of GGUFs share only naming conventions: `NAME-Q4_K_M.gguf`, `mmproj-F
 `-00001-of-00003.gguf`.
 """
 
-from __future__ import annotations
-
 import os
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 DEFAULT_QUANT = "Q4_K_M"
 

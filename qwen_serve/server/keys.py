@@ -1,16 +1,9 @@
 """API keys, and their rights in the queue."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from qwen_serve.server.engine.request import TIERS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from qwen_serve.server.engine.request import ServiceTier
+from qwen_serve.server.engine.request import TIERS, ServiceTier
 
 FORMAT = "a line is a key, then, if need be, `class=` priority, default or flex and `share=` 0.001 to 1000"
 

@@ -1,17 +1,12 @@
 """The server's addresses, and who can reach them."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qwen_serve.server.api.origin import is_local
-
-if TYPE_CHECKING:
-    from qwen_serve.server.settings import Settings, Sources
+from qwen_serve.server.settings import Settings, Sources
 
 BACKLOG = 2048
 UDS_MODE = 0o666

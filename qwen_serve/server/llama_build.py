@@ -3,8 +3,6 @@
 Needs only the standard library, because it runs before anything is installed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -4,26 +4,21 @@ The files themselves are the only record: a converted model is in a folder of it
 a fetched one in the hub client's cache. Names are those that `qwen-serve serve` takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import shutil
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from huggingface_hub import constants
 
 from qwen_serve.server.about import cache_folder
 from qwen_serve.server.hub_files import files_below, models_of, snapshots_of
 from qwen_serve.server.names import nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 

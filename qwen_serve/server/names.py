@@ -1,12 +1,7 @@
 """Suggests known names for mistyped ones."""
 
-from __future__ import annotations
-
 import difflib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
 
 NEAR = 0.75
 """Least difflib ratio at which a known name is suggested."""

@@ -1,7 +1,5 @@
 """Flags of llama-server and vLLM, commands of Ollama and vLLM: what does the same here."""
 
-from __future__ import annotations
-
 _ALWAYS = "that is always so here; leave it out"
 _REQUEST = "a request says that, in its body"
 _ADAPTERS = "adapters are named by --lora NAME=FILE.gguf, and chosen by a request"

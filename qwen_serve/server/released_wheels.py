@@ -16,12 +16,12 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlparse
 from urllib.request import urlopen
@@ -29,9 +29,6 @@ from urllib.request import urlopen
 from qwen_serve.server.about import WHEELS_VARIABLE, cache_folder, data_folder
 from qwen_serve.server.build_machine import cards, nvcc, output_of, processor_features
 from qwen_serve.server.llama_build import PACKAGE, Build, SetupError, requirement, sources_digest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RELEASES = ""
 """Default URL of a release's files; empty as long as the project has no public address."""

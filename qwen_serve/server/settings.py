@@ -1,16 +1,15 @@
 """The server's one settings object; `settings_sources.py` says where its values come from."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -21,9 +20,6 @@ from qwen_serve.server.engine.settings import EngineSettings, ModelSettings, Sec
 from qwen_serve.server.hub_files import is_later_part, is_mmproj, tower_beside, tower_of
 from qwen_serve.server.keys import ApiKey, read_keys
 from qwen_serve.server.weights import HUB_ID
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,16 @@
 """Where settings come from, by precedence: flags, environment, a TOML file, a variant, defaults."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
 import shutil
 import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
 from qwen_serve.server.about import CACHE_VARIABLE, WHEELS_VARIABLE, llama_version, own_version
@@ -25,11 +25,6 @@ from qwen_serve.server.variant import (
     known_variants,
     read_variant,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pydantic.fields import FieldInfo
 
 GONE = {
     "draft_always": "what is drafted is always what pays",

@@ -17,8 +17,6 @@ everything that it depends on.
 It needs only the standard library and pip.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
@@ -29,20 +27,16 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping, Sequence
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 from qwen_serve.server import cuda_wheels, released_wheels
 from qwen_serve.server.about import WHEELS_VARIABLE, cache_folder
 from qwen_serve.server.build_machine import cards, first_line, nvcc, processors
 from qwen_serve.server.llama_build import PACKAGE, Build, SetupError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from qwen_serve.server.released_wheels import Released
+from qwen_serve.server.released_wheels import Released
 
 DEFAULT_CARD = "86"
 """The A10G's architecture, used if CUDA is requested and no GPU is present."""

@@ -9,20 +9,16 @@
 The files of `variants/` come with the package. `settings_sources.load_variant` checks the settings, too.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from qwen_serve.server.about import data_folder
 from qwen_serve.server.names import nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 VARIANTS = data_folder("variants")
 

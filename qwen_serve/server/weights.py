@@ -5,8 +5,6 @@ A checkpoint is a folder, a hub id such as Qwen/Qwen3.5-4B, or `nano`, the tiny 
 runs in a separate process, so its memory is free before the model is served. It ends with this process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -15,14 +13,11 @@ import sys
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qwen_serve.common.children import end_with_parent
 from qwen_serve.server.about import cache_folder, data_folder
 from qwen_serve.server.hub_files import DEFAULT_QUANT, HubError
-
-if TYPE_CHECKING:
-    from qwen_serve.server.variant import Variant
+from qwen_serve.server.variant import Variant
 
 NANO = "nano"
 

@@ -1,8 +1,6 @@
 """Coding agents work on files and commands with a server whose model is scripted. Their tool calls and
 results pass through the API formats that they use."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The clients' page and the catalogue agree, and the outcomes of snippets are reported correctly."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Perplexity and divergence of tiny random models, against values from all log-probabilities."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Conversations with the exact text that Qwen3.5's template renders."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from textwrap import dedent
 from typing import Any

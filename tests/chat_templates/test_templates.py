@@ -1,7 +1,5 @@
 """The text that the bundled templates render, byte for byte."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def test_history(name: str, case: Case) -> None:
 def test_error(name: str, case: Case) -> None:
     with pytest.raises(PromptError) as error:
         render(name, case)
-    assert error.value.message == case.error
+    assert str(error.value) == f"messages: {case.error}"
 
 
 def test_the_two_differ_in_their_heading_and_last_step_only() -> None:

@@ -1,7 +1,5 @@
 """Downloads of several processes at once: whatever becomes of each, a blob is whole or absent."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import threading

@@ -1,27 +1,21 @@
 """Four processes fetch one file into one cache, are killed at random moments, and find damaged parts."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random
 import signal
 import sys
 from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from qwen_serve.server.weights import WeightsError, resolve
-from tests.fake_hub import REPO, in_place_of_the_hub
+from tests.fake_hub import REPO, Hub, in_place_of_the_hub
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerProcess
-
-    from tests.fake_hub import Hub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -1,7 +1,5 @@
 """An interrupt ends the work at any moment, and never leaves it hanging."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

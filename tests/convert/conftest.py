@@ -1,7 +1,5 @@
 """A random checkpoint of the official layout, fresh for every test that may damage it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

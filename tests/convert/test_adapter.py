@@ -1,7 +1,5 @@
 """LoRA adapters give the logits of the merged checkpoint; unsupported ones are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

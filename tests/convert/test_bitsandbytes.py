@@ -1,7 +1,5 @@
 """bitsandbytes' four and eight bits, written here by their definition, read as the weights they stand for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,8 @@
 """The model's own text: prompts, template, batched sampling."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,10 +21,6 @@ from qwen_serve.convert.safetensors import read_header, write_file
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.model import Model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 HI = Prompt("x", False, "Hi").messages

@@ -1,7 +1,5 @@
 """Opening checkpoints: errors name the problem, before any weight is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

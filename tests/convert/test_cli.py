@@ -1,7 +1,5 @@
 """The command line: accepted flags, and errors."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """llama-quantize's flags: types, a matrix that is there; one that was interrupted; the table at the end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

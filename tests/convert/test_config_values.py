@@ -1,8 +1,6 @@
 """For any value in a `config.json`, the error names the key, or llama.cpp loads and runs the converted
 file."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

@@ -1,7 +1,5 @@
 """Block drafters: supported and refused checkpoints."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

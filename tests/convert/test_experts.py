@@ -1,7 +1,5 @@
 """A model of experts in the pipeline: counts in its importance matrix, and types from recipes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

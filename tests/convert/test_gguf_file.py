@@ -1,7 +1,5 @@
 """A whole conversion, read back with gguf's reader and by llama.cpp."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

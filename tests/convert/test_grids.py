@@ -1,7 +1,5 @@
 """A quantized checkpoint's own integers in GGUF types: exact, or rounded again with the reason."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Downloads from the hub, against a local server with the needed part of its protocol."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,9 +1,5 @@
 """Importance matrices: file format, and sums collected from a model."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
@@ -16,10 +12,9 @@ from qwen_serve.llamacpp.probe import Probe
 
 import numpy as np  # isort: skip
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
-    from qwen_serve.llamacpp.probe import Floats
+from qwen_serve.llamacpp.probe import Floats
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 

@@ -1,9 +1,5 @@
 """KL divergence between two GGUFs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from qwen_serve.convert import kld
@@ -18,8 +14,7 @@ from tests.marks import slow_but
 
 import numpy as np  # isort: skip
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 CHUNKS = 3

@@ -1,7 +1,5 @@
 """Layouts and files that publishers and tools write, and what is said of damaged ones."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

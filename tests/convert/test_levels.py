@@ -1,7 +1,5 @@
 """Which level of a config.json decides, heads beside tied embeddings, and keys without effect."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

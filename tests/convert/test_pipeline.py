@@ -1,7 +1,5 @@
 """Stages are shared, resumed, repeated if out of date, and intact after being killed at any moment."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """FP8, GPTQ and AWQ checkpoints: their weights, and refused variants."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A smaller vocabulary: kept tokens, equal tokenization, and equal logits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

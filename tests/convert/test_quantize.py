@@ -1,7 +1,5 @@
 """Quantizing a file: types by recipe, provenance, and no files left by failures or interrupts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

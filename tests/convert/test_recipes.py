@@ -1,15 +1,10 @@
 """Recipes: the files of quant_recipes/, and errors for invalid files."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from qwen_serve.convert.recipes import RECIPES, RecipeError, known_recipes, load_recipe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LEVELS = [
     "Q8_0",

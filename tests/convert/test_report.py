@@ -1,11 +1,8 @@
 """Reports: sizes, bits and digests of a GGUF, printed and as JSON."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from gguf import GGUFReader, GGUFWriter
@@ -20,8 +17,7 @@ from qwen_serve.llamacpp.patches import LLAMA_VERSION
 
 import numpy as np  # isort: skip
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 

@@ -1,7 +1,5 @@
 """The safetensors reader and writer: round trips, partial reads, and files that are not whole."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints as trainers, quantizers and mergers leave them: the GGUF of the plain one, or a reason."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

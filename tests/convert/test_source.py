@@ -1,7 +1,5 @@
 """Folders, hub ids and the hub's cache, without a network."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Outputs appear completely or not at all, and are made again only if they are out of date."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The tensor plan: names, order, types, and errors."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

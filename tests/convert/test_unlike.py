@@ -1,8 +1,6 @@
 """Texts that differ in kind from what a model is calibrated on."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,6 @@ from qwen_serve.convert.chunks import CHUNK_SIZE
 from qwen_serve.convert.evaluation import KINDS, Kind, write_unlike
 from qwen_serve.convert.kld import UNLIKE_CHUNKS, spaced
 from qwen_serve.llamacpp.evaluation import Runtime
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RUNTIME = Runtime(threads=1, n_gpu_layers=0)
 

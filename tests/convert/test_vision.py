@@ -1,7 +1,5 @@
 """The vision tower's plan, errors, file, and the stage that writes it beside the text model."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizer's keys in the GGUF."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

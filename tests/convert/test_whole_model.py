@@ -1,7 +1,5 @@
 """A GGUF in place of a checkpoint gives the same files; unsuitable GGUFs are refused with the reason."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

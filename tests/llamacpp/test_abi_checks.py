@@ -1,7 +1,5 @@
 """Checks of llama.cpp's internals pass, and each fails if its internals differ."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

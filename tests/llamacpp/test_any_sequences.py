@@ -1,21 +1,13 @@
 """A step's graph is reused for steps of other sequences."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from qwen_serve.llamacpp import Context
+from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.patches import patches
 from qwen_serve.llamacpp.row_sampler import Place, RowRequest
 from tests.contexts import exact_options
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp import Model
 
 N_SEQ, LENGTH = 3, 60
 ANY_SEQUENCES = "any-sequences"

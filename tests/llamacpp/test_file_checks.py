@@ -1,7 +1,5 @@
 """GGUFs that are wrong are refused in words, never by an abort."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,12 +1,10 @@
 """The reader of headers, and its errors for invalid files."""
 
-from __future__ import annotations
-
 import os
 import random
 import struct
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -16,9 +14,6 @@ from qwen_serve.llamacpp.gguf import TensorInfo, Value, read_header
 from qwen_serve.server.engine import Engine, ModelLoadError
 from qwen_serve.server.engine.planning.spec import ModelSpec
 from tests.server.engine.helpers import settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_it_reads_what_the_gguf_package_reads(nano_q4_k_m: Path) -> None:

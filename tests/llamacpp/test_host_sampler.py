@@ -1,7 +1,5 @@
 """The sampler in numpy, for a llama.cpp without ours: the same tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

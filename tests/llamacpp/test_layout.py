@@ -1,7 +1,5 @@
 """The structures that Python mirrors, field by field, against values that the built ggml writes."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

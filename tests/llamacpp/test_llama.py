@@ -1,10 +1,9 @@
 """The wrapper of llama.cpp: batches, positions, memory, errors, log."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +22,6 @@ from qwen_serve.llamacpp import (
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.server.engine import Vocab
 from tests.contexts import exact_options
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 OPTIONS = exact_options(n_ctx=256, n_batch=64, n_outputs=64, n_seq=2)
 

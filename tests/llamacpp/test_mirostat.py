@@ -1,7 +1,5 @@
 """Mirostat in our sampler: its bound follows the surprises of the tokens drawn."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,12 +1,10 @@
 """A verification leaves a state as it is; its accepted tokens are folded into it before it is read again."""
 
-from __future__ import annotations
-
 import struct
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,11 +14,8 @@ from qwen_serve.llamacpp.context import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.operands import HAS_OPERANDS
 from tests.contexts import exact_options
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    History = tuple[int, ...]
-    Rows = dict[History, npt.NDArray[np.float32]]
+History = tuple[int, ...]
+Rows = dict[History, npt.NDArray[np.float32]]
 
 IDS = 6
 ROWS = 5

@@ -1,9 +1,9 @@
 """Passes of a drafter begun behind each other guess what passes in turn guess, and another context reads that
 before the host does."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,16 +12,11 @@ from qwen_serve.llamacpp import Context, Model, drafter
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.llamacpp.row_sampler import Filters, Place, RowRequest, RowSampler
 from qwen_serve.llamacpp.row_steps import HAS_QUEUE
+from qwen_serve.server.engine.sampling import Sampler
 from qwen_serve.server.engine.speculation.base import DraftRequest, Guesses
 from qwen_serve.server.engine.speculation.mtp import MtpDrafter
 from tests.contexts import exact_options
 from tests.server.engine.speculation.helpers import sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.server.engine.sampling import Sampler
 
 pytestmark = pytest.mark.skipif(not HAS_QUEUE, reason="this llama.cpp begins no passes behind each other")
 

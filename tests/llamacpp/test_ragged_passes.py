@@ -1,12 +1,10 @@
 """One pass reads sequences of any lengths, each with the logits and the state that it has alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,11 +16,8 @@ from qwen_serve.llamacpp.patches import RAGGED_PASSES, brings
 from qwen_serve.server.engine.ubatches import ubatches
 from tests.contexts import exact_options
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
-    """Logits by sequence and position."""
+Rows = dict[tuple[int, int], npt.NDArray[np.float32]]
+"""Logits by sequence and position."""
 
 Call = dict[int, int] | tuple[int, int]
 

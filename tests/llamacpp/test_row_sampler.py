@@ -1,7 +1,5 @@
 """Our sampler against a plain reference with exact sums, and against the distributions it should have."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

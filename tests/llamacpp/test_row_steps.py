@@ -1,14 +1,12 @@
 """Rows are sampled where they were computed, in whatever pass and order, and feed the next step there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from qwen_serve.llamacpp import Context
+from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.row_results import Status
 from qwen_serve.llamacpp.row_sampler import (
     HAS_ROW_SAMPLER,
@@ -19,11 +17,6 @@ from qwen_serve.llamacpp.row_sampler import (
     sample_rows,
 )
 from tests.contexts import exact_options
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp import Model
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
 

@@ -1,10 +1,9 @@
 """States of the delta nets in F16: computed in F32, rounded after every token."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import HAS_STATE_F16, Context, Model
@@ -12,10 +11,7 @@ from qwen_serve.llamacpp.context import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.errors import LlamaError
 from tests.contexts import exact_options
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    Rows = dict[tuple[int, ...], npt.NDArray[np.float32]]
+Rows = dict[tuple[int, ...], npt.NDArray[np.float32]]
 
 SEQUENCES = 4
 

@@ -1,7 +1,5 @@
 """Pictures through libmtmd: number of rows, positions, and errors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Calibration text from nano's training mixture has every family of tasks, and no held-out item."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

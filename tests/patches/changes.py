@@ -1,12 +1,7 @@
 """The changes to llama.cpp, as the patches' headers name them."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 def changes(queue: Path) -> list[str]:

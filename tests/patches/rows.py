@@ -8,18 +8,14 @@ restores, seq_rm, ways back to snapshots. It speaks to the C API itself: nothing
 difference.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 N_SEQ = 12
 """Sequences that generate; as many more hold checkpoints."""

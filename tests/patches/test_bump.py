@@ -1,8 +1,6 @@
 """patches/bump.py with releases of three files: patches that move, are upstream, conflict, or are
 resolved."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The format of our own sources (native/)."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

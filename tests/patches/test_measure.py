@@ -1,7 +1,5 @@
 """patches/measure.sh with programs that print their environment: each step disables all later changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """The patches and our own sources: their documentation is complete, and patched llama.cpp computes what stock
 llama.cpp does."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

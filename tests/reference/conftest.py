@@ -1,7 +1,5 @@
 """nano with a vision tower, for several comparisons."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,16 +7,12 @@ compared wherever torch is at hand (tests/reference/test_logits.py); the file ke
 as float16 log-probabilities: exact to 2**-11 of their size, far below what a KL divergence of 1e-6 needs.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "models/nano"

@@ -6,8 +6,6 @@ that one look-up answers qwen35; everything else is llama.cpp's code as it is.
     python -m tests.reference.llama_cpp_converter LLAMA_CPP CHECKPOINT OUT.gguf f16 [FLAG...]
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

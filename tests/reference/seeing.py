@@ -1,8 +1,6 @@
 """nano with an untrained vision tower of the official layout, for comparisons that do not depend on its
 weights."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

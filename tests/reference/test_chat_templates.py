@@ -1,7 +1,5 @@
 """The bundled chat templates against the official one in llama.cpp's sources, on random conversations."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compensated rounding with torch, as on a GPU, gives numpy's blocks except for ties."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type

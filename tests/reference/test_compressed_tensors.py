@@ -3,8 +3,6 @@
 The library multiplies in the scale's type, so scales are F32 here; with BF16 ones it rounds each product.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

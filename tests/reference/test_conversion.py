@@ -7,8 +7,6 @@ last bit. - Zero-centred norms of an F16 checkpoint: llama.cpp adds 1 in F16, ou
 does. From BF16, which official checkpoints are in, and from F32 both are exact. - No key differs.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

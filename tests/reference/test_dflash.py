@@ -1,7 +1,5 @@
 """The block drafter's distributions in llama.cpp equal those of the module that it was trained with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

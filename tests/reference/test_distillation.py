@@ -1,7 +1,5 @@
 """Distillation: torch's model equals llama.cpp's, codes and types stay, and unseen text diverges less."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

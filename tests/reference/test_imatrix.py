@@ -1,7 +1,5 @@
 """The importance matrix equals llama-imatrix's, and each program reads the other's file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

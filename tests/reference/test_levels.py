@@ -1,7 +1,5 @@
 """What decides in a config.json, and heads beside tied embeddings: our GGUF against transformers' model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The same picture and question through llama.cpp's own llama-mtmd-cli: the same greedy answer."""
 
-from __future__ import annotations
-
 import os
 from base64 import b64decode
 from io import BytesIO

@@ -1,9 +1,5 @@
 """The MTP head: drafts of llama.cpp's MTP context against the module that the head was trained with."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts
@@ -13,10 +9,9 @@ from tests.reference.golden import CHECKPOINT, GOLDEN
 
 import numpy as np  # isort: skip
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
-    from numpy.typing import NDArray
+from numpy.typing import NDArray
 
 pytestmark = pytest.mark.reference
 

@@ -1,8 +1,6 @@
 """Quantized files equal llama-quantize's, byte for byte, and the importance matrix lowers the divergence."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from gguf import GGUFReader
@@ -15,9 +13,6 @@ from qwen_serve.convert.quantize import quantize
 from qwen_serve.convert.recipes import Recipe, load_recipe
 from qwen_serve.llamacpp.evaluation import Runtime
 from tests.reference.test_imatrix import run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.reference
 

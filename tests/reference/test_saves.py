@@ -1,7 +1,5 @@
 """What transformers' own classes save, and folders that tools changed: our GGUF against the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

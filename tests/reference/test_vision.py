@@ -1,7 +1,5 @@
 """The mmproj that we write against the one of llama.cpp's convert_hf_to_gguf.py --mmproj."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Pictures are of whole tokens: no resizing, in which the two have different filte
 is in test_vision_tower.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ F32's own precision. Pictures whose sides are whole rows of tokens need no resiz
 different bicubic filters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

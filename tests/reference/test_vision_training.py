@@ -1,7 +1,5 @@
 """The modules that trained nano's vision tower against transformers' Qwen3.5, with the same weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

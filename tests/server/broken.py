@@ -1,7 +1,5 @@
 """A proxy in front of a server that breaks one rule of its contract."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass

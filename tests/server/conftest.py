@@ -1,7 +1,5 @@
 """A server with a vision tower."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

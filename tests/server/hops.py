@@ -6,15 +6,14 @@ loop `Generation.receive`, `Generation.__anext__` and the HTTP server's `send`. 
 stacks counts once. A coroutine that goes on counts as a call. Comprehensions are not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import threading
 from collections import Counter
 from itertools import chain
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FrameType
+from typing import Any
 
 import httpx
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -26,9 +25,6 @@ from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.steps import StepLoop
 from tests.server.serving import Served, serving
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from types import CodeType, FrameType
 
 OURS = str(Path(qwen_serve.__file__).parent)
 WAYS: dict[str, tuple[Any, ...]] = {

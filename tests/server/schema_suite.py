@@ -7,14 +7,13 @@ asked: any token of MODEL's vocabulary that may come next is as likely as any ot
 than a model would. A schema that is refused is one that a request would get a 400 for.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema_rs
 import numpy as np
@@ -26,9 +25,6 @@ from qwen_serve.server.chat.errors import PromptError
 from qwen_serve.server.chat.formats import compose, json_format
 from qwen_serve.server.engine import Grammar, InvalidGrammar
 from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def schema_suite(gguf: Path, folder: Path, documents: int, longest: int, seed: int) -> int:

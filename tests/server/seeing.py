@@ -1,7 +1,5 @@
 """nano's vision tower in F32, and requests that show it pictures."""
 
-from __future__ import annotations
-
 import base64
 from io import BytesIO
 from pathlib import Path
@@ -17,6 +15,7 @@ from qwen_serve.convert.source import Source
 from qwen_serve.convert.vision import VisionTower, read_preprocessor, write_mmproj
 from qwen_serve.llamacpp.vision import has_vision
 from tests.drafters import NANO
+from tests.messages import user
 from tests.server.serving import Served
 
 N = 24
@@ -64,12 +63,7 @@ def text(words: str) -> dict[str, Any]:
 
 def body(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """A chat of one message."""
-    return {
-        "messages": [{"role": "user", "content": [*parts]}],
-        "max_tokens": N,
-        "ignore_eos": True,
-        **fields,
-    }
+    return {"messages": [user(*parts)], "max_tokens": N, "ignore_eos": True, **fields}
 
 
 async def post(served: Served, path: str, request: dict[str, Any], status: int = 200) -> Any:

@@ -1,33 +1,27 @@
 """`python -m qwen_serve.server` as a child process on a free port, or the same in this process."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import httpx
 import pytest
 
 from qwen_serve.server.__main__ import load
 from qwen_serve.server.api import Backend, Service, create_app
+from qwen_serve.server.engine import Engine
 from qwen_serve.server.engine.settings import ForcedSettings
 from qwen_serve.server.settings import Settings
 from tests.server.api.conftest import running
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Self
-
-    from qwen_serve.server.engine import Engine
 
 START_S = 120
 

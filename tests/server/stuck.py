@@ -1,8 +1,6 @@
 """`python -m tests.server.stuck`: the server, whose event loop POST /stuck holds for ever. With NO_THREAD set
 there is no memory for the watchdog's thread."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import threading

@@ -3,8 +3,6 @@
 Times are CPU times of the server where they can be, so that a busy machine does not fail these tests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,20 +1,16 @@
 """With `--deterministic` every kind of request gets the same answer under any load and with any drafter:
 `qwen-bench soak answers` with nano."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen_serve.bench.cli import main
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from tests.server.serving import serving
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.slow,

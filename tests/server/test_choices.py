@@ -1,21 +1,17 @@
 """Several answers to one prompt (`n`, `best_of`) are those of the same requests alone, with the seeds that
 follow each other, streamed and whole, in company that leaves."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.marks import slow_but
 from tests.server.serving import serving
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 N = 5
 SEED = 40

@@ -1,7 +1,5 @@
 """`qwen-serve`: values of `serve MODEL`, and nano from conversion to its first answer."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The terminal client as a program with the scripted server, through a pipe and in a terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -21,6 +19,7 @@ import pytest
 from qwen_serve.server.api import Backend
 from qwen_serve.server.attachments import AttachmentError, spoken, with_files
 from qwen_serve.server.client import Conversation, ServerError, address
+from tests.messages import system, user
 from tests.processes import run
 from tests.server.api.conftest import Server, Start, starter
 from tests.server.seeing import needs_vision, noise
@@ -223,14 +222,9 @@ def test_commands(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_conversation_as_messages(tmp_path: Path) -> None:
-    conversation = Conversation(
-        "http://x", think=True, system="S", messages=[{"role": "user", "content": "é"}]
-    )
+    conversation = Conversation("http://x", think=True, system="S", messages=[user("é")])
     conversation.save(tmp_path / "talk.json")
-    assert json.loads((tmp_path / "talk.json").read_text(encoding="utf-8")) == [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "é"},
-    ]
+    assert json.loads((tmp_path / "talk.json").read_text(encoding="utf-8")) == [system("S"), user("é")]
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
@@ -247,10 +241,7 @@ def test_a_conversation_keeps_what_there_is_of_a_reply(start: Start) -> None:
     reply = conversation.ask("Count.")
     heard = next(reply)[1]
     reply.close()
-    assert conversation.messages == [
-        {"role": "user", "content": "Count."},
-        {"role": "assistant", "content": heard},
-    ]
+    assert conversation.messages == [user("Count."), {"role": "assistant", "content": heard}]
     wait_until(lambda: not server.engine.running)
 
 

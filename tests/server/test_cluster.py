@@ -1,7 +1,5 @@
 """The cluster: replicas of nano behind the router, killed, replaced and stopped under load."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,8 +1,6 @@
 """The API's contract: every check of `qwen-bench conformance` passes against a live server, and each theme's
 checks fail if a rule is broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from qwen_serve.bench.load.client import Client
 from qwen_serve.bench.load.vocabulary import find_vocabulary
 from qwen_serve.bench.store import load
 from tests.marks import slow_but
+from tests.messages import user
 from tests.server.broken import Body, Break, Broken
 from tests.server.serving import EXACT, ServerProcess
 
@@ -197,12 +196,9 @@ DEFECTS: dict[str, tuple[Break, list[str]]] = {
     "many ids": (Break(event=lambda _, event: {**event, "id": uuid4().hex}), ["streaming.form"]),
     "usage in every chunk": (Break(event=answer_with(usage={"total_tokens": 2})), ["streaming.no_usage"]),
     "shares its cache": (Break(request=without("cache_salt")), ["cache.salt", "cache.bad_salt"]),
-    "lenient": (
-        Break(request=mended("max_tokens", 0, 1)),
-        ["errors.max_tokens_zero"],
-    ),
+    "lenient": (Break(request=mended("max_tokens", 0, 1)), ["errors.max_tokens_zero"]),
     "lenient about messages": (
-        Break(request=mended("messages", [], [{"role": "user", "content": ""}])),
+        Break(request=mended("messages", [], [user("")])),
         ["errors.messages_empty", "streaming.bad_request"],
     ),
     "5xx": (

@@ -1,7 +1,5 @@
 """Conversations over HTTP continue from the states of earlier turns in the prefix cache."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `pip install qwen-serve` brings serves a GGUF; what converts a checkpoint is the extra `convert`."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from pathlib import Path

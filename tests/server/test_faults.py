@@ -1,15 +1,14 @@
 """A real engine behind a real server, in this process: faults in one request, and clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import random
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
@@ -19,10 +18,6 @@ from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.inside import at_rest, drafters
 from tests.server.serving import Served, serving
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
 
 MARK = "FAULT"
 SEED = 424_242

@@ -1,7 +1,5 @@
 """`make hops` counts one request's way."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

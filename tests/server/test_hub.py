@@ -1,7 +1,5 @@
 """GGUFs on the hub: choice of files, downloads into the hub's cache, `list` and `rm`."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Start and end of the server process."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import threading

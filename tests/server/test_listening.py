@@ -1,7 +1,5 @@
 """Where the server listens, over TLS or on a Unix socket too, and what it says of who can reach it."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A limit of the address space: an error of one line that names memory and a setting, and no native trace."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What clients of llama-server ask for, with a model."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

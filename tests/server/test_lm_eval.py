@@ -1,9 +1,9 @@
 """lm-eval with the served nano model: its log-likelihoods agree with the logits."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -14,10 +14,6 @@ from tests.logits import log_softmax
 from tests.server.engine.helpers import EXACT, Alone
 from tests.server.serving import EXACT as EXACT_FLAGS
 from tests.server.serving import ServerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 

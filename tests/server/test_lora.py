@@ -1,7 +1,5 @@
 """LoRA adapters over HTTP: named at start, listed as models, chosen by `model` or `lora`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

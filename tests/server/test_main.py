@@ -1,7 +1,5 @@
 """`python -m qwen_serve.server`, from the inside."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

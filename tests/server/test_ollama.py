@@ -1,7 +1,5 @@
 """Ollama's Python client with a model."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

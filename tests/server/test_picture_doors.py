@@ -1,12 +1,11 @@
 """Pictures through every API format: the same picture and text give the same prompt and answer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.messages import assistant, system, user
 from tests.server.seeing import ask, body, encoded, needs_vision, noise, part, post, text, url
 from tests.server.serving import Served
 
@@ -33,44 +32,28 @@ def input_image(seed: int) -> dict[str, Any]:
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 CHAT = {
     "messages": [
-        {"role": "user", "content": [text("One:"), part(noise(1)), text("and two:"), part(noise(2))]},
-        {"role": "assistant", "content": "Yes.", "tool_calls": [CALL]},
+        user(text("One:"), part(noise(1)), text("and two:"), part(noise(2))),
+        assistant("Yes.", tool_calls=[CALL]),
         {"role": "tool", "tool_call_id": "a", "content": [text("Here\nit is:"), part(noise(3))]},
     ]
 }
 MESSAGES = {
     "messages": [
-        {
-            "role": "user",
-            "content": [text("One:"), image(1), text("and two:"), image(2)],
-        },
-        {
-            "role": "assistant",
-            "content": [text("Yes."), {"type": "tool_use", "id": "a", "name": "look", "input": {}}],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "a",
-                    "content": [text("Here"), text("it is:"), image(3)],
-                }
-            ],
-        },
+        user(text("One:"), image(1), text("and two:"), image(2)),
+        assistant(text("Yes."), {"type": "tool_use", "id": "a", "name": "look", "input": {}}),
+        user(
+            {"type": "tool_result", "tool_use_id": "a", "content": [text("Here"), text("it is:"), image(3)]}
+        ),
     ]
 }
 RESPONSES = {
     "input": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "One:"},
-                input_image(1),
-                {"type": "input_text", "text": "and two:"},
-                input_image(2),
-            ],
-        },
+        user(
+            {"type": "input_text", "text": "One:"},
+            input_image(1),
+            {"type": "input_text", "text": "and two:"},
+            input_image(2),
+        ),
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
         {"type": "function_call", "name": "look", "call_id": "a", "arguments": "{}"},
         {
@@ -129,13 +112,7 @@ async def test_clients_that_count_are_told_what_is_read(seeing: Served) -> None:
 
 async def test_a_reminder_leaves_pictures_in_their_place(seeing: Served) -> None:
     """Claude Code's late system messages."""
-    request = {
-        "max_tokens": 1,
-        "messages": [
-            {"role": "user", "content": [image(1), text("What is it?")]},
-            {"role": "system", "content": "Be brief."},
-        ],
-    }
+    request = {"max_tokens": 1, "messages": [user(image(1), text("What is it?")), system("Be brief.")]}
     shown = (await post(seeing, "/v1/messages/count_tokens", request))["input_tokens"]
     assert shown > ROWS
     reminder = "\n\n<system-reminder>\nBe brief.\n</system-reminder>"
@@ -147,7 +124,7 @@ ONE = noise(1)
 DOORS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a file of OpenAI's": (
         "/v1/responses",
-        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}]},
+        {"input": [user({"type": "input_image", "file_id": "file-1"})]},
         "input[0].content[0].file_id",
         "this server keeps no files",
     ),
@@ -177,15 +154,15 @@ DOORS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "an assistant's": (
         "/v1/responses",
-        {"input": [{"role": "assistant", "content": [input_image(1)]}]},
+        {"input": [assistant(input_image(1))]},
         "input[0].content[0].type",
         "not supported",
     ),
     "a system's": (
         "/v1/responses",
-        {"input": [{"role": "developer", "content": [input_image(1)]}, {"role": "user", "content": "x"}]},
+        {"input": [{"role": "developer", "content": [input_image(1)]}, user("x")]},
         "input[0].content[0].image_url",
-        "pictures are read in messages of users and tools only",
+        "pictures are read of users and tools alone",
     ),
     "too many": (
         "/v1/responses",
@@ -195,7 +172,7 @@ DOORS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "an unknown detail": (
         "/v1/responses",
-        {"input": [{"role": "user", "content": [{**input_image(1), "detail": "most"}]}]},
+        {"input": [user({**input_image(1), "detail": "most"})]},
         "input[0].content[0].detail",
         "must be one of auto, high, low",
     ),
@@ -219,7 +196,7 @@ async def test_what_is_refused_is_named(case: str, seeing: Served) -> None:
     path, request, param, message = DOORS[case]
     if "source" in request:
         block = {"type": "image", **request}
-        request = {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}
+        request = {"max_tokens": 1, "messages": [user(block)]}
     error = (await post(seeing, path, request, 400))["error"]
     assert message in error["message"]
     assert param in error["message"]

@@ -1,7 +1,5 @@
 """Fetching of pictures: allowed hosts, limits of size and time, and addresses that are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import socket

@@ -1,7 +1,5 @@
 """Pictures in chats, from HTTP to the answer: nano's tower tells pictures of noise apart."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -21,6 +19,7 @@ from qwen_serve.server.chat.pictures import GivenPicture
 from qwen_serve.server.engine import ModelLoadError
 from qwen_serve.server.engine.admission import AdmissionControl
 from qwen_serve.server.engine.pictures import Picture, row_ids
+from tests.messages import user
 from tests.server.engine.helpers import running
 from tests.server.engine.test_pictures import Bare, Part
 from tests.server.seeing import N, ask, body, content, needs_vision, noise, part, text
@@ -47,10 +46,7 @@ async def test_an_answer_is_that_of_the_bare_context(seeing: Served, nano_f32: P
             if token == vocab.picture_id:
                 prepared = tower.prepare(left.pop(0))
                 rows = tower.encode(prepared)
-                prompt += [
-                    Picture(row_ids(b"any", len(rows)), rows, prepared.positions, prepared.n_pos),
-                    [],
-                ]
+                prompt += [Picture(row_ids(b"any", len(rows)), rows, prepared.positions, prepared.n_pos), []]
             else:
                 last = prompt[-1]
                 assert isinstance(last, list)
@@ -241,7 +237,7 @@ async def test_the_smallest_picture(seeing: Served) -> None:
 async def test_in_a_tools_answer(seeing: Served) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "Look at it."},
+        user("Look at it."),
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": [text("Here:"), part(noise(10))]},
     ]

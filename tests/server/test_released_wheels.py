@@ -1,7 +1,5 @@
 """Wheels of a release: which one a machine takes, that it is the right one, and what happens without it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -11,11 +9,11 @@ import shutil
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -26,9 +24,6 @@ from qwen_serve.server.llama_build import SetupError
 from qwen_serve.server.released_wheels import KINDS, NoWheel, Released, fetch, fitting, listed
 from tests.http_server import serving
 from tests.processes import run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 AVX512 = KINDS[0].features

@@ -1,7 +1,5 @@
 """Published schemas: those that compile give only valid documents."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

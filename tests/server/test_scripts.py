@@ -1,7 +1,5 @@
 """start_server.sh and stop_server.sh: the server answers, or the script gives the reason."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The whole server as OpenAI's own client meets it; test_conformance.py has the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Precedence of flags, environment, file and defaults; errors name the source."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`qwen-serve setup`: choice of the build, its key in the cache, and output."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """A model that is unloaded while there are no requests, and loaded again."""
 
-from __future__ import annotations
-
 import re
 import signal
 import threading

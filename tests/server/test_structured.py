@@ -1,7 +1,5 @@
 """Structured output over HTTP, from a model that was not trained for it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,20 +1,16 @@
 """A server with several API keys: a key with many requests does not delay others."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.marks import slow_but
 from tests.server.serving import EXACT, served
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    import httpx
 
 PATH = "/v1/completions"
 LONG = 500

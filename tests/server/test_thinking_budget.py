@@ -1,7 +1,5 @@
 """Thinking budgets over HTTP, with the fields of all supported APIs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,9 +98,9 @@ def test_a_budget_and_a_schema(http: httpx.Client) -> None:
         ({"thinking_budget": 3, "reasoning_budget": 4}, "reasoning_budget"),
         ({"reasoning_budget_tokens": 3, "thinking_budget_tokens": 4}, "reasoning_budget_tokens"),
         ({"thinking_budget": 1, "reasoning_budget_message": "x" * 5000}, "reasoning_budget_message"),
-        ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": "many"}}, "thinking.budget_tokens"),
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"thinking_repetition_penalty": 0}, "thinking_repetition_penalty"),
     ],
 )

@@ -1,7 +1,5 @@
 """Variants: their files, errors, and precedence among flags and defaults."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

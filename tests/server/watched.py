@@ -5,8 +5,6 @@ asked, and the process's memory in MiB. Time for which the loop's thread only wa
 cores, or the whole process did not compute, does not count: then others had them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

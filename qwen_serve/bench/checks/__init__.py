@@ -1,6 +1,6 @@
 """The API's contract as checks, one module for each theme. Importing the package registers them in order."""
 
-from qwen_serve.bench.checks import (  # noqa: F401, I001 - the order in which they run
+from qwen_serve.bench.checks import (  # noqa: I001 - the order in which they run
     health,
     shapes,
     prompts,

@@ -2,5 +2,3 @@
 
 from qwen_serve.convert.calibration.prompts import Purpose
 from qwen_serve.convert.calibration.text import TEXT_VERSION, write_text
-
-__all__ = ["TEXT_VERSION", "Purpose", "write_text"]

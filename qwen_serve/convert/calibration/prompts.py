@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen_serve.convert.errors import ConvertError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.model import Model
 
 Purpose = Literal["calibration", "search", "evaluation"]
 

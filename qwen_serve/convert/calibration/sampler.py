@@ -1,20 +1,14 @@
 """Batched sampling: continues many prompts at once, each with its own random stream."""
 
-from __future__ import annotations
-
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qwen_serve.llamacpp.evaluation import Batch, EvalContext
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from qwen_serve.llamacpp.model import Model
-    from qwen_serve.llamacpp.probe import Floats
+from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.probe import Floats
 
 PARALLEL = 32
 MIN_P = 0.02  # tokens less likely than this share of the likeliest are never drawn; temperature is 1

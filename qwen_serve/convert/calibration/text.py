@@ -6,21 +6,16 @@ half of them are the text's own in another order, half are drawn from the whole 
 documents of the mixture that calibration does not.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from qwen_serve.convert.calibration.prompts import SEARCH_STEP, ChatTemplate, load_prompts
+from qwen_serve.convert.calibration.prompts import SEARCH_STEP, ChatTemplate, Purpose, load_prompts
 from qwen_serve.convert.calibration.sampler import Request, complete
 from qwen_serve.convert.progress import Progress
-
-if TYPE_CHECKING:
-    from qwen_serve.convert.calibration.prompts import Purpose
-    from qwen_serve.llamacpp.evaluation import Runtime
-    from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.model import Model
 
 TEXT_VERSION = 3
 """Raise it when the same model would write different text, because of other prompts, sampler or lengths."""

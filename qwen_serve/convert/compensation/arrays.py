@@ -1,17 +1,13 @@
 """Operations that numpy and torch spell differently; the rest of this package works with both."""
 
-from __future__ import annotations
-
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from qwen_serve.llamacpp.probe import Floats
+from qwen_serve.llamacpp.probe import Floats
 
 Array: TypeAlias = Any
 """A numpy array or a torch tensor; their types are unrelated."""

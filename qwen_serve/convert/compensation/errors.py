@@ -1,31 +1,25 @@
 """How much compensation reduces the error of each matrix, on text of the calibration's kind and of others."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from qwen_serve.convert.chunks import read_chunks
-from qwen_serve.convert.compensation.arrays import backend, transposed
+from qwen_serve.convert.compensation.arrays import Bring, backend, transposed
 from qwen_serve.convert.compensation.file import Run, rounded_tensors
+from qwen_serve.convert.compensation.gram import Grams
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.kld import spaced
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.devices import row_bytes
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.gguf import TensorInfo
+from qwen_serve.llamacpp.probe import Floats
 from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from qwen_serve.convert.compensation.arrays import Bring
-    from qwen_serve.convert.compensation.gram import Grams
-    from qwen_serve.llamacpp.evaluation import Runtime
-    from qwen_serve.llamacpp.gguf import TensorInfo
-    from qwen_serve.llamacpp.probe import Floats
 
 CHUNKS: Final = 8
 """Chunks of 512 tokens that are read of each text."""

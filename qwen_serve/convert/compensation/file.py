@@ -6,41 +6,30 @@ the text beside it: a matrix is to give, of its own inputs, what the whole model
 (GPTAQ, Li et al. 2025).
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 import numpy as np
 from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from qwen_serve.convert.chunks import decode_chunks, decode_drafts, read_chunks
-from qwen_serve.convert.compensation.arrays import backend, on_host, release, transposed
+from qwen_serve.convert.compensation.arrays import Bring, backend, on_host, release, transposed
 from qwen_serve.convert.compensation.gram import EnoughError, Grams, Order
 from qwen_serve.convert.compensation.grids import GRIDS
 from qwen_serve.convert.compensation.packing import pack
-from qwen_serve.convert.compensation.rounding import round_compensated
+from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.devices import row_bytes
-from qwen_serve.llamacpp.evaluation import EvalContext
-from qwen_serve.llamacpp.gguf import read_header
-from qwen_serve.llamacpp.probe import Probe
+from qwen_serve.llamacpp.evaluation import ContextKind, EvalContext, Runtime
+from qwen_serve.llamacpp.gguf import TensorInfo, read_header
+from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.probe import Floats, Observer, Probe
 from qwen_serve.llamacpp.weights import Weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from qwen_serve.convert.compensation.arrays import Bring
-    from qwen_serve.convert.compensation.rounding import Inputs
-    from qwen_serve.llamacpp.evaluation import ContextKind, Runtime
-    from qwen_serve.llamacpp.gguf import TensorInfo
-    from qwen_serve.llamacpp.model import Model
-    from qwen_serve.llamacpp.probe import Floats, Observer
 
 CHUNKS_PER_BATCH: Final = 4
 PIECE_BYTES: Final = 256 * 2**20

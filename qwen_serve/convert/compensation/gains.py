@@ -1,32 +1,24 @@
 """The share of a type's rounding error that remains with compensation, measured on a few rows of each
 tensor."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
 
 import numpy as np
+from gguf import GGMLQuantizationType as Type
 
 from qwen_serve.convert.chunks import read_chunks
-from qwen_serve.convert.compensation.arrays import backend, transposed
+from qwen_serve.convert.compensation.arrays import Array, Bring, backend, transposed
 from qwen_serve.convert.compensation.file import Run
+from qwen_serve.convert.compensation.gram import Grams
 from qwen_serve.convert.compensation.grids import GRIDS
-from qwen_serve.convert.compensation.rounding import round_compensated
+from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.progress import Progress
+from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.probe import Floats
 from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from gguf import GGMLQuantizationType as Type
-
-    from qwen_serve.convert.compensation.arrays import Array, Bring
-    from qwen_serve.convert.compensation.gram import Grams
-    from qwen_serve.convert.compensation.rounding import Inputs
-    from qwen_serve.llamacpp.evaluation import Runtime
-    from qwen_serve.llamacpp.probe import Floats
 
 SAMPLE_ELEMENTS: Final = 1 << 15
 """Elements sampled from a tensor, in at most `MATRICES` of its matrices."""

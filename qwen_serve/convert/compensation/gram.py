@@ -3,21 +3,14 @@
 The diagonal is what an importance matrix holds.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Container
 
 import numpy as np
 
-from qwen_serve.convert.compensation.arrays import namespace
+from qwen_serve.convert.compensation.arrays import Array, Bring, namespace
 from qwen_serve.convert.compensation.rounding import Inputs
 from qwen_serve.convert.errors import ConvertError
-
-if TYPE_CHECKING:
-    from collections.abc import Container
-
-    from qwen_serve.convert.compensation.arrays import Array, Bring
-    from qwen_serve.llamacpp.probe import Floats, Routing
+from qwen_serve.llamacpp.probe import Floats, Routing
 
 
 class EnoughError(Exception):

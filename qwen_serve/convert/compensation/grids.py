@@ -7,19 +7,14 @@ scale * level[code] - dmin * minimum`. `d` and `dmin` are F16 numbers of the sup
 Arrays here are transposed, [width, rows], so that a column is contiguous in memory.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import IQ4_NL
 
-from qwen_serve.convert.compensation.arrays import like, namespace
-
-if TYPE_CHECKING:
-    from qwen_serve.convert.compensation.arrays import Array
+from qwen_serve.convert.compensation.arrays import Array, like, namespace
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,16 @@
 """Packs blocks into the bytes of a GGUF file and unpacks them: the layouts of ggml-common.h."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import IQ4_NL
+from numpy.typing import NDArray
 
 from qwen_serve.convert.compensation.arrays import on_host
 from qwen_serve.convert.compensation.grids import GRIDS, Blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

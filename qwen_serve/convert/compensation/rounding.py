@@ -5,19 +5,13 @@ A matrix's loss is `trace(E G E')`: `E` is the rounding error, `G` the Gram matr
 at a time with all others fixed, each with the least loss.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from qwen_serve.convert.compensation.arrays import double, half, indices, like, namespace, on_host
-from qwen_serve.convert.compensation.grids import Blocks, joined
+from qwen_serve.convert.compensation.arrays import Array, double, half, indices, like, namespace, on_host
+from qwen_serve.convert.compensation.grids import Blocks, Grid, joined
 from qwen_serve.convert.compensation.scales import divisors, nearest, search_blocks
-
-if TYPE_CHECKING:
-    from qwen_serve.convert.compensation.arrays import Array
-    from qwen_serve.convert.compensation.grids import Grid
 
 DAMPING: Final = 0.01
 """This share of the mean of the Gram matrix's diagonal is added to the diagonal."""

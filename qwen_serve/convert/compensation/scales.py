@@ -6,18 +6,12 @@ the step and offset that fit these codes best by least squares (like llama.cpp's
 multiples. Last it compares each multiple with its neighbours.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from qwen_serve.convert.compensation.arrays import half, namespace
-from qwen_serve.convert.compensation.grids import Blocks
-
-if TYPE_CHECKING:
-    from qwen_serve.convert.compensation.arrays import Array
-    from qwen_serve.convert.compensation.grids import Grid
+from qwen_serve.convert.compensation.arrays import Array, half, namespace
+from qwen_serve.convert.compensation.grids import Blocks, Grid
 
 STRETCHES: Final = tuple(np.linspace(-0.12, 0.36, 13).tolist())
 """Changes of the step, relative to the step that exactly spans the weights."""

@@ -5,20 +5,16 @@ installed. `chat` has the scenes of `chat.toml`: conversations with tools, calls
 model's own template. Calibration, search and compensation never read them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from qwen_serve.convert.calibration import Purpose, write_text
 from qwen_serve.convert.calibration.prompts import ChatTemplate
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.evaluation import Runtime
 
 Kind = Literal["prose", "code", "chat"]
 

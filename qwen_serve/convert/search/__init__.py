@@ -14,18 +14,3 @@ from qwen_serve.convert.search.record import is_record
 from qwen_serve.convert.search.search import SEARCH_VERSION, Found, Paths, check_reach, search
 from qwen_serve.convert.search.target import Target
 from qwen_serve.convert.search.write import as_recipe, evidence_of, print_found, with_results, write_recipe
-
-__all__ = [
-    "SEARCH_VERSION",
-    "Found",
-    "Paths",
-    "Target",
-    "as_recipe",
-    "check_reach",
-    "evidence_of",
-    "is_record",
-    "print_found",
-    "search",
-    "with_results",
-    "write_recipe",
-]

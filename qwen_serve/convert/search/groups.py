@@ -1,23 +1,17 @@
 """The tensors that a recipe decides: their groups, their possible types, and the types' sizes."""
 
-from __future__ import annotations
-
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Final, TypeAlias
+from pathlib import Path
+from typing import Final, TypeAlias
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from qwen_serve.convert.errors import ConvertError
 from qwen_serve.convert.tensors import ALWAYS_F32
-from qwen_serve.llamacpp.gguf import ALIGNMENT, read_header
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from qwen_serve.llamacpp.gguf import TensorInfo
+from qwen_serve.llamacpp.gguf import ALIGNMENT, TensorInfo, read_header
 
 Type: TypeAlias = GGMLQuantizationType
 

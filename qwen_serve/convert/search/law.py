@@ -1,17 +1,12 @@
 """The additive model: a tensor's share of the divergence is `scale * error ** power` of its group."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from qwen_serve.convert.search.groups import Type
+from qwen_serve.convert.search.groups import Type
 
 POWERS = (0.5, 2.0)
 FLOOR = 1e-12

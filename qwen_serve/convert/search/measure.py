@@ -1,33 +1,25 @@
 """Measures a model's divergence with some tensors quantized, in place, so that memory holds one model."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qwen_serve.common.interrupts import held
 from qwen_serve.convert.chunks import CHUNK_SIZE, decode_chunks, decode_drafts, read_chunks
 from qwen_serve.convert.imatrix import Imatrix
 from qwen_serve.convert.kld import LOGIT_BYTES, MAX_BATCH, ROWS_AT_ONCE, Part, parts
-from qwen_serve.llamacpp.evaluation import EvalContext
-from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from pathlib import Path
-    from types import TracebackType
-
-    from numpy.typing import NDArray
-
-    from qwen_serve.convert.search.groups import Matrix, Type
-    from qwen_serve.llamacpp.evaluation import Runtime
-    from qwen_serve.llamacpp.model import Model
-    from qwen_serve.llamacpp.probe import Floats
-    from qwen_serve.llamacpp.weights import Bytes
+from qwen_serve.convert.search.groups import Matrix, Type
+from qwen_serve.llamacpp.evaluation import EvalContext, Runtime
+from qwen_serve.llamacpp.model import Model
+from qwen_serve.llamacpp.probe import Floats
+from qwen_serve.llamacpp.weights import Bytes, Weights, dequantize_rows, quantize_rows
 
 CHUNKS: Final = 8
 """Chunks of 512 tokens that a probe reads: half of them the text's first, the model's own, half its last, of

@@ -1,18 +1,14 @@
 """A search's measurements, in one JSON file that is replaced after every measurement."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from qwen_serve.convert.search.groups import Type
 from qwen_serve.convert.search.measure import Reading
 from qwen_serve.convert.stages import fingerprint, replacing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 
 class Record:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from qwen_serve.convert.cards import BANDWIDTH
 from qwen_serve.convert.compensation import COMPENSATION_VERSION
@@ -18,15 +20,9 @@ from qwen_serve.convert.search.law import FLOOR, Sensitivity, fit, left_out_erro
 from qwen_serve.convert.search.measure import Meter, Reading
 from qwen_serve.convert.search.record import Record
 from qwen_serve.convert.search.solve import choose
-from qwen_serve.convert.search.target import spell_size
+from qwen_serve.convert.search.target import Target, spell_size
 from qwen_serve.convert.stages import file_digest, fingerprint
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    from qwen_serve.convert.search.target import Target
-    from qwen_serve.llamacpp.evaluation import Runtime
+from qwen_serve.llamacpp.evaluation import Runtime
 
 SEARCH_VERSION: Final = 2
 """Raise it when the same model would be measured differently."""

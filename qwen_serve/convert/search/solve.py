@@ -1,14 +1,10 @@
 """Chooses one type for each tensor at least cost under limits: a multiple-choice knapsack, as a MILP
 (HiGHS)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GAP: Final = 1e-5
 """Allowed relative distance of a solution from the optimum."""

@@ -1,7 +1,5 @@
 """Limits of a searched recipe: a size, bits per weight, a time a token, a divergence."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from qwen_serve.convert.errors import ConvertError
-from qwen_serve.convert.search.groups import HEAD, TOKEN_EMBEDDING
-from qwen_serve.convert.search.law import fit
+from qwen_serve.convert.search.groups import HEAD, TOKEN_EMBEDDING, Layout, Matrix, Type
+from qwen_serve.convert.search.law import Sensitivity, fit
+from qwen_serve.convert.search.record import Record
 from qwen_serve.convert.search.search import DRAFT_WEIGHT, limits, probe_value, probed
 from qwen_serve.convert.search.solve import choose
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from qwen_serve.convert.search.groups import Layout, Matrix, Type
-    from qwen_serve.convert.search.law import Sensitivity
-    from qwen_serve.convert.search.record import Record
-    from qwen_serve.convert.search.target import Target
+from qwen_serve.convert.search.target import Target
 
 BAND = re.compile(r" \d+(-\d+)?$")
 

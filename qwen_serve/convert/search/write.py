@@ -1,23 +1,18 @@
 """A searched recipe as the TOML file that `--recipe` reads, with the evidence for it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 from qwen_serve.convert.progress import duration
 from qwen_serve.convert.recipes import Evidence, Override, Recipe
+from qwen_serve.convert.report import Report
 from qwen_serve.convert.search.groups import Type, patterns
+from qwen_serve.convert.search.search import Found
 from qwen_serve.llamacpp.patches import LLAMA_VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from qwen_serve.convert.report import Report
-    from qwen_serve.convert.search.search import Found
 
 FILE_TYPES = {
     Type.Q2_K: "Q2_K",

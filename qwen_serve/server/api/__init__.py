@@ -9,5 +9,3 @@ the model. `middleware`, `errors` and `observe` handle what all requests have in
 from qwen_serve.server.api.app import create_app
 from qwen_serve.server.api.connection import BoundedConfig
 from qwen_serve.server.api.service import Backend, Service
-
-__all__ = ["Backend", "BoundedConfig", "Service", "create_app"]

@@ -1,10 +1,8 @@
 """The application: makes an ASGI app from settings and a function that loads the model."""
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from anyio import to_thread
 from fastapi import FastAPI
@@ -19,11 +17,7 @@ from qwen_serve.server.api.openapi import describe
 from qwen_serve.server.api.origin import AllowedSites, KnownSites
 from qwen_serve.server.api.routes import KNOWN, ROUTERS, endpoints
 from qwen_serve.server.api.service import Backend, Service
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
-
-    from qwen_serve.server.settings import Settings
+from qwen_serve.server.settings import Settings
 
 
 def create_app(settings: Settings, load: Callable[[], Backend]) -> FastAPI:

@@ -16,29 +16,22 @@ protocol:
   `test_what_is_refused_behind_a_request_leaves_it_its_answer`.
 """
 
-from __future__ import annotations
-
+import asyncio
 import json
 import logging
 import os
 import re
 import resource
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from qwen_serve.server.api.errors import ApiError, from_exception
 from qwen_serve.server.api.middleware import PROBES
-
-if TYPE_CHECKING:
-    import asyncio
-
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-    from qwen_serve.server.settings import Settings
+from qwen_serve.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 

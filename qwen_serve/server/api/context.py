@@ -1,21 +1,16 @@
 """One request's state, passed from the first middleware to the engine."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, cast
+from collections.abc import Container
+from typing import cast
 from uuid import uuid4
 
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
 from qwen_serve.server.api.observe.record import RequestRecord
-
-if TYPE_CHECKING:
-    from collections.abc import Container
-
-    from fastapi import Request
-    from starlette.datastructures import Headers
-    from starlette.types import Scope
-
-    from qwen_serve.server.api.service import Service
+from qwen_serve.server.api.service import Service
 
 GIVEN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """Client ids that are accepted: printable ASCII, safe in a header and a log."""

@@ -1,9 +1,6 @@
 """Turns exceptions that no endpoint handled into error objects over HTTP."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -15,9 +12,6 @@ from qwen_serve.server.api.observe.record import shown_path
 from qwen_serve.server.api.unsupported import unsupported_endpoint
 from qwen_serve.server.chat import PromptError
 from qwen_serve.server.engine import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, QueueFull
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI, Request
 
 
 async def error_response(http: Request, error: Exception) -> JSONResponse:

@@ -4,11 +4,11 @@ Under /v1/messages it is Anthropic's: `{"type": "error", "error": {"type", "mess
 Ollama's: `{"error": message}`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from qwen_serve.server.chat import PromptError
@@ -20,11 +20,6 @@ from qwen_serve.server.engine import (
     QueueFull,
     RequestFault,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from pydantic import ValidationError
 
 RETRY_AFTER_S = 1
 
@@ -99,9 +94,14 @@ class ClientLeft(Exception):
     """The client no longer waits for the answer."""
 
 
-def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
-    """400, for a field that is wrong."""
-    return ApiError(400, message, param=param, code=code)
+def bad_request(param: str, what: str, code: str = "invalid_value") -> ApiError:
+    """400, for the field `param`: `what` is wrong with it, or would be right."""
+    return ApiError(400, f"{param}: {what}", param=param, code=code)
+
+
+def refused(param: str, what: str) -> ApiError:
+    """400, for a field that asks for what this server lacks."""
+    return bad_request(param, what, "unsupported_parameter")
 
 
 def from_validation(error: ValidationError | RequestValidationError) -> ApiError:
@@ -110,7 +110,7 @@ def from_validation(error: ValidationError | RequestValidationError) -> ApiError
     param = field_path(first["loc"])
     message = str(first["msg"]).removeprefix("Value error, ")
     more = f" (and {len(others)} more)" if others else ""
-    return bad_request(f"{param}: {message}{more}", param, "invalid_value")
+    return bad_request(param, f"{message}{more}")
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
@@ -132,19 +132,17 @@ def from_exception(error: Exception) -> ApiError:
             return from_validation(error)
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
-        case PromptError():
-            return bad_request(str(error), error.param, "invalid_value")
+        case PromptError() | RequestFault():
+            return ApiError(400, str(error), param=error.param, code="invalid_value")
         case InvalidPrompt():
-            return bad_request(f"prompt: {error}", "prompt", "invalid_value")
+            return bad_request("prompt", str(error))
         case PromptTooLong():
-            return bad_request(str(error), None, "context_length_exceeded")
+            return ApiError(400, str(error), code="context_length_exceeded")
         case QueueFull():
             seconds = str(error.retry_after)
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": seconds})
         case EngineDead():
             return ApiError(503, "the engine has stopped", code="engine_dead")
-        case RequestFault():
-            return bad_request(str(error), error.param, "invalid_value")
         case GenerationError():
             return ApiError(500, f"generation failed: {error}", code="generation_failed")
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")

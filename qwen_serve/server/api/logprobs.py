@@ -1,22 +1,17 @@
 """Log-probabilities in the shapes that clients know: OpenAI's two, llama-server's and vLLM's."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 
+from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.sse import Lazily, Written, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.chat import TextGeneration
-    from qwen_serve.server.engine import TokenLogprobs, Vocab
+from qwen_serve.server.chat import TextGeneration
+from qwen_serve.server.engine import TokenLogprobs, Vocab
 
 LOWEST = -9999.0
 """vLLM's number for minus infinity, which JSON does not have."""

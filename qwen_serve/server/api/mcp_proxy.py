@@ -5,27 +5,20 @@ followed, and size, time and number of calls are bounded. Keys come with each re
 logged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl
 import threading
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 
 from qwen_serve.server.api.errors import ApiError, bad_request
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from fastapi import FastAPI
 
 PATH = "/mcp-proxy"
 URL_HEADER = "Mcp-Url"
@@ -108,11 +101,11 @@ def _target(url: str | None, allowed: Collection[Origin]) -> tuple[Origin, str]:
     if not allowed:
         raise ApiError(403, "MCP servers are off: --mcp-origins names those to call", code="mcp_off")
     if url is None:
-        raise bad_request(f"the header {URL_HEADER} is missing: the MCP server's address", URL_HEADER)
+        raise bad_request(URL_HEADER, "this header is missing: the MCP server's address")
     try:
         origin = origin_of(url)
     except ValueError as error:
-        raise bad_request(f"{URL_HEADER}: {error}", URL_HEADER, "invalid_value") from None
+        raise bad_request(URL_HEADER, str(error)) from None
     if origin not in allowed:
         raise ApiError(403, f"{URL_HEADER}: this origin is not one of --mcp-origins", code="mcp_not_allowed")
     parts = urlsplit(url)

@@ -1,29 +1,22 @@
 """What every request passes: API key, count of requests in flight, request id, log line, metrics."""
 
-from __future__ import annotations
-
 import hmac
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qwen_serve.server.api.context import RequestContext, context_of
 from qwen_serve.server.api.error_response import error_response
 from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.observe.record import shown_path
+from qwen_serve.server.api.observe.tracing import Tracer
 from qwen_serve.server.api.page import is_page
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from qwen_serve.server.api.observe.tracing import Tracer
-    from qwen_serve.server.api.service import Service
+from qwen_serve.server.api.service import Service
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,11 @@
 """The OpenAPI description: bodies are the models that validate them, errors are those of `errors`."""
 
-from __future__ import annotations
+from typing import Any, Literal
 
-from typing import TYPE_CHECKING, Any, Literal
-
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 REFERENCE = "#/components/schemas/{model}"
 

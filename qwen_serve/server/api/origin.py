@@ -4,23 +4,17 @@ A cross-site request has another Origin than this server. With DNS rebinding a s
 machine, and its requests have that name as Host (Ollama and Jupyter check it, too).
 """
 
-from __future__ import annotations
-
+from collections.abc import Collection
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qwen_serve.server.api.errors import ApiError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class KnownSites:

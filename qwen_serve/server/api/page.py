@@ -1,26 +1,22 @@
 """The chat page at `/`: the files of `qwen_serve/server/page/`, compressed for clients that accept it."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fastapi import Request  # noqa: TC002 - FastAPI reads the annotation
+from fastapi import (
+    FastAPI,
+    Request,
+)
+from fastapi import Response as FastAPIResponse
 from starlette.datastructures import Headers
 from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
-
-if TYPE_CHECKING:
-    import os
-
-    from fastapi import FastAPI
-    from fastapi import Response as FastAPIResponse
-    from starlette.types import Scope
+from starlette.types import Scope
 
 FOLDER = Path(__file__).parents[1] / "page"
 PREFIX = "/page"

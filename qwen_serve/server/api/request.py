@@ -1,31 +1,24 @@
 """A client's request: its body, a JSON object of bounded size, and whether the client still waits."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re
+from collections.abc import Awaitable, Callable
 from email.message import Message
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, ClientLeft, bad_request, from_validation
 from qwen_serve.server.api.limits import PICTURE_WORK, in_thread, interruptible
 from qwen_serve.server.api.picture_urls import fetch
-from qwen_serve.server.api.service import unavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from fastapi import Request
-    from starlette.datastructures import Headers
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.service import Backend
-    from qwen_serve.server.chat.pictures import GivenPicture
+from qwen_serve.server.api.service import Backend, unavailable
+from qwen_serve.server.chat.pictures import GivenPicture
 
 Schema = TypeVar("Schema", bound=BaseModel)
 Result = TypeVar("Result")
@@ -98,21 +91,21 @@ def decode(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `body`; an empty one for no body. Raises ApiError 400."""
     marks = count_marks(body) if len(body) > MAX_VALUES else 0  # so many keys are longer, too
     if marks > MAX_VALUES and sum(map(body.count, b"[{,")) > MAX_VALUES:
-        raise bad_request(f"the body has more than {MAX_VALUES:,} JSON values", None, "invalid_json")
+        raise ApiError(400, f"the body has more than {MAX_VALUES:,} JSON values", code="invalid_json")
     if marks > MAX_KEYS and body.count(b":") > MAX_KEYS and count_keys(body) > MAX_KEYS:
-        raise bad_request(f"the body's objects have more than {MAX_KEYS:,} keys", None, "invalid_json")
+        raise ApiError(400, f"the body's objects have more than {MAX_KEYS:,} keys", code="invalid_json")
     if len(body) > MAX_DIGITS and count_digits(body) > MAX_DIGITS:
         message = f"the body's numbers of 19 digits or more have more than {MAX_DIGITS:,} digits together"
-        raise bad_request(message, None, "invalid_json")
+        raise ApiError(400, message, code="invalid_json")
     try:
         decoded = from_json(body or b"{}", allow_inf_nan=False)
     except ValueError as error:
-        raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from error
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(decoded, dict):
-        raise bad_request("the body must be a JSON object", None, "invalid_json")
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     for field, value in decoded.items():
         if not all_finite(value):
-            raise bad_request(f"{field}: a number is too large, as 1e400 would be", field, "invalid_value")
+            raise bad_request(field, "a number is too large, as 1e400 would be")
     return decoded
 
 

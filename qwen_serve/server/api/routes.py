@@ -1,20 +1,20 @@
 """Every endpoint: the body it takes and the function that answers it."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from qwen_serve.server.about import own_version
 from qwen_serve.server.api import tokens
-from qwen_serve.server.api.context import context_of
+from qwen_serve.server.api.context import RequestContext, context_of
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
 from qwen_serve.server.api.formats.chat import ChatRequest, chat
@@ -47,13 +47,6 @@ from qwen_serve.server.api.service import Service, service_of
 from qwen_serve.server.api.slots import SlotActionRequest, slot_action, slots
 from qwen_serve.server.chat.pictures import MAX_IMAGES
 from qwen_serve.server.engine import EngineDead
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
-
-    from pydantic import BaseModel
-
-    from qwen_serve.server.api.context import RequestContext
 
 
 class AnswerRoute(APIRoute):
@@ -150,7 +143,7 @@ def invoked(body: dict[str, Any]) -> type[CompletionRequest | ChatRequest]:
     prompted, conversed = body.get("prompt") is not None, body.get("messages") is not None
     if prompted == conversed:
         param = "messages" if prompted else "prompt"
-        raise bad_request("give either prompt or messages" + ", not both" * prompted, param, "invalid_value")
+        raise bad_request(param, "give either prompt or messages" + ", not both" * prompted)
     if body.get("temperature") is None:
         body["temperature"] = 0.0
     return CompletionRequest if prompted else ChatRequest

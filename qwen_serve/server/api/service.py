@@ -7,24 +7,21 @@ import gc
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
+
+from fastapi import Request
 
 from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.fields.sampling import SamplingDefaults
 from qwen_serve.server.api.limits import Bodies
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from fastapi import Request
-
-    from qwen_serve.server.api.fields.sampling import SamplingDefaults
-    from qwen_serve.server.api.observe.metrics import Metrics
-    from qwen_serve.server.chat import Prompter, TextGeneration
-    from qwen_serve.server.engine import Engine
-    from qwen_serve.server.settings import Settings
+from qwen_serve.server.api.observe.metrics import Metrics
+from qwen_serve.server.chat import Prompter, TextGeneration
+from qwen_serve.server.engine import Engine
+from qwen_serve.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 

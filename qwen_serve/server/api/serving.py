@@ -1,42 +1,37 @@
 """The generations of one request, which are submitted, counted and cancelled together."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time
 import uuid
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Response
 
-from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.context import RequestContext
+from qwen_serve.server.api.errors import ApiError, bad_request
+from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.fields.sampling import of_choice
+from qwen_serve.server.api.fields.structured import WantedGrammar
 from qwen_serve.server.api.limits import in_thread, stopped
 from qwen_serve.server.api.observe.record import Answers
 from qwen_serve.server.api.request import until_gone
-from qwen_serve.server.api.sse import EventStream
+from qwen_serve.server.api.service import Service
+from qwen_serve.server.api.sse import EventStream, EventWriter
+from qwen_serve.server.api.tenant import Placement
 from qwen_serve.server.chat import StopStrings, TextGeneration
-from qwen_serve.server.engine import GenerateRequest, InvalidGrammar, TokenBudget
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.errors import ApiError
-    from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.api.fields.structured import WantedGrammar
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.api.sse import EventWriter
-    from qwen_serve.server.api.tenant import Placement
-    from qwen_serve.server.engine import (
-        Constraint,
-        EngineSettings,
-        Prompt,
-        SamplingParams,
-        ThinkingLimits,
-    )
+from qwen_serve.server.engine import (
+    Constraint,
+    EngineSettings,
+    GenerateRequest,
+    InvalidGrammar,
+    Prompt,
+    SamplingParams,
+    ThinkingLimits,
+    TokenBudget,
+)
 
 
 class ServedRequest:
@@ -263,8 +258,7 @@ async def compiled(
         except InvalidGrammar as error:
             looser = wanted.loosened(str(error))
             if looser is None:
-                message = f"{wanted.param} cannot be enforced: {error}"
-                raise bad_request(message, wanted.param, "invalid_value") from error
+                raise bad_request(wanted.param, f"cannot be enforced: {error}") from error
             wanted = looser
         else:
             return partial(grammar.begin, wanted.param)
@@ -275,9 +269,8 @@ def check_count(settings: EngineSettings, request: GenerationRequest, prompts: i
     wanted, most = prompts * request.choices, settings.parallel + settings.max_queue
     if wanted > most:
         raise bad_request(
-            f"n: {wanted} answers are asked for, n for each prompt; at most {most} can wait and run together",
             "n",
-            "invalid_value",
+            f"{wanted} answers are asked for, n for each prompt; at most {most} can wait and run together",
         )
 
 

@@ -1,32 +1,25 @@
 """llama-server's /slots."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from qwen_serve.common.files import NO_ROOM
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, bad_request
 from qwen_serve.server.api.fields.sampling import llama_settings
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.request import ensure_loaded, until_gone
 from qwen_serve.server.api.tenant import salt_of
-from qwen_serve.server.engine import PrefixFileError, restore_prefixes, save_prefixes, slot_states
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.engine import Engine
+from qwen_serve.server.engine import Engine, PrefixFileError, restore_prefixes, save_prefixes, slot_states
 
 FILE_WORK = ThreadPoolExecutor(1, "slot-files")
 """A thread for files, one at a time, so that no step and no other request waits for a slow disk."""
@@ -54,13 +47,13 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
         message = "POST /slots: start the server with --slot-save-path FOLDER for it"
         raise ApiError(501, message, code="not_supported")
     if action not in ("save", "restore", "erase"):
-        raise bad_request("action: must be save, restore or erase", "action", "invalid_value")
+        raise bad_request("action", "must be save, restore or erase")
     salt = salt_of(context.key if service.settings.prefix_by_key else "", request.cache_salt)
     path = folder if action == "erase" else _path(folder, request.filename, salt)
     await ensure_loaded(context)
     engine = service.backend.engine
     if not slot.isdecimal() or len(slot) > 4 or int(slot) >= engine.settings.parallel:
-        raise bad_request(f"there is no slot {slot[:9]!r}; they run from 0", "id_slot", "invalid_value")
+        raise bad_request("id_slot", f"there is no slot {slot[:9]!r}; they run from 0")
     began = perf_counter()
     about: dict[str, Any] = {"id_slot": int(slot)}
     if action == "erase":
@@ -72,12 +65,14 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
     try:
         found = await until_gone(context.http, in_thread(partial(work, engine, path, salt), 0, FILE_WORK))
     except PrefixFileError as error:
-        raise bad_request(f"filename: {request.filename} is not used: {error}", "filename") from error
+        raise bad_request("filename", f"{request.filename} is not used: {error}") from error
     except OSError as error:  # its text has the path, which is not the client's business
-        message = f"filename: {request.filename} is not saved: {error.strerror or type(error).__name__}"
+        wrong = bad_request(
+            "filename", f"{request.filename} is not saved: {error.strerror or type(error).__name__}"
+        )
         if error.errno in NO_ROOM:
-            raise ApiError(507, message, param="filename", code="no_room") from error
-        raise bad_request(message, "filename") from error
+            wrong.status, wrong.code = 507, "no_room"
+        raise wrong from error
     done, moved = ("n_saved", "n_written") if action == "save" else ("n_restored", "n_read")
     timings = {f"{action}_ms": (perf_counter() - began) * 1000}
     about |= {"filename": request.filename, done: found.longest, moved: found.size, "timings": timings}
@@ -89,8 +84,7 @@ async def slot_action(context: RequestContext, request: SlotActionRequest) -> Re
 def _path(folder: Path, name: str, salt: str) -> Path:
     """The path of a file; requests with another salt have another file of the same name."""
     if not FILE_NAME.fullmatch(name):
-        message = "filename: must be letters, digits, _, - and ., and no path"
-        raise bad_request(message, "filename", "invalid_value")
+        raise bad_request("filename", "must be letters, digits, _, - and ., and no path")
     return folder / (f"{salt[:16]}-{name}" if salt else name)
 
 

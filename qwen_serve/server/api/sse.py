@@ -4,26 +4,18 @@ Chat and text completions end with `data: [DONE]`. In protocols whose objects ha
 of each event, and an object of their own ends the stream.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic_core import to_json
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.types import Receive, Scope, Send
 
-from qwen_serve.server.api.errors import from_exception
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-
-    from starlette.types import Receive, Scope, Send
-
-    from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.api.errors import ApiError, from_exception
 
 logger = logging.getLogger(__name__)
 

@@ -1,22 +1,16 @@
 """Tenants: which requests share prefixes, and whose share of the server a request uses."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
-from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.context import RequestContext
+from qwen_serve.server.api.errors import bad_request, refused
+from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.fields.lora import adapters_of
-from qwen_serve.server.engine import TIERS, SchedulingParams
+from qwen_serve.server.engine import TIERS, Adapters, SchedulingParams, ServiceTier
 from qwen_serve.server.engine.request import PRIVATE
-
-if TYPE_CHECKING:
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.fields.generation import GenerationRequest
-    from qwen_serve.server.engine import Adapters, ServiceTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +63,7 @@ def scheduling_of(context: RequestContext, request: GenerationRequest) -> Schedu
     policy = service.settings.scheduling_policy
     number, key = service.keys.get(context.key, (None, None))
     if policy == "fcfs" and request.priority:
-        message = "priority: needs a server with --scheduling-policy priority or fair; this one's is fcfs"
-        raise bad_request(message, "priority", "unsupported_parameter")
+        raise refused("priority", "needs --scheduling-policy priority or fair; this server's is fcfs")
     anybody = policy == "priority" and not service.keys  # trusted, as in vLLM
     best: ServiceTier = key.service_tier if key else "priority" if anybody else "default"
     asked = request.service_tier
@@ -82,8 +75,7 @@ def scheduling_of(context: RequestContext, request: GenerationRequest) -> Schedu
         tier = "default"
     elif TIERS.index(tier) < TIERS.index(best):
         may = " and ".join(f'"{one}"' for one in TIERS[TIERS.index(best) :])
-        message = f'service_tier: this API key is of the class "{best}", which has {may}, not "{tier}"'
-        raise bad_request(message, "service_tier", "invalid_value")
+        raise bad_request("service_tier", f'this API key is of "{best}", which has {may}, not "{tier}"')
     return SchedulingParams(
         tenant=_address(context) if key is None else f"key {number}",
         share=1.0 if key is None else key.share,

@@ -4,32 +4,23 @@ They are for clients that count tokens, and for routers that match prefixes. /to
 the body has `content`, and vLLM's if it has `prompt` or `messages`.
 """
 
-from __future__ import annotations
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.formats.chat import ChatRequest, check_uncut, prompt_of
+from qwen_serve.server.api.formats.completions import CompletionRequest
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from qwen_serve.server.api.request import encode_images, ensure_loaded, on_thread, prepared
+from qwen_serve.server.api.service import Service
 from qwen_serve.server.api.serving import truncated
-from qwen_serve.server.chat.pictures import counted
-from qwen_serve.server.engine import TokenBudget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.formats.completions import CompletionRequest
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.chat.pictures import GivenPicture
-    from qwen_serve.server.engine import Vocab
-
+from qwen_serve.server.chat.pictures import GivenPicture, counted
+from qwen_serve.server.engine import TokenBudget, Vocab
 
 MAX_TOKENS = 2**18
 """Most tokens that /tokenize returns and /detokenize accepts: the longest context of any model."""
@@ -83,8 +74,8 @@ def asked(body: dict[str, Any]) -> type[TokenizeRequest | TokenizePromptRequest 
 
 def bounded(interrupt: Callable[[], None], field: str) -> TokenBudget:
     """A budget that raises ApiError 400 above `MAX_TOKENS`."""
-    message = f"{field}: more than {MAX_TOKENS:,} tokens; send it in parts"
-    return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: bad_request(message, field))
+    wrong = bad_request(field, f"more than {MAX_TOKENS:,} tokens; send it in parts")
+    return TokenBudget(MAX_TOKENS + 1, interrupt, lambda *_: wrong)
 
 
 async def with_prompt(
@@ -147,14 +138,13 @@ async def detokenize(context: RequestContext, request: DetokenizeRequest) -> Res
     Bytes that are not UTF-8 become U+FFFD. Raises ApiError 400.
     """
     if len(request.tokens) > MAX_TOKENS:
-        raise bad_request(f"tokens: more than {MAX_TOKENS:,}; send them in parts", "tokens")
+        raise bad_request("tokens", f"more than {MAX_TOKENS:,}; send them in parts")
     await ensure_loaded(context)
     vocab = context.service.backend.engine.vocab
 
     def answer(_: Callable[[], None]) -> Response:
         if wrong := [token for token in request.tokens if not 0 <= token < vocab.size]:
-            message = f"tokens: {wrong[0]} is not an id; they run from 0 to {vocab.size - 1}"
-            raise bad_request(message, "tokens")
+            raise bad_request("tokens", f"{wrong[0]} is not an id; they run from 0 to {vocab.size - 1}")
         kinds = {"content": vocab.token_bytes, "prompt": vocab.spelling}
         texts = {
             name: b"".join(map(spell, request.tokens)).decode("utf-8", "replace")

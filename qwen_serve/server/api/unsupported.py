@@ -1,7 +1,5 @@
 """Endpoints of other servers that this one does not offer: they answer 501."""
 
-from __future__ import annotations
-
 from starlette.routing import compile_path
 
 UNSUPPORTED = {

@@ -11,22 +11,3 @@ from .generation import TextGeneration
 from .messages import plain_text
 from .prompt import Prompter, ReplyOptions, check_conversation
 from .reply import NOTHING_YET, Arguments, Content, Part, Reasoning, Reply, ReplyParser, ToolCall
-
-__all__ = [
-    "NOTHING_YET",
-    "Arguments",
-    "Content",
-    "Detokenizer",
-    "Part",
-    "PromptError",
-    "Prompter",
-    "Reasoning",
-    "Reply",
-    "ReplyOptions",
-    "ReplyParser",
-    "StopStrings",
-    "TextGeneration",
-    "ToolCall",
-    "check_conversation",
-    "plain_text",
-]

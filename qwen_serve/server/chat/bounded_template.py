@@ -1,20 +1,16 @@
 """Jinja's sandbox with limits on time and size. A template comes with its model, so it may be hostile."""
 
-from __future__ import annotations
-
 import re
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from time import thread_time
 from types import BuiltinMethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jinja2
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 SECONDS = 5.0
 """CPU seconds for one rendering."""

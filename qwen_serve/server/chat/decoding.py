@@ -3,19 +3,14 @@
 A JPEG is shrunk while it is decoded if it must be. Pixels are converted and resized in strips.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, _webp
 
 from qwen_serve.common.memory import give_back
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Pixels = npt.NDArray[np.uint8]
 """[height, width, 3]."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 import codecs
 from bisect import bisect_left, bisect_right
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from qwen_serve.server.engine import Vocab
 
 from .markup import MARK, marked
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from qwen_serve.server.engine import Vocab
 
 
 class Detokenizer:

@@ -1,14 +1,11 @@
 """Files of plain text in messages."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from .errors import PromptError
+from .errors import PromptError, object_in
 
 _DATA = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+=-]+)*?)(;base64)?,", re.ASCII)
 _TEXTS = re.compile(r"text/.*|application/((.*\+)?(json|xml)|yaml|x-yaml|toml|javascript|x-sh)")
@@ -17,26 +14,25 @@ _TEXTS = re.compile(r"text/.*|application/((.*\+)?(json|xml)|yaml|x-yaml|toml|ja
 def text_of_file(file: Any, where: str) -> str:
     """The text of OpenAI's `file` object, after its name. Raises PromptError for a file that is no plain
     text."""
-    if not isinstance(file, Mapping):
-        raise PromptError(f"{where} must be an object", where)
+    object_in(file, where)
     if file.get("file_data") is None:
         for name in ("file_id", "file_url"):
             if file.get(name) is not None:
                 where = f"{where}.{name}"
-                raise PromptError(f"{where}: this server keeps and fetches no files; send file_data", where)
+                raise PromptError(where, "this server keeps and fetches no files; send file_data")
     data, place = file.get("file_data"), f"{where}.file_data"
     found = _DATA.match(data) if isinstance(data, str) else None
     if not isinstance(data, str) or found is None:
-        raise PromptError(f"{place} must be a data URL, such as data:text/plain;base64,...", place)
+        raise PromptError(place, "must be a data URL, such as data:text/plain;base64,...")
     kind = found[1] or "text/plain"
     if not _TEXTS.fullmatch(kind):
-        raise PromptError(f"{place} is of the type {kind}; only files of plain text are read", place)
+        raise PromptError(place, f"is of the type {kind}; only files of plain text are read")
     text = data[found.end() :]
     if found[3]:
         try:
             text = base64.b64decode(text, validate=True).decode("utf-8-sig")
         except (binascii.Error, ValueError):
-            raise PromptError(f"{place} is not UTF-8 text in base64", place) from None
+            raise PromptError(place, "is not UTF-8 text in base64") from None
     return named(file.get("filename"), text)
 
 

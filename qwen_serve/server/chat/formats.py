@@ -92,7 +92,7 @@ def json_expression(
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, Mapping):
-        raise PromptError(f"{param} must be a JSON schema, an object", param)
+        raise PromptError(param, "must be a JSON schema, an object")
     check_keywords(schema, param)
     check_numbers(schema, param)
     return json_lark(understood(schema), param, white_space=white_space, flexible=flexible)
@@ -106,7 +106,7 @@ def regex_format(pattern: str, param: str) -> AnswerFormat:
 def choice_format(choices: Sequence[str], param: str) -> AnswerFormat:
     """One of the texts. Raises PromptError."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-        raise PromptError(f"{param} must be a list of texts, none of them empty", param)
+        raise PromptError(param, "must be a list of texts, none of them empty")
     return AnswerFormat("start: " + " | ".join(map(lark_literal, choices)), param)
 
 
@@ -117,11 +117,11 @@ def grammar_format(text: str, param: str) -> AnswerFormat:
         return AnswerFormat(text, param)
     if len(text) > MAX_GBNF or text.count("::=") > MAX_RULES:
         most = f"{MAX_RULES:,} rules and {MAX_GBNF:,} characters"
-        raise PromptError(f"{param} is longer than GBNF may be: {most}", param)
+        raise PromptError(param, f"is longer than GBNF may be: {most}")
     try:
         return AnswerFormat(gbnf_to_lark(text), param)
     except Exception as error:  # the converter and its parser raise exceptions of any type
-        raise PromptError(f"{param} is no GBNF or Lark grammar: {error}", param) from None
+        raise PromptError(param, f"is no GBNF or Lark grammar: {error}") from None
 
 
 def compose(answer: Rules, *, thinking: bool) -> str:
@@ -153,8 +153,7 @@ def json_lark(
 def check_length(length: int, param: str) -> None:
     """Raises PromptError for a grammar that is too long, before it is built and parsed."""
     if length > LONGEST_GRAMMAR:
-        message = f"{param} has more than {LONGEST_GRAMMAR:,} characters as a grammar"
-        raise PromptError(message, param)
+        raise PromptError(param, f"has more than {LONGEST_GRAMMAR:,} characters as a grammar")
 
 
 def lark_literal(text: str) -> str:
@@ -165,5 +164,5 @@ def lark_literal(text: str) -> str:
 def lark_regex(pattern: str, param: str) -> str:
     """A regular expression as a Lark terminal. Raises PromptError."""
     if len(pattern) > MAX_REGEX:
-        raise PromptError(f"{param} has more than {MAX_REGEX:,} characters", param)
+        raise PromptError(param, f"has more than {MAX_REGEX:,} characters")
     return f"/{regex_to_lark(pattern, use_ascii='')}/"

@@ -1,17 +1,10 @@
 """A generation as text."""
 
-from __future__ import annotations
+from collections.abc import AsyncIterator, Callable, Mapping
 
-from typing import TYPE_CHECKING
+from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs, Vocab
 
-from .detokenizer import Detokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
-
-    from qwen_serve.server.engine import FinishReason, Generation, TokenLogprobs, Vocab
-
-    from .detokenizer import StopStrings
+from .detokenizer import Detokenizer, StopStrings
 
 
 class TextGeneration(Detokenizer):

@@ -1,7 +1,5 @@
 """Builds a Lark grammar's rules, each with a generated name."""
 
-from __future__ import annotations
-
 from .formats import check_length
 
 

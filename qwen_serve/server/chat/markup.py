@@ -6,10 +6,8 @@ string carries text and tags, both of the length in which they are written.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from collections.abc import Collection
+from typing import NamedTuple
 
 MARK = "\udc3c"
 """Half a surrogate pair."""

@@ -1,13 +1,11 @@
 """Checks OpenAI's message and tool objects and converts them for chat templates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from .documents import text_of_file
-from .errors import PromptError
+from .errors import PromptError, kind_of, list_in, object_in, text_in
 from .pictures import MAX_IMAGES, GivenPicture
 from .values import read_object
 
@@ -33,12 +31,11 @@ def check_messages(messages: object, pictures: list[GivenPicture] | None = None)
     `pictures` in order; it is None for a model without vision. Raises PromptError naming the field that is
     wrong.
     """
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise PromptError(f"messages must be a list, not {_kind(messages)}", "messages")
-    if not messages:
-        raise PromptError("messages is empty; at least one user message is needed", "messages")
-    order = _in_order_of_calls(messages)
-    checked = [_message(messages[index], f"messages[{index}]", pictures) for index in order]
+    given = list_in(messages, "messages")
+    if not given:
+        raise PromptError("messages", "is empty; at least one user message is needed")
+    order = _in_order_of_calls(given)
+    checked = [_message(given[index], f"messages[{index}]", pictures) for index in order]
     if pictures is not None and len(pictures) > MAX_IMAGES:
         raise pictures[MAX_IMAGES].wrong(
             f"is picture {MAX_IMAGES + 1} of {len(pictures)}; at most {MAX_IMAGES} are read"
@@ -50,20 +47,19 @@ def check_tools(tools: object) -> list[dict[str, Any]] | None:
     """Return the tools as dicts, or None when there are none. Raises PromptError."""
     if tools is None:
         return None
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise PromptError(f"tools must be a list, not {_kind(tools)}", "tools")
-    for index, tool in enumerate(tools):
+    given = list_in(tools, "tools")
+    for index, tool in enumerate(given):
         where = f"tools[{index}]"
-        function = _mapping(_mapping(tool, where).get("function"), f"{where}.function")
+        function = object_in(object_in(tool, where).get("function"), f"{where}.function")
         if not isinstance(function.get("name"), str) or not function["name"]:
-            raise PromptError(f"{where}.function.name must be a non-empty string", f"{where}.function.name")
+            raise PromptError(f"{where}.function.name", "must be a non-empty string")
         name, parameters = function["name"], function.get("parameters")
         if name != name.strip() or set(name) & set("<>\n"):  # a call of it could not be read
             where += ".function.name"
-            raise PromptError(f"{where} is {name!r}; no <, >, line break or outer space may be in it", where)
+            raise PromptError(where, f"is {name!r}; no <, >, line break or outer space may be in it")
         if parameters is not None:
-            _mapping(parameters, f"{where}.function.parameters")
-    return [dict(tool) for tool in tools] or None
+            object_in(parameters, f"{where}.function.parameters")
+    return [dict(tool) for tool in given] or None
 
 
 def separate_reasoning(text: str) -> tuple[str, str] | None:
@@ -137,10 +133,10 @@ def _get(value: object, key: str) -> Any:
 
 
 def _message(message: object, where: str, pictures: list[GivenPicture] | None) -> dict[str, Any]:
-    checked = dict(_mapping(message, where))
+    checked = dict(object_in(message, where))
     role = checked.get("role")
     if role not in ROLES:
-        raise PromptError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}", f"{where}.role")
+        raise PromptError(f"{where}.role", f"is {role!r}; it must be one of {', '.join(ROLES)}")
     if role == "developer":
         role = checked["role"] = "system"
     if role == "function":  # the older form of a tool's result, and of a call
@@ -149,7 +145,7 @@ def _message(message: object, where: str, pictures: list[GivenPicture] | None) -
         if (older := checked.pop("function_call", None)) is not None and not checked.get("tool_calls"):
             checked["tool_calls"] = [{"type": "function", "function": older}]
         if checked.get("audio") is not None:
-            raise PromptError(f"{where}.audio is not served; content is", f"{where}.audio")
+            raise PromptError(f"{where}.audio", "is not served; content is")
         if (refusal := checked.pop("refusal", None)) is not None and checked.get("content") is None:
             checked["content"] = refusal  # where OpenAI's API has the text of an answer that refuses
     shown = pictures if role in _SHOW else None
@@ -166,20 +162,16 @@ def _content(
     if isinstance(content, str) or (content is None and not required):
         return content
     if not isinstance(content, Sequence):
-        raise PromptError(f"{where} must be a string or a list of text parts, not {_kind(content)}", where)
+        raise PromptError(where, f"must be a string or a list of text parts, not {kind_of(content)}")
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         if isinstance(part, GivenPicture):  # from another API format
             if pictures is None:
-                raise PromptError(
-                    f"{part.where}: pictures are read in messages of users and tools only, by a server that "
-                    "has a vision tower (--mmproj)",
-                    part.where,
-                )
+                raise part.wrong("pictures are read of users and tools alone, with a vision tower (--mmproj)")
             pictures.append(part)
             parts.append({"type": "image"})
             continue
-        kind = _mapping(part, f"{where}[{index}]").get("type")
+        kind = object_in(part, f"{where}[{index}]").get("type")
         if kind == "image_url" and pictures is not None:
             pictures.append(GivenPicture.of_part(part, f"{where}[{index}]"))
             parts.append({"type": "image"})
@@ -192,10 +184,8 @@ def _content(
             served = "'text', 'file' and 'image_url' are served"
             if pictures is None:
                 served = "only 'text' and 'file' are served: no vision tower is loaded (--mmproj names one)"
-            raise PromptError(f"{where}[{index}].type is {kind!r}; {served}", f"{where}[{index}].type")
-        if not isinstance(part.get(key), str):
-            raise PromptError(f"{where}[{index}].{key} must be a string", f"{where}[{index}].{key}")
-        parts.append({"type": "text", "text": part[key]})
+            raise PromptError(f"{where}[{index}].type", f"is {kind!r}; {served}")
+        parts.append({"type": "text", "text": text_in(part.get(key), f"{where}[{index}].{key}")})
     return parts
 
 
@@ -203,10 +193,8 @@ def _reasoning(message: dict[str, Any], where: str) -> dict[str, str]:
     """{"reasoning_content": text}, or {} if there is none: templates test whether the key exists."""
     for key in ("reasoning_content", "reasoning"):
         reasoning = message.pop(key, None)
-        if isinstance(reasoning, str):
-            return {"reasoning_content": reasoning}
         if reasoning is not None:
-            raise PromptError(f"{where}.{key} must be a string, not {_kind(reasoning)}", f"{where}.{key}")
+            return {"reasoning_content": text_in(reasoning, f"{where}.{key}")}
     return {}
 
 
@@ -216,17 +204,15 @@ def _tool_calls(message: dict[str, Any], where: str) -> dict[str, list[dict[str,
     calls = message.pop("tool_calls", None)
     if calls is None:
         return {}
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise PromptError(f"{where} must be a list, not {_kind(calls)}", where)
-    return {"tool_calls": [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]}
+    numbered = enumerate(list_in(calls, where))
+    return {"tool_calls": [_tool_call(call, f"{where}[{index}]") for index, call in numbered]}
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:
-    given = _mapping(call, where)
+    given = object_in(call, where)
     where = f"{where}.function"
-    function = _mapping(given.get("function"), where)
-    if not isinstance(function.get("name"), str):
-        raise PromptError(f"{where}.name must be a string", f"{where}.name")
+    function = object_in(given.get("function"), where)
+    text_in(function.get("name"), f"{where}.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # a limit may have cut them; what is no object is shown as it is
@@ -234,22 +220,5 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
         arguments = {"arguments": arguments} if found is None else found
     if arguments is None:
         arguments = {}
-    if not isinstance(arguments, Mapping):
-        raise PromptError(
-            f"{where}.arguments must be a JSON object, not {_kind(arguments)}", f"{where}.arguments"
-        )
+    arguments = object_in(arguments, f"{where}.arguments")
     return {**given, "function": {**function, "arguments": arguments}}
-
-
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise PromptError(f"{where} must be an object, not {_kind(value)}", where)
-    return value
-
-
-def _kind(value: object) -> str:
-    """The JSON name of a value's type."""
-    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
-    if isinstance(value, Mapping):
-        return "an object"
-    return names.get(type(value), "a list" if isinstance(value, Sequence) else type(value).__name__)

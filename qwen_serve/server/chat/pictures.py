@@ -5,30 +5,26 @@ from __future__ import annotations
 import binascii
 import math
 from base64 import b64decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from io import BytesIO
 from threading import BoundedSemaphore
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
+from qwen_serve.server.engine import Engine
+from qwen_serve.server.engine.encoder import PictureEncoder
 from qwen_serve.server.engine.errors import PromptTooLong
 from qwen_serve.server.engine.pictures import Picture
 
 from .decoding import TooLarge, decoded
 from .errors import PromptError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.encoder import PictureEncoder
 
 MAX_IMAGES = 16
 """Most pictures of a request."""
@@ -79,8 +75,7 @@ class PixelBounds:
         for name in ("min_pixels", "max_pixels"):
             value = fields.get(name)
             if value is not None and (type(value) is not int or not 1 <= value <= MOST_BOUND):
-                place = f"{where}.{name}"
-                raise PromptError(f"{place} must be an integer from 1 to {MOST_BOUND:,}", place)
+                raise PromptError(f"{where}.{name}", f"must be an integer from 1 to {MOST_BOUND:,}")
         return cls(fields.get("min_pixels"), fields.get("max_pixels"))
 
     def within(self, others: PixelBounds) -> PixelBounds:
@@ -131,7 +126,7 @@ class GivenPicture:
             given = {"url": given}
         where = f"{where}.image_url"
         if not isinstance(given, dict) or not isinstance(given.get("url"), str):
-            raise PromptError(f'{where} must be an object {{"url": "data:image/...;base64,..."}}', where)
+            raise PromptError(where, 'must be an object {"url": "data:image/...;base64,..."}')
         return cls(given["url"], f"{where}.url", known_detail(given.get("detail"), where), bounds)
 
     def pixels(
@@ -216,15 +211,14 @@ class GivenPicture:
 
     def wrong(self, what: str) -> PromptError:
         """An error about the picture's field."""
-        return PromptError(f"{self.where} {what}", self.where)
+        return PromptError(self.where, what)
 
 
 def known_detail(given: Any, where: str) -> str:
     """The `detail` of a picture in `where`. Raises PromptError."""
     detail = "auto" if given is None else given
     if detail not in DETAILS:
-        place = f"{where}.detail"
-        raise PromptError(f"{place} is {detail!r}; it must be one of {', '.join(DETAILS)}", place)
+        raise PromptError(f"{where}.detail", f"must be one of {', '.join(DETAILS)}, not {detail!r}")
     return str(detail)
 
 
@@ -333,15 +327,12 @@ def _placed(
     places = [index for index, token in enumerate(ids) if token == engine.vocab.picture_id]
     if len(places) != len(given):
         raise PromptError(
-            f"the chat template shows {len(places)} of {len(given)} pictures in the messages", "messages"
+            "messages", f"the chat template shows {len(places)} of {len(given)} pictures in them"
         )
     for place, picture in zip(places, given, strict=True):
         interrupt()
         least = picture.bounds.within(asked).min_pixels or 0
         if least > encoder.max_pixels:
-            raise PromptError(
-                f"{picture.where} has min_pixels {least:,}; at most {encoder.max_pixels:,} are read "
-                "(--image-max-tokens)",
-                picture.where,
-            )
+            most = f"at most {encoder.max_pixels:,} are read (--image-max-tokens)"
+            raise picture.wrong(f"has min_pixels {least:,}; {most}")
         yield place, picture, encoder

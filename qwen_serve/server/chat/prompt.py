@@ -1,24 +1,17 @@
 """Messages to prompt tokens."""
 
-from __future__ import annotations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
-
+from qwen_serve.server.engine import Vocab
 from qwen_serve.server.engine.vocab import token_of
 
 from .errors import PromptError
 from .markup import Tags
 from .messages import begun_reply, check_messages, check_tools, plain_text, separate_reasoning
+from .pictures import GivenPicture
 from .provenance import AddedTokens, choose_sentinel
 from .template import ChatTemplate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from qwen_serve.server.engine import Vocab
-
-    from .pictures import GivenPicture
-
 
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 """Names of reasoning efforts, from the least to the most."""
@@ -56,7 +49,7 @@ def check_conversation(
         checked = check_messages(messages, [])
         check_tools(tools)
     except RecursionError:
-        raise PromptError("the request is nested too deeply", "messages") from None
+        raise PromptError("messages", "the request is nested too deeply") from None
     if continue_final_message:
         _final(checked)
 
@@ -182,7 +175,7 @@ class Prompter:
                 self._separate_reasoning(message, sentinel)
             marked_messages, marked_tools, marked_extra, reasoning, answer = self._added.mark(given, sentinel)
         except RecursionError:
-            raise PromptError("the request is nested too deeply", "messages") from None
+            raise PromptError("messages", "the request is nested too deeply") from None
         variables = {
             "messages": marked_messages[:-1] if continue_final_message else marked_messages,
             "tools": marked_tools,
@@ -232,6 +225,7 @@ def _final(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         wrong = "calls tools" if last["role"] == "assistant" else f"is of the role {last['role']}"
-        message = f"continue_final_message: the last message {wrong}; it must be an assistant's text"
-        raise PromptError(message, "continue_final_message")
+        raise PromptError(
+            "continue_final_message", f"the last message {wrong}; it must be an assistant's text"
+        )
     return last

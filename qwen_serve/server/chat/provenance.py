@@ -19,8 +19,6 @@ Templates also look for think tags in an assistant's history, so these are separ
 (`messages.separate_reasoning`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -117,7 +115,7 @@ def choose_sentinel(*values: Any) -> str:
     for code in chain.from_iterable(_CANDIDATES):
         if chr(code) not in used:
             return chr(code)
-    raise PromptError("the request contains every private-use character of Unicode", "messages")
+    raise PromptError("messages", "the request contains every private-use character of Unicode")
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from uuid import uuid4
 
+from qwen_serve.server.engine import FinishReason
+
+from .detokenizer import StopFilter
+from .generation import TextGeneration
 from .markup import Tags, spelled
 from .scanner import Parser, Scanner, Trimmed
 from .tool_calls import FUNCTION, CallReader, Reading, begun_name
 from .tool_schemas import ToolSchemas
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-
-    from qwen_serve.server.engine import FinishReason
-
-    from .detokenizer import StopFilter
-    from .generation import TextGeneration
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Reads text that arrives in pieces, once, from beginning to end."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,21 +1,16 @@
 """Rewrites JSON schemas for llguidance: removes what has no effect, and converts what has an equivalent
 form."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pydantic_core import from_json
 
 from .errors import PromptError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable"),
@@ -101,7 +96,7 @@ def json_value(text: str, param: str) -> Any:
     try:
         return from_json(text, allow_inf_nan=False)
     except ValueError as error:
-        raise PromptError(f"{param} is not valid JSON: {error}", param) from None
+        raise PromptError(param, f"is not valid JSON: {error}") from None
 
 
 def understood(schema: Any) -> Any:
@@ -197,13 +192,13 @@ def check_keywords(schema: Mapping[str, Any], where: str) -> None:
     """Raises PromptError for a keyword in another spelling (`max_length`), and for a schema inside another
     object. JSON Schema ignores both, so anything would fit."""
     if isinstance(schema.get("schema"), Mapping) and schema.keys().isdisjoint(_ENFORCED):
-        raise PromptError(f"{where}.schema: no keyword of JSON Schema; send the schema in it", where)
+        raise PromptError(f"{where}.schema", "no keyword of JSON Schema; send the schema in it")
     for place, one in _schemas(schema):
         for key in one.keys() - _ENFORCED:
             keyword = _MEANT.get(key.replace("_", "").replace("-", "").lower())
             if keyword is not None:
                 path = _path(where, (place, f".{key}"))
-                raise PromptError(f"{path}: no keyword of JSON Schema; {keyword} is one", path)
+                raise PromptError(path, f"no keyword of JSON Schema; {keyword} is one")
 
 
 def check_numbers(schema: Any, where: str) -> None:
@@ -236,7 +231,7 @@ def _path(where: str, place: _Place) -> str:
 
 def _refuse_number(where: str, place: _Place, number: float, wrong: str) -> NoReturn:
     where = _path(where, place)
-    raise PromptError(f"{where}: {str(number)[:40]} {wrong}", where)
+    raise PromptError(where, f"{str(number)[:40]} {wrong}")
 
 
 def check_lark_numbers(text: str, where: str) -> None:

@@ -9,13 +9,11 @@ the text and the mark are one lazy terminal, which ends at its first match. A ma
 (`<tool_call>`) needs no lazy terminal, because free text contains neither such tokens nor their names.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .errors import PromptError
+from .errors import PromptError, list_in, object_in, text_in
 from .formats import (
     ANY,
     AnswerFormat,
@@ -59,7 +57,7 @@ def structural_tag_format(value: object, param: str, special: Sequence[str]) -> 
     if isinstance(value, str):
         value = json_value(value, param)
     if not isinstance(value, Mapping):
-        raise PromptError(f'{param} must be {{"type": "structural_tag", "format": {{...}}}}', param)
+        raise PromptError(param, 'must be {"type": "structural_tag", "format": {...}}')
     where = f"{param}.format"
     format_ = value.get("format")
     if "structures" in value:
@@ -69,11 +67,9 @@ def structural_tag_format(value: object, param: str, special: Sequence[str]) -> 
 
 def _from_structures(value: Mapping[str, Any], param: str) -> dict[str, Any]:
     tags = []
-    for index, structure in enumerate(_list(value["structures"], f"{param}.structures")):
+    for index, structure in enumerate(list_in(value["structures"], f"{param}.structures")):
         where = f"{param}.structures[{index}]"
-        if not isinstance(structure, Mapping):
-            raise PromptError(f"{where} must be an object", where)
-        schema = structure.get("schema")
+        schema = object_in(structure, where).get("schema")
         content = {"type": "json_schema", "json_schema": True if schema is None else schema}
         tags.append(
             {"type": "tag", "begin": structure.get("begin"), "content": content, "end": structure.get("end")}
@@ -118,8 +114,7 @@ class _Builder:
         kind, given = self._known(format_, where)
         if kind in ("any_text", "triggered_tags", "dispatch"):
             if not ends and not last:
-                message = f"{where}: {kind} must be the last of a sequence, or a tag's content"
-                raise PromptError(message, where)
+                raise PromptError(where, f"{kind} must be the last of a sequence, or a tag's content")
             if kind == "any_text":
                 return self._until([], ends, self._texts(given, "excludes", where))
             return (self._triggered if kind == "triggered_tags" else self._dispatch)(given, where, ends)
@@ -143,7 +138,7 @@ class _Builder:
         token."""
         if not ends:
             if not last:
-                raise PromptError(f"{where}: it must be followed by a const_string, to end somewhere", where)
+                raise PromptError(where, "it must be followed by a const_string, to end somewhere")
             return self._lark.terminal(regular)
         options = []
         if plain := [end for end in ends if not self._special.search(end)]:
@@ -177,9 +172,9 @@ class _Builder:
 
     def _json(self, given: Mapping[str, Any], where: str) -> str:
         if given.get("style") not in (None, "json"):
-            raise PromptError(f"{where}.style: only json is enforced", f"{where}.style")
+            raise PromptError(f"{where}.style", "only json is enforced")
         if given.get("any_order"):
-            raise PromptError(f"{where}.any_order: the order is that of the schema", f"{where}.any_order")
+            raise PromptError(f"{where}.any_order", "the order is that of the schema")
         return self._lark.rule(json_expression(given.get("json_schema"), f"{where}.json_schema"))
 
     def _sequence(self, given: Mapping[str, Any], where: str, ends: Sequence[str], *, last: bool) -> str:
@@ -201,8 +196,9 @@ class _Builder:
                 kind, text = self._known(element, place)
                 before = self._text(text, "value", place) if kind == "const_string" else ""
                 if not before:
-                    message = f"{place}: a const_string must be here, for what is before it to end somewhere"
-                    raise PromptError(message, place)
+                    raise PromptError(
+                        place, "a const_string must be here, for what is before it to end somewhere"
+                    )
                 lazy = not self._special.search(before)
                 parts.append(self._closed(" ".join(row), [before], place, last=False, lazy=lazy))
                 row = []
@@ -218,24 +214,24 @@ class _Builder:
         """A tag without the first `begun` characters of its `begin`."""
         begin = self._text(given, "begin", where)[begun:]
         end = given.get("end")
-        ends = [end] if isinstance(end, str) else _list(end, f"{where}.end")
+        ends = [end] if isinstance(end, str) else list_in(end, f"{where}.end")
         if not ends or not all(isinstance(one, str) for one in ends):
-            raise PromptError(f"{where}.end must be a string, or a list of some", f"{where}.end")
+            raise PromptError(f"{where}.end", "must be a string, or a list of some")
         ends = [] if ends == [""] else ends
         if not all(ends):
-            raise PromptError(f"{where}.end: one of several cannot be empty", f"{where}.end")
+            raise PromptError(f"{where}.end", "one of several cannot be empty")
         return f"{self._literal(begin)} {self._followed(given.get('content'), f'{where}.content', ends)}"
 
     def _tags(self, given: Mapping[str, Any], where: str) -> list[tuple[Mapping[str, Any], str]]:
         found = []
-        for index, tag in enumerate(_list(given.get("tags"), f"{where}.tags")):
+        for index, tag in enumerate(list_in(given.get("tags"), f"{where}.tags")):
             place = f"{where}.tags[{index}]"
             kind, one = self._known(tag, place, default="tag")
             if kind != "tag":
-                raise PromptError(f"{place}.type must be tag", f"{place}.type")
+                raise PromptError(f"{place}.type", "must be tag")
             found.append((one, place))
         if not found:
-            raise PromptError(f"{where}.tags is empty", f"{where}.tags")
+            raise PromptError(f"{where}.tags", "is empty")
         return found
 
     def _separated(self, given: Mapping[str, Any], where: str) -> str:
@@ -248,19 +244,18 @@ class _Builder:
         triggers = self._texts(given, "triggers", where)
         tags = self._tags(given, where)
         if not triggers or not all(triggers):
-            raise PromptError(f"{where}.triggers must be a list of texts", f"{where}.triggers")
+            raise PromptError(f"{where}.triggers", "must be a list of texts")
         marks = []
         for tag, place in tags:
             begin = self._text(tag, "begin", place)
             matching = [trigger for trigger in triggers if begin.startswith(trigger)]
             if len(matching) != 1:
-                message = f"{place}.begin must start with one of the triggers, and with no other"
-                raise PromptError(message, f"{place}.begin")
+                raise PromptError(f"{place}.begin", "must start with one of the triggers, and with no other")
             until = self._whole_token(begin, len(matching[0]))
             marks.append(_Mark(matching[0], until, self._tag(tag, place, len(until))))
         unused = [trigger for trigger in triggers if all(mark.text != trigger for mark in marks)]
         if unused:
-            raise PromptError(f"{where}.triggers: no tag begins with {unused[0]!r}", f"{where}.triggers")
+            raise PromptError(f"{where}.triggers", f"no tag begins with {unused[0]!r}")
         self._check_marks([*dict.fromkeys(triggers), *ends], where)
         excludes = self._texts(given, "excludes", where)
         once = bool(given.get("stop_after_first"))
@@ -271,10 +266,10 @@ class _Builder:
 
     def _dispatch(self, given: Mapping[str, Any], where: str, ends: Sequence[str]) -> str:
         marks = []
-        for index, rule in enumerate(_list(given.get("rules"), f"{where}.rules")):
+        for index, rule in enumerate(list_in(given.get("rules"), f"{where}.rules")):
             place = f"{where}.rules[{index}]"
             if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
-                raise PromptError(f"{place} must be a text and a format", place)
+                raise PromptError(place, "must be a text and a format")
             marks.append(_Mark(rule[0], rule[0], self._followed(rule[1], f"{place}[1]", ())))
         excludes = self._texts(given, "excludes", where)
         self._check_marks([*dict.fromkeys(mark.text for mark in marks), *ends], where)
@@ -283,11 +278,11 @@ class _Builder:
     def _check_marks(self, texts: Sequence[str], where: str) -> None:
         """Raises PromptError if one mark contains another: the shorter would always match first."""
         if len(texts) > MAX_MARKS:
-            raise PromptError(f"{where} has more than {MAX_MARKS:,} triggers and ends", where)
+            raise PromptError(where, f"has more than {MAX_MARKS:,} triggers and ends")
         for index, text in enumerate(texts):
             for place, other in enumerate(texts):
                 if index != place and text in other:
-                    raise PromptError(f"{where}: {text!r} lies within {other!r}; neither may", where)
+                    raise PromptError(where, f"{text!r} lies within {other!r}; neither may")
 
     # --- free text -----------------------------------------------------------------------------------------
 
@@ -383,11 +378,10 @@ class _Builder:
         least, most = given.get("min"), given.get("max")
         for key, value in (("min", least), ("max", most)):
             if type(value) is not int or not -1 <= value <= MAX_REPEATS:
-                message = f"{where}.{key} must be a number up to {MAX_REPEATS:,}"
-                raise PromptError(message, f"{where}.{key}")
+                raise PromptError(f"{where}.{key}", f"must be a number up to {MAX_REPEATS:,}")
         assert isinstance(least, int) and isinstance(most, int)
         if least < 0 or -1 < most < least:
-            raise PromptError(f"{where}.min must be from 0 to max", f"{where}.min")
+            raise PromptError(f"{where}.min", "must be from 0 to max")
         return f"{{{least},{'' if most == -1 else most}}}"
 
     # --- Lark ----------------------------------------------------------------------------------------------
@@ -410,30 +404,26 @@ class _Builder:
     def _known(self, format_: object, where: str, default: str = "") -> tuple[str, Mapping[str, Any]]:
         """A format's type, and the format with its keys checked."""
         if not isinstance(format_, Mapping):
-            raise PromptError(f'{where} must be a format, an object with a "type"', where)
+            raise PromptError(where, 'must be a format, an object with a "type"')
         self._lark.count(where, where)
         kind = format_.get("type", default)
         if not isinstance(kind, str) or kind not in KEYS:
-            message = f"{where}.type: {kind!r} cannot be enforced; {', '.join(KEYS)} can"
-            raise PromptError(message, f"{where}.type")
+            raise PromptError(f"{where}.type", f"{kind!r} cannot be enforced; {', '.join(KEYS)} can")
         for key, value in format_.items():
             if key not in KEYS[kind] and key != "type" and value is not None:
-                raise PromptError(f"{where}.{key} cannot be enforced", f"{where}.{key}")
+                raise PromptError(f"{where}.{key}", "cannot be enforced")
         return kind, format_
 
-    def _elements(self, given: Mapping[str, Any], where: str) -> list[Any]:
-        return _list(given.get("elements"), f"{where}.elements")
+    def _elements(self, given: Mapping[str, Any], where: str) -> Sequence[Any]:
+        return list_in(given.get("elements"), f"{where}.elements")
 
     def _text(self, given: Mapping[str, Any], key: str, where: str) -> str:
-        value = given.get(key)
-        if not isinstance(value, str):
-            raise PromptError(f"{where}.{key} must be a string", f"{where}.{key}")
-        return value
+        return text_in(given.get(key), f"{where}.{key}")
 
     def _texts(self, given: Mapping[str, Any], key: str, where: str) -> list[str]:
         values = given.get(key) or []
         if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-            raise PromptError(f"{where}.{key} must be a list of texts, none of them empty", f"{where}.{key}")
+            raise PromptError(f"{where}.{key}", "must be a list of texts, none of them empty")
         return values
 
 
@@ -442,9 +432,3 @@ def _without(texts: Sequence[str]) -> str:
     if not texts:
         return ANY
     return f"({ANY} & ~({ANY} ({' | '.join(map(lark_literal, texts))}) {ANY}))"
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise PromptError(f"{where} must be a list", where)
-    return value

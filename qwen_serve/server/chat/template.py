@@ -1,10 +1,9 @@
 """A Jinja chat template, in the environment that Hugging Face templates are written for."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -12,9 +11,6 @@ import jinja2.meta
 
 from .bounded_template import MOST_CHARACTERS, BoundedEnvironment
 from .errors import PromptError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # Names that chat_template_kwargs may not set, besides the environment's own functions.
 _OURS = {"messages", "tools", "add_generation_prompt"}
@@ -41,9 +37,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise PromptError(
-                f"the chat template does not compile: {error} (line {error.lineno})", "chat_template"
-            ) from None
+            raise PromptError("chat_template", f"does not compile: {error} (line {error.lineno})") from None
         self._reserved = _OURS | environment.globals.keys()
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         """The variables that the template reads."""
@@ -57,7 +51,7 @@ class ChatTemplate:
         """
         taken = sorted(self._reserved & extra.keys())
         if taken:
-            raise PromptError(f"chat_template_kwargs can not set {', '.join(taken)}", "chat_template_kwargs")
+            raise PromptError("chat_template_kwargs", f"can not set {', '.join(taken)}")
         parts, size = [], 0
         self._environment.begin()
         for part in self._parts({**extra, **variables}):
@@ -65,7 +59,7 @@ class ChatTemplate:
             size += len(part)
             if size > MOST_CHARACTERS:
                 raise PromptError(
-                    f"the chat template writes more than {MOST_CHARACTERS:,} characters", "messages"
+                    "messages", f"the chat template writes more than {MOST_CHARACTERS:,} characters"
                 )
             parts.append(part)
         return "".join(parts)
@@ -76,13 +70,11 @@ class ChatTemplate:
             # not `generate`: its error handling creates frames that refer to each other and to all messages
             yield from self._template.root_render_func(context)
         except jinja2.UndefinedError as error:
-            raise PromptError(f"the chat template misses something: {error}", "messages") from error
+            raise PromptError("messages", f"the chat template misses something: {error}") from error
         except jinja2.TemplateError as error:
-            raise PromptError(str(error), "messages") from error
+            raise PromptError("messages", str(error)) from error
         except Exception as error:  # any exception of a template was caused by this request
-            raise PromptError(
-                f"the chat template can not render these messages: {error}", "messages"
-            ) from error
+            raise PromptError("messages", f"the chat template can not render them: {error}") from error
         finally:  # breaks the cycle between macros and context
             context.vars.clear()
             context.parent.clear()

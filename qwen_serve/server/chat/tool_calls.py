@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from .markup import spelled
+from .markup import Tags, spelled
+from .scanner import Parser, Scanner
+from .tool_schemas import ToolSchemas
 from .values import read_object, typed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .markup import Tags
-    from .scanner import Parser, Scanner
-    from .tool_schemas import ToolSchemas
 
 FUNCTION = "<function="
 _END_FUNCTION = "</function>"

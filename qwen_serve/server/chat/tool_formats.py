@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llguidance import regex_to_lark
 
-from .errors import PromptError
+from .errors import PromptError, list_in
 from .formats import ANY, AnswerFormat, check_length, json_lark, lark_literal
 from .schemas import ANNOTATIONS, TEXTS, check_keywords, check_numbers, understood
 from .tool_schemas import described_elsewhere, followed, resolve
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 NO_CLOSE = f"({ANY} & ~({ANY} /<\\/parameter>/ {ANY}))"
 NOT_JSON = r"~/\s*[\[{\"\-0-9](.|\n)*/"
@@ -56,7 +53,7 @@ class ToolFormat:
         if rule in self.places:
             where, strict = self.places[rule]
             if strict:
-                raise PromptError(f"{where} cannot be enforced: {error.splitlines()[0]}", where)
+                raise PromptError(where, f"cannot be enforced: {error.splitlines()[0]}")
         loose = frozenset(name for name, (_, strict) in self.places.items() if not strict)
         if rule in self.places and rule not in self.free and len(self.free) < MOST_FREED:
             loose = self.free | {rule}
@@ -90,7 +87,7 @@ def tool_format(
     for index, tool in enumerate(tools):
         function = tool.get("function")
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise PromptError(f"tools[{index}].function.name must be a non-empty string", f"tools[{index}]")
+            raise PromptError(f"tools[{index}].function.name", "must be a non-empty string")
         names.append(f"tool{index}")
         strict = function.get("strict") is True
         where = f"tools[{index}].function.parameters"
@@ -138,7 +135,7 @@ class _Parameters:
         self._checked, self._strict = strict or forced, strict
         schema = function.get("parameters")
         if schema is not None and not isinstance(schema, Mapping):
-            raise PromptError(f"{where} must be a JSON schema, an object", where)
+            raise PromptError(where, "must be a JSON schema, an object")
         self._given = schema
         self._misread = False
         """Whether llguidance would misread a number of the schema."""
@@ -179,17 +176,17 @@ class _Parameters:
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         if schema.get("type", "object") != "object" or not isinstance(properties, Mapping):
-            raise PromptError(f"{self._where}.type must be object", f"{self._where}.type")
+            raise PromptError(f"{self._where}.type", "must be object")
         place = f"{self._where}.required"
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise PromptError(f"{place} must be a list of names", place)
+            raise PromptError(place, "must be a list of names")
         required = dict.fromkeys(required)
         if self._strict and (unknown := [name for name in required if name not in properties]):
-            raise PromptError(f"{place} names {unknown[0]!r}, which properties does not have", place)
+            raise PromptError(place, f"names {unknown[0]!r}, which properties does not have")
         parts = []
         for index, (name, value) in enumerate(properties.items()):
             if not name or set(name) & set("<>\n"):
-                raise PromptError(f"{self._where}.properties: {name!r} is no name", self._where)
+                raise PromptError(f"{self._where}.properties", f"{name!r} is no name")
             where = f"{self._where}.properties.{name}"
             rule = f"{self._rule}_p{index}"
             self.places[f"{rule}_v"] = where, self._strict
@@ -228,11 +225,11 @@ class _Parameters:
         """Splits a schema into regular expressions (Lark) for its strings, and schemas for the rest."""
         self._alternatives += 1
         if self._alternatives > MAX_ALTERNATIVES:
-            raise PromptError(f"{where} has more than {MAX_ALTERNATIVES:,} alternatives", where)
+            raise PromptError(where, f"has more than {MAX_ALTERNATIVES:,} alternatives")
         if schema is True or schema == {}:
             return [ANY], []
         if not isinstance(schema, Mapping) or depth > 16:
-            raise PromptError(f"{where} must be a JSON schema, an object", where)
+            raise PromptError(where, "must be a JSON schema, an object")
         if "$ref" in schema:
             self._refuse_others(schema, {"$ref"}, where)
             if not _may_be_text(resolve(schema["$ref"], self._root), self._root):
@@ -248,19 +245,17 @@ class _Parameters:
                 self._refuse_others(schema, {key}, where)
                 texts: list[str] = []
                 others: list[dict[str, Any]] = []
-                for index, option in enumerate(_list(schema[key], f"{where}.{key}")):
+                for index, option in enumerate(list_in(schema[key], f"{where}.{key}")):
                     more_texts, more = self._split(option, f"{where}.{key}[{index}]", depth + 1)
                     texts, others = texts + more_texts, others + more
                 if key == "oneOf" and (len(texts) > 1 or (texts and others) or len(others) > 1):
                     types: list[str | None] = ["string"] * len(texts)
                     types += [_type_of(other) for other in others]
                     if None in types or len(set(types)) < len(types):
-                        raise PromptError(
-                            f"{where}.oneOf: its options may overlap; use anyOf", f"{where}.oneOf"
-                        )
+                        raise PromptError(f"{where}.oneOf", "its options may overlap; use anyOf")
                 return texts, others
         if "const" in schema or "enum" in schema:
-            values = [schema["const"]] if "const" in schema else _list(schema["enum"], f"{where}.enum")
+            values = [schema["const"]] if "const" in schema else list_in(schema["enum"], f"{where}.enum")
             self._refuse_others(schema, {"const", "enum", "type"}, where)
             words = [value for value in values if isinstance(value, str)]
             rest = [value for value in values if not isinstance(value, str)]
@@ -269,7 +264,7 @@ class _Parameters:
         names = [kind] if isinstance(kind, str) else kind
         if not isinstance(names, list):
             self._refuse_others(schema, {"type"}, where)
-            raise PromptError(f"{where}.type is missing", f"{where}.type")
+            raise PromptError(f"{where}.type", "is missing")
         if names == ["string"]:
             self._refuse_others(schema, {"type", "pattern", "minLength", "maxLength", "format"}, where)
         others = []
@@ -282,15 +277,14 @@ class _Parameters:
         if (format_ := schema.get("format")) is not None:
             if not isinstance(format_, str) or format_ not in TEXTS:
                 place = f"{where}.format"
-                message = f"{place}: {format_!r} cannot be enforced in a tool's parameter; use pattern"
-                raise PromptError(message, place)
+                raise PromptError(place, f"{format_!r} cannot be enforced in a tool's parameter; use pattern")
             parts.append(f"/{TEXTS[format_]}/")
         if (pattern := schema.get("pattern")) is not None:
             parts.append(_search(str(pattern)))
         least, most = (schema.get(key) for key in ("minLength", "maxLength"))
         for key, length in (("minLength", least), ("maxLength", most)):
             if not (length is None or (type(length) is int and length >= 0)):
-                raise PromptError(f"{where}.{key} must be a number of characters", f"{where}.{key}")
+                raise PromptError(f"{where}.{key}", "must be a number of characters")
         if least is not None or most is not None:
             parts.append(f"/(.|\\n){{{least or 0},{'' if most is None else most}}}/")
         return " & ".join(f"({part})" for part in parts) or ANY
@@ -298,16 +292,14 @@ class _Parameters:
     def _resolve(self, schema: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         found = followed(schema, self._root)
         if found is None:
-            raise PromptError(f"{where}.$ref leads nowhere", f"{where}.$ref")
+            raise PromptError(f"{where}.$ref", "leads nowhere")
         return found
 
     def _refuse_others(self, schema: Mapping[str, Any], known: Iterable[str], where: str) -> None:
         """Raises PromptError for keywords outside `known`, if they must be enforced."""
         others = [key for key in schema if key not in known and key not in ANNOTATIONS]
         if others and self._strict:
-            raise PromptError(
-                f"{where}.{others[0]} cannot be enforced in a tool's parameters", f"{where}.{others[0]}"
-            )
+            raise PromptError(f"{where}.{others[0]}", "cannot be enforced in a tool's parameters")
 
 
 def _may_be_text(schema: object, root: Mapping[str, Any]) -> bool:
@@ -345,12 +337,6 @@ def _type_of(schema: Mapping[str, Any]) -> str | None:
 def _mixes(others: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a text could look like a value of these schemas without fitting one."""
     return any(other.get("type") not in ("null", "boolean") for other in others)
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise PromptError(f"{where} must be a list", where)
-    return value
 
 
 def _search(pattern: str) -> str:

@@ -1,7 +1,5 @@
 """The schemas of a request's tools: which parameters a tool declares, and of which types."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

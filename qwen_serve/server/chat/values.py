@@ -1,7 +1,5 @@
 """The values that models write: JSON, or what Python writes in its place."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

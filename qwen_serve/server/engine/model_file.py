@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
-from pathlib import Path  # noqa: TC003 - pydantic reads it
+from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ValidationError

@@ -1,7 +1,5 @@
 """Costs of a block drafter's passes, computed from its file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

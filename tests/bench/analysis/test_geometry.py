@@ -1,7 +1,5 @@
 """Bytes, operations and times of passes, against figures computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 from gguf import GGMLQuantizationType as Type
 

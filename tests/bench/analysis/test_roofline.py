@@ -1,7 +1,5 @@
 """The roofline of the 4B, and its command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables of `quality levels`, and the comparison of many candidates that it rests on."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

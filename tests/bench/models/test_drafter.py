@@ -1,7 +1,5 @@
 """The synthetic drafter: the number of right tokens in a block is as set, whatever is set for MTP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The synthetic router: how often experts are chosen falls with their rank, by the exponent."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

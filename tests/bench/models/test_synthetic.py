@@ -1,8 +1,6 @@
 """The synthetic model: llama.cpp loads it, its words are one token each, and greedy decoding follows the
 chain."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

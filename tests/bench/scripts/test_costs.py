@@ -1,7 +1,5 @@
 """Scripts that time the engine's parts print a table, and name a file that is no model."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of what fits on a card, by the server's plan of a header alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An image is submitted to a service that drops connections, expires URLs and fails."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What is left of each matrix's error, by kind of text."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

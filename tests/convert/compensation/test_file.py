@@ -1,7 +1,5 @@
 """A file that is rounded again has the same types and offsets, and less divergence. Experts are included."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gram matrices are sums over all input rows; for an expert, over the rows that were routed to it."""
 
-from __future__ import annotations
-
 import pytest
 from gguf import GGMLQuantizationType as Type
 

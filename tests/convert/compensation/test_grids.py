@@ -1,7 +1,5 @@
 """Packed blocks: gguf and llama.cpp decode every value of a grid exactly."""
 
-from __future__ import annotations
-
 import pytest
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type

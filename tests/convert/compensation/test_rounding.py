@@ -1,7 +1,5 @@
 """Compensated rounding has less loss than rounding each weight by itself, and less with every sweep."""
 
-from __future__ import annotations
-
 import pytest
 from gguf import GGMLQuantizationType as Type
 

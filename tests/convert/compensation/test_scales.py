@@ -1,7 +1,5 @@
 """Scales and minima are never much worse than llama.cpp's and mostly better, for any input."""
 
-from __future__ import annotations
-
 import pytest
 from gguf import GGMLQuantizationType as Type
 

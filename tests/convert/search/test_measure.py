@@ -1,7 +1,5 @@
 """Weights changed in place are quantized as by llama.cpp, diverge like a file's, and are restored exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

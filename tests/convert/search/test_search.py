@@ -1,7 +1,5 @@
 """The whole search for a recipe, on a random checkpoint: interrupted, resumed, and for each target."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The knapsack's solution against all choices, and the fitted law against data that follow it."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

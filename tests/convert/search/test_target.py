@@ -1,7 +1,5 @@
 """Targets: units, names, and invalid combinations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

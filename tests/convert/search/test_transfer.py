@@ -1,7 +1,5 @@
 """A recipe for a large model from the probes of a small one: the same divergence in more tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

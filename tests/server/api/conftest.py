@@ -1,7 +1,5 @@
 """A real HTTP server, on a free port and a thread of its own, over the scripted engine."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

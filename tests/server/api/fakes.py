@@ -1,7 +1,5 @@
 """A scripted engine with a byte-level vocabulary, for tests of the API without a model."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading

@@ -1,7 +1,5 @@
 """Access control: API keys, and browsers of other origins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ The most common mistakes are rows of `qwen_serve/bench/checks/errors.py`, asked 
 test_conformance.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +12,12 @@ import httpx
 import pytest
 
 from qwen_serve.server.engine import InvalidPrompt
+from tests.messages import assistant, user
 from tests.server.api.conftest import Server, Start
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-HI = [{"role": "user", "content": "Hi"}]
+HI = [user("Hi")]
 LONG = "x" * 5000
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -128,16 +127,7 @@ def test_fields_of_every_endpoint(server: Server, fields: dict[str, Any], param:
         assert error["type"] == "invalid_request_error"
 
 
-PROMPTS = [
-    1.5,
-    True,
-    "",
-    [""],
-    ["a", ""],
-    [[]],
-    [[1], []],
-    [True],
-]
+PROMPTS = [1.5, True, "", [""], ["a", ""], [[]], [[1], []], [True]]
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -154,14 +144,11 @@ def test_the_prompts_before_a_bad_one_are_not_begun(server: Server, echo: bool) 
 MESSAGES: list[tuple[Any, str]] = [
     ({}, "messages"),
     ([None], "messages[0]"),
-    ([*HI, {"role": "assistant", "content": "Hello"}, {"role": "robot", "content": "x"}], "messages[2].role"),
+    ([*HI, assistant("Hello"), {"role": "robot", "content": "x"}], "messages[2].role"),
     ([{"role": "user", "content": {"text": "Hi"}}], "messages[0].content"),
     ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
-    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-    (
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}],
-        "messages[0].content[0].type",
-    ),
+    ([user({"type": "text"})], "messages[0].content[0].text"),
+    ([user({"type": "image_url", "image_url": {"url": "data:"}})], "messages[0].content[0].type"),
     ([*HI, {"role": "assistant", "tool_calls": "x"}], "messages[1].tool_calls"),
     (
         [*HI, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}],
@@ -185,7 +172,9 @@ CHAT_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs"),
     ({"thinking": "yes"}, "thinking"),
-    ({"thinking": {"type": "maybe"}}, "thinking"),
+    ({"thinking": {"type": "maybe"}}, "thinking.type"),
+    ({"reasoning": {"effort": ["low"]}}, "reasoning.effort"),
+    ({"reasoning": {"depth": 1}}, "reasoning.depth"),
     ({"reasoning_effort": "huge"}, "reasoning_effort"),
     ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"echo": True}, "echo"),

@@ -1,7 +1,5 @@
 """Clients that send too much, send too slowly, or disconnect."""
 
-from __future__ import annotations
-
 import re
 import select
 import socket

@@ -1,7 +1,5 @@
 """The server's description of itself, and its answers for endpoints that it lacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

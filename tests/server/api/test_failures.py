@@ -1,23 +1,20 @@
 """A failure affects only its request, and disconnecting frees the engine."""
 
-from __future__ import annotations
-
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx
 import pytest
 
 from qwen_serve.server.engine import EngineDead, GenerationError, QueueFull
+from tests.messages import user
 from tests.server.api.conftest import Start
 from tests.server.api.formats.test_completions import events
 from tests.server.api.test_bad_input import error_of
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LONG = "word " * 400
 
@@ -44,7 +41,7 @@ def test_a_crash_takes_one_request_with_it(start: Start, n: int) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_crash_in_a_stream_is_an_event(start: Start, path: str) -> None:
     server = start(crashing)
-    body: Any = {"messages": [{"role": "user", "content": "crash"}]}
+    body: Any = {"messages": [user("crash")]}
     if path == "/v1/completions":
         body = {"prompt": "crash"}
     *_, last = events(server, path, **body)
@@ -63,10 +60,7 @@ def test_an_error_nobody_foresaw(start: Start, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
-    [
-        (QueueFull("8 run and 256 wait", 7), 429, "queue_full"),
-        (EngineDead("it died"), 503, "engine_dead"),
-    ],
+    [(QueueFull("8 run and 256 wait", 7), 429, "queue_full"), (EngineDead("it died"), 503, "engine_dead")],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_come_with_their_status(

@@ -1,7 +1,5 @@
 """Generated bodies: every answer is a success or a 4xx with an error object, and the server keeps running."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

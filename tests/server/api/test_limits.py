@@ -1,7 +1,5 @@
 """Requests that are refused for their size, and costs that grow no faster than the size."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

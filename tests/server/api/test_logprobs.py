@@ -1,7 +1,5 @@
 """Log-probabilities in all formats, with and without streaming."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,11 +10,12 @@ import pytest
 
 from qwen_serve.server.api.logprobs import TokenNames
 from qwen_serve.server.api.sse import Lazily, Written, encode
+from tests.messages import user
 from tests.server.api.conftest import Start
 from tests.server.api.formats.test_completions import events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-HI = [{"role": "user", "content": "Hi"}]
+HI = [user("Hi")]
 
 
 def entry(byte: int, logprob: float) -> dict[str, Any]:
@@ -34,10 +33,7 @@ def test_of_a_chat(start: Start) -> None:
     [choice] = start("bc").chat(logprobs=True, top_logprobs=2).json()["choices"]
     tops = [entry(98, -0.1), entry(99, -2.5)]
     assert choice["logprobs"] == {
-        "content": [
-            {**entry(98, -0.1), "top_logprobs": tops},
-            {**entry(99, -2.5), "top_logprobs": tops},
-        ],
+        "content": [{**entry(98, -0.1), "top_logprobs": tops}, {**entry(99, -2.5), "top_logprobs": tops}],
         "refusal": None,
     }
 

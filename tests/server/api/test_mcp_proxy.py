@@ -1,7 +1,5 @@
 """`/mcp-proxy` calls MCP servers of allowed origins, and nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

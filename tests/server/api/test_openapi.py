@@ -3,8 +3,6 @@
 FUZZ_CASES, in the environment, is the number of requests made for each endpoint (`make fuzz`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Requests that come from web pages."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse

@@ -1,11 +1,10 @@
 """Fields that an endpoint lacks: unknown ones, and those of other formats and servers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
+from tests.messages import user
 from tests.server.api.conftest import Start
 
 CHAT, RESPONSES, ANTHROPIC = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -50,7 +49,7 @@ def test_unknown_fields_and_nulls_are_ignored(start: Start) -> None:
     ("path", "fields", "instead"),
     [
         (RESPONSES, {"max_tokens": 5}, "max_output_tokens"),
-        (RESPONSES, {"messages": [{"role": "user", "content": "Hi"}]}, "input"),
+        (RESPONSES, {"messages": [user("Hi")]}, "input"),
         (RESPONSES, {"response_format": {"type": "json_object"}}, "text.format"),
         (RESPONSES, {"reasoning_effort": "low"}, "reasoning.effort"),
         (RESPONSES, {"n": 2}, "leave it out"),
@@ -68,11 +67,7 @@ def test_a_chats_fields_are_not_passed_over_in_other_formats(
     start_shared: Start, path: str, fields: dict[str, Any], instead: str
 ) -> None:
     """They request something under names that these formats do not have."""
-    least = (
-        {"input": "Hi"}
-        if path == RESPONSES
-        else {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
-    )
+    least = {"input": "Hi"} if path == RESPONSES else {"messages": [user("Hi")], "max_tokens": 9}
     server = start_shared("Hi")
     answer = server.post(path, **least, **fields)
     assert answer.status_code == 400
@@ -97,7 +92,7 @@ def test_what_is_wrong_with_a_schema_has_the_formats_own_name(
     answer = server.post(RESPONSES, input="Hi", text={"format": given}).json()["error"]
     assert answer["param"] == f"text.format.{field}"
     assert answer["message"].startswith(answer["param"])
-    least = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    least = {"messages": [user("Hi")], "max_tokens": 9}
     answer = server.post(ANTHROPIC, **least, output_config={"format": given}).json()["error"]
     assert answer["message"].startswith(f"output_config.format.{field}")
 
@@ -106,7 +101,7 @@ def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
     server = start("Hi")
     assert server.post(RESPONSES, input="Hi", thinking=True, thinking_budget_tokens=40).status_code == 200
     assert server.engine.submissions[-1].text.endswith("<think>\n")
-    least = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    least = {"messages": [user("Hi")], "max_tokens": 9}
     assert server.post(ANTHROPIC, **least, reasoning={"effort": "low"}).status_code == 200
     assert server.engine.submissions[-1].text.endswith("<think>\n")
     counted = {"messages": least["messages"], "n": 3, "max_tokens": 5}  # nothing there depends on them
@@ -125,7 +120,7 @@ def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
         (CHAT, {"extra_body": {"top_k": 1}}, "beside the others"),
         (RESPONSES, {"extra_body": {"top_k": 1}}, "beside the others"),
         (ANTHROPIC, {"extra_body": {"top_k": 1}}, "beside the others"),
-        ("/v1/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "leave it out"),
+        ("/v1/completions", {"messages": [user("Hi")]}, "leave it out"),
         ("/v1/completions", {"extra_body": {"top_k": 1}}, "beside the others"),
         ("/api/chat", {"temperature": 0}, "options.temperature"),
         ("/api/chat", {"max_tokens": 5}, "options.num_predict"),
@@ -134,14 +129,14 @@ def test_a_chats_fields_that_other_formats_share(start: Start) -> None:
         ("/api/chat", {"reasoning_effort": "low"}, "think"),
         ("/api/chat", {"tool_choice": "required"}, "leave it out"),
         ("/api/chat", {"system": "Be brief."}, "messages"),
-        ("/api/generate", {"messages": [{"role": "user", "content": "Hi"}]}, "prompt"),
+        ("/api/generate", {"messages": [user("Hi")]}, "prompt"),
         ("/api/generate", {"seed": 1}, "options.seed"),
     ],
 )
 def test_fields_of_the_servers_other_formats_are_not_passed_over(
     start_shared: Start, path: str, fields: dict[str, Any], instead: str
 ) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
+    messages = [user("Hi")]
     least: dict[str, Any] = {"messages": messages, "max_tokens": 9}
     if path.startswith("/api"):
         least = {"messages": messages} if path == "/api/chat" else {"prompt": "Hi"}
@@ -205,7 +200,7 @@ def test_completions_have_no_fields_of_a_template(
 def test_what_only_others_do_is_refused(
     start_shared: Start, path: str, field: str, value: Any, param: str
 ) -> None:
-    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    chat: dict[str, Any] = {"messages": [user("Hi")], "max_tokens": 9}
     least = {"input": "Hi"} if path == RESPONSES else chat
     answer = start_shared("Hi").post(path, **least, **{field: value})
     assert answer.status_code == 400
@@ -214,7 +209,7 @@ def test_what_only_others_do_is_refused(
 
 def test_reasoning_that_is_not_wanted_is_left_out(start: Start) -> None:
     server = start("Hm.\n</think>\n\nOK.")
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000}
+    asked: dict[str, Any] = {"messages": [user("Hi")], "max_tokens": 2000}
     for display, kinds in (("summarized", ["thinking", "text"]), ("omitted", ["text"])):
         thinking = {"type": "enabled", "budget_tokens": 1024, "display": display}
         answer = server.post(ANTHROPIC, **asked, thinking=thinking).json()

@@ -1,7 +1,5 @@
 """The chat page's files and their headers."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

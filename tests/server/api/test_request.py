@@ -1,7 +1,5 @@
 """Work that ends when its client disconnects, and work that garbage collection does not interrupt."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Loading, ready, draining, failed; models, metrics, the API key."""
 
-from __future__ import annotations
-
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """A model that is unloaded while there are no requests."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Server-sent events, and streams whose client, server or engine stops."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

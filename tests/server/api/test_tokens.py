@@ -1,7 +1,5 @@
 """/tokenize, /detokenize, /apply-template and .../render."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

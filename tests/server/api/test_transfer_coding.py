@@ -1,7 +1,5 @@
 """How a request's body may be coded for its transfer (RFC 9112, section 6.1)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.server.api.conftest import Start

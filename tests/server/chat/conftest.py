@@ -1,7 +1,5 @@
 """The nano model's real vocabulary, without a context."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

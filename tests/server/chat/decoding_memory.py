@@ -1,7 +1,5 @@
 """Run as a program: decodes files and prints, for each, the most memory that it took, and what stayed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

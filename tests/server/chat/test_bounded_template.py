@@ -1,7 +1,5 @@
 """Templates that would never end or take all memory are stopped; the output of others is unchanged."""
 
-from __future__ import annotations
-
 import pytest
 
 from qwen_serve.server.chat import bounded_template

@@ -1,7 +1,5 @@
 """Decoding: bounded memory for every mode and format, and the same pixels as Pillow makes of the whole."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

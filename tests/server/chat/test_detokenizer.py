@@ -1,7 +1,5 @@
 """Tokens to text: characters and stop strings that extend over several tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

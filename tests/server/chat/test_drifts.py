@@ -1,7 +1,5 @@
 """What models really write: tags that are tokens or only text, and calls that drifted from their form."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

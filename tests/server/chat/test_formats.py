@@ -1,7 +1,5 @@
 """JSON schemas: the texts that their grammars allow."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

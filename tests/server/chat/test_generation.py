@@ -1,7 +1,5 @@
 """From a prompt to text, with scripted engines and the real one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Content cannot inject control tokens, in any place of a request."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 from itertools import cycle

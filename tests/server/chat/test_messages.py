@@ -1,13 +1,12 @@
 """Conversations that are refused, and the rendering of others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from qwen_serve.server.chat import Prompter, PromptError
 from qwen_serve.server.chat.messages import check_messages, check_tools, separate_reasoning
+from tests.messages import assistant, system
 from tests.server.chat.conftest import TEMPLATE
 
 USER = {"role": "user", "content": "Hi"}
@@ -34,7 +33,7 @@ def call(**function: Any) -> dict[str, Any]:
         ([{"role": "user", "content": ["Hi"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "messages[0].content[0].text"),
-        ([USER, {"role": "assistant", "content": "", "reasoning": 1}], "messages[1].reasoning"),
+        ([USER, assistant("", reasoning=1)], "messages[1].reasoning"),
         ([USER, {"role": "assistant", "tool_calls": {}}], "messages[1].tool_calls"),
         ([USER, {"role": "assistant", "tool_calls": ["f"]}], "messages[1].tool_calls[0]"),
         ([USER, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].function"),
@@ -46,7 +45,7 @@ def test_a_bad_message_is_named(messages: Any, param: str) -> None:
     with pytest.raises(PromptError) as error:
         check_messages(messages)
     assert error.value.param == param
-    assert param.rpartition(".")[2].split("[")[0] in error.value.message
+    assert param.rpartition(".")[2].split("[")[0] in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_messages_are_brought_to_the_templates_shape() -> None:
     ]
     function = {"name": "f", "arguments": {"a": 1}}
     assert check_messages(given) == [
-        {"role": "system", "content": "Be brief."},
+        system("Be brief."),
         {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Ann"},
         {"role": "assistant", "content": None, "reasoning_content": "Hm."},
         {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
@@ -100,14 +99,9 @@ def test_messages_are_brought_to_the_templates_shape() -> None:
 
 def test_system_messages_become_one_at_the_beginning() -> None:
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
-    given = [
-        {"role": "system", "content": "Be brief."},
-        USER,
-        {"role": "developer", "content": parts},
-        {"role": "system", "content": "Rhyme."},
-    ]
-    assert check_messages(given) == [{"role": "system", "content": "Be brief.\n\nBe kind.\n\nRhyme."}, USER]
-    assert check_messages([USER, given[2]]) == [{"role": "system", "content": "Be kind."}, USER]
+    given = [system("Be brief."), USER, {"role": "developer", "content": parts}, system("Rhyme.")]
+    assert check_messages(given) == [system("Be brief.\n\nBe kind.\n\nRhyme."), USER]
+    assert check_messages([USER, given[2]]) == [system("Be kind."), USER]
     alone = [{"role": "system", "content": parts}, USER]
     assert check_messages(alone) == alone
 
@@ -195,16 +189,13 @@ def test_raw_text_parses_special_tokens_and_adds_none(prompter: Prompter) -> Non
 def test_parts_that_come_back_from_openais_apis_are_text() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b", "annotations": []}]
     [user, reply] = check_messages(
-        [
-            {"role": "user", "content": parts},
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        ]
+        [{"role": "user", "content": parts}, assistant({"type": "refusal", "refusal": "No."})]
     )
     assert user["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert reply["content"] == [{"type": "text", "text": "No."}]
     for wrong in ({"type": "refusal", "text": "No."}, {"type": ["text"], "text": "a"}):
         with pytest.raises(PromptError) as caught:
-            check_messages([{"role": "assistant", "content": [wrong]}])
+            check_messages([assistant(wrong)])
         assert caught.value.param is not None
         assert caught.value.param.startswith("messages[0].content[0].")
 
@@ -212,13 +203,13 @@ def test_parts_that_come_back_from_openais_apis_are_text() -> None:
 def test_the_text_of_a_refusal_is_the_answers() -> None:
     """OpenAI's chat answers have it beside a content that is null."""
     refused = {"role": "assistant", "content": None, "refusal": "No."}
-    assert check_messages([USER, refused])[1] == {"role": "assistant", "content": "No."}
-    answered = {"role": "assistant", "content": "Yes.", "refusal": None}
-    assert check_messages([USER, answered])[1] == {"role": "assistant", "content": "Yes."}
+    assert check_messages([USER, refused])[1] == assistant("No.")
+    answered = assistant("Yes.", refusal=None)
+    assert check_messages([USER, answered])[1] == assistant("Yes.")
 
 
 def test_what_an_assistants_message_cannot_have() -> None:
-    check_messages([{"role": "assistant", "content": "x", "audio": None}])
+    check_messages([assistant("x", audio=None)])
     with pytest.raises(PromptError) as caught:
         check_messages([USER, {"role": "assistant", "content": None, "audio": {"id": "a"}}])
     assert caught.value.param == "messages[1].audio"

@@ -1,7 +1,5 @@
 """A prefilled answer: the prompt ends with it, and the model continues it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

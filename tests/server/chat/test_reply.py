@@ -1,7 +1,5 @@
 """Parsing of a reply's text into reasoning, answer and calls, for any division into pieces."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

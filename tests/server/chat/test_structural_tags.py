@@ -1,7 +1,5 @@
 """Structural tags: the texts that their grammars allow."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

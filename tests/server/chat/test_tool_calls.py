@@ -1,7 +1,5 @@
 """Parsing of tool calls in tags into JSON arguments."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Shortens the measurements at an engine's start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.llamacpp.row_results import NO_LOGPROBS, RowResult, Status
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp.row_sampler import RowRequest
+from qwen_serve.llamacpp.row_sampler import RowRequest
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,32 @@
 """Helpers of the engine's tests: small engines, requests served together, and the same tokens decoded
 alone."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qwen_serve.llamacpp import Context, ContextOptions, Model
 from qwen_serve.server.engine import (
+    Adapters,
     Engine,
     EngineSettings,
     FinishReason,
     GenerateRequest,
+    Generation,
     SamplingParams,
     SchedulingParams,
     Vocab,
 )
 from qwen_serve.server.engine.request import ANYBODY
 from tests.waiting import until, wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine import Adapters, Generation
 
 EXACT: dict[str, Any] = {"flash_attn": "off", "cache_type_k": "f32", "cache_type_v": "f32"}
 """With F32 weights on the CPU: logits move by 1e-6 with the shape of a batch, which no greedy choice sees."""

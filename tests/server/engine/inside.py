@@ -1,25 +1,18 @@
 """Access to an engine's internals for tests: drafters, and what remains of requests."""
 # ruff: noqa: SLF001 - leaks show from the inside alone, and a public way in would be for tests only
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
+from qwen_serve.llamacpp import Context
+from qwen_serve.server.engine import Engine
 from qwen_serve.server.engine.planning.sequence_ids import SequenceIds
-from qwen_serve.server.engine.prefix_cache import PrefixCache
+from qwen_serve.server.engine.prefix_cache import Node, PrefixCache, Tree
+from qwen_serve.server.engine.speculation import Drafter, Speculator
 from qwen_serve.server.engine.speculation.dflash import DflashDrafter
+from qwen_serve.server.engine.speculation.hidden import DraftCacheState, HiddenDrafter
 from qwen_serve.server.engine.speculation.mtp import MtpDrafter
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.prefix_cache import Node, Tree
-    from qwen_serve.server.engine.speculation import Drafter, Speculator
-    from qwen_serve.server.engine.speculation.hidden import DraftCacheState, HiddenDrafter
-    from qwen_serve.server.engine.speculation.policy import Policy
+from qwen_serve.server.engine.speculation.policy import Policy
 
 
 def drafters(speculator: Speculator) -> list[Drafter]:

@@ -1,20 +1,14 @@
 """An engine whose steps are launched ahead, as on a GPU, for the tests of that."""
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from qwen_serve.server.engine import SamplingParams
+from qwen_serve.server.engine import Engine, SamplingParams
+from qwen_serve.server.engine.batch import Batch
 from tests.server.engine.helpers import EXACT, Answer, Question, running
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.batch import Batch
 
 PLAIN: dict[str, Any] = {**EXACT, "sampling": "device", "speculation": "off"}
 """Sampling on the device, though that is the host here, as on a GPU."""

@@ -1,9 +1,9 @@
 """A scheduler with a simulated model, for the tests of its policies."""
 
-from __future__ import annotations
+from typing import Any, cast
 
-from typing import TYPE_CHECKING, Any, cast
-
+from qwen_serve.llamacpp import Context
+from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.prefill_budget import PrefillBudget
 from qwen_serve.server.engine.prefix_cache import PrefixCache
 from qwen_serve.server.engine.request import Request, SchedulingParams
@@ -12,10 +12,6 @@ from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.states import StateStore
 from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.batch import Batch
 
 
 class NoSampler:

@@ -1,14 +1,12 @@
 """LoRA adapters in the engine: a step has one selection of adapters, prefixes are separate, files are
 checked."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
@@ -17,17 +15,21 @@ import pytest
 from qwen_serve.convert import cli
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
 from qwen_serve.llamacpp.gguf import read_header
-from qwen_serve.server.engine import GenerateRequest, ModelLoadError, SamplingParams
+from qwen_serve.server.engine import (
+    Adapters,
+    Engine,
+    GenerateRequest,
+    Generation,
+    ModelLoadError,
+    SamplingParams,
+)
 from qwen_serve.server.engine.adapters import TURN
 from qwen_serve.server.engine.planning.adapters import AdapterSpec
+from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 from tests.adapters import merge, write_adapter
 from tests.conftest import NANO
 from tests.server.engine.helpers import EXACT, Question, random_prompt, running, standing_still, told
 from tests.server.engine.scheduling import advance, commit, scheduler, sequence
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine import Adapters, Engine, Generation
-    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 
 PROMPT = list(range(300, 340))
 SELECTIONS: list[Adapters] = [(), ((0, 1.0),), ((1, 1.0),), ((0, -1.0),), ((0, 1.0), (1, 0.5))]

@@ -1,7 +1,5 @@
 """Only a client that floods the queue is refused. Retry-After is based on measurements."""
 
-from __future__ import annotations
-
 import pytest
 
 from qwen_serve.server.engine import QueueFull

@@ -1,28 +1,22 @@
 """Requests of every kind are launched ahead, and none stops others from it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
+from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER, Bits
 from qwen_serve.server.engine import SamplingParams
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.sampling.grammar import Grammar, GrammarConstraint
 from tests.marks import slow_but
 from tests.server.engine.helpers import Question, ask, ask_at_once, random_prompt, running
 from tests.server.engine.launching import PLAIN, ahead, assert_right
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from qwen_serve.llamacpp.row_sampler import Bits
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
 

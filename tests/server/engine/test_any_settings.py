@@ -1,11 +1,10 @@
 """Answers are the same with any combination of the engine's optimizations, and nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,6 @@ from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Answer, Question, ask_all, idle, random_prompt, running
 from tests.server.engine.inside import at_rest, check_contexts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 LONGEST = 150
 TURN = (3585, 332, 198, 3608, 258, 3609, 258)

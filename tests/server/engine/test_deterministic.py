@@ -3,31 +3,24 @@
 That it does depend on it otherwise, and with every kind of draft, is in tests/server/test_answers.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import HAS_BATCH_INVARIANCE
-from qwen_serve.server.engine import SamplingParams, SchedulingParams
+from qwen_serve.server.engine import Engine, SamplingParams, SchedulingParams
 from qwen_serve.server.engine.reproducible import Reproducible, rows_are_the_same
 from qwen_serve.server.engine.request import Request
 from tests.marks import slow_but
 from tests.server.engine.helpers import Question, ask, ask_all, idle, random_prompt, running, told
 from tests.server.engine.scheduling import NO_SAMPLER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine import Engine
 
 INVARIANT = pytest.mark.skipif(not HAS_BATCH_INVARIANCE, reason="llama.cpp is built without batch-invariant")
 

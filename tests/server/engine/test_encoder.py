@@ -1,7 +1,5 @@
 """Pictures: each is encoded once while it is cached, and the cache stays within its limit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, Semaphore

@@ -1,12 +1,12 @@
 """The engine's interface: answers, limits, cancellation, failures, and closing."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,11 +39,6 @@ from tests.server.engine.helpers import (
 )
 from tests.server.engine.inside import at_rest
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 
 ENDLESS = SamplingParams(ignore_eos=True)
 PROMPT = list(range(300, 320))

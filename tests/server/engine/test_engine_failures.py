@@ -1,14 +1,14 @@
 """A failure costs only its request. If the engine fails, all remaining requests get an error."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +19,7 @@ from qwen_serve.server.engine import (
     GenerationError,
     SamplingParams,
 )
+from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.helpers import (
     EXACT,
@@ -35,12 +36,6 @@ from tests.server.engine.helpers import (
 from tests.server.engine.inside import at_rest
 from tests.server.engine.test_engine import ENDLESS, PROMPT, ask_for, first, rest
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.server.engine.request import Request
 
 
 @pytest.fixture

@@ -1,15 +1,16 @@
 """A failure in optional work is counted and changes no answer."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError
 from qwen_serve.server.api.observe.metrics import Metrics
+from qwen_serve.server.engine import Engine
 from tests.marks import slow_but
 from tests.server.engine.helpers import (
     EXACT,
@@ -23,12 +24,6 @@ from tests.server.engine.helpers import (
 )
 from tests.server.engine.inside import draft_by, drafters, policy
 from tests.server.engine.speculation.test_exactness import Scripted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from qwen_serve.server.engine import Engine
 
 N = 40
 

@@ -1,21 +1,16 @@
 """The scheduler chooses steps while the tokens of the step before are being computed."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from qwen_serve.server.engine.adapters import TURN
-from qwen_serve.server.engine.request import TIERS, SchedulingParams
+from qwen_serve.server.engine.batch import Batch
+from qwen_serve.server.engine.request import TIERS, Request, SchedulingParams
 from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.prefix_cache.world import ANSWER, World
 from tests.server.engine.scheduling import scheduler, sequence
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.batch import Batch
-    from qwen_serve.server.engine.request import Request
 
 END = 5
 """The token that ends an answer."""

@@ -1,12 +1,10 @@
 """From settings to a running engine: clean-up after failures, and the engine's counts."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace
+from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,20 +12,16 @@ from qwen_serve.llamacpp import Context, Model
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import DoesNotFit
+from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.loading import PREFILL_CPU, build_engine, resolve_settings
 from qwen_serve.server.engine.model_file import ModelFile
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.vision import VisionSpec
 from qwen_serve.server.engine.prefill_budget import MIN_PREFILL
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
+from qwen_serve.server.engine.runner import Launched
 from tests.server.engine.helpers import Question, ask_all, running, settings
 from tests.server.engine.inside import policy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from qwen_serve.server.engine.batch import Batch
-    from qwen_serve.server.engine.runner import Launched
 
 
 def watch_closing(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -1,11 +1,10 @@
 """A model file is identified by its content at the time of loading."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -15,9 +14,6 @@ from qwen_serve.server.engine import Engine, ModelLoadError, model_file
 from qwen_serve.server.engine.model_file import BLOCK, ModelFile
 from qwen_serve.server.engine.planning import contexts
 from tests.server.engine.helpers import EXACT, Question, answers_alone, ask, random_prompt, running, settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

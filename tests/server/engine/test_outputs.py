@@ -1,7 +1,5 @@
 """Passing of tokens from the engine's thread to the event loop, and clients that stop listening."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

@@ -1,8 +1,6 @@
 """Prompts with pictures: answers equal those of a bare context, with other requests and with cached
 states."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,21 +1,14 @@
 """Requests that wait, run and are preempted, with the scheduler and the prefix cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_serve.server.engine.request import TIERS, SchedulingParams
-from qwen_serve.server.engine.scheduling_policy import WRITTEN
+from qwen_serve.server.engine.request import TIERS, Request, SchedulingParams
+from qwen_serve.server.engine.scheduling_policy import WRITTEN, SchedulingPolicy
 from tests.server.engine.inside import held
 from tests.server.engine.prefix_cache.world import ANSWER, World
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.request import Request
-    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 
 
 @dataclass

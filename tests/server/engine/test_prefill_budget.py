@@ -1,7 +1,5 @@
 """The number of prompt tokens in a step, from a time limit and the fastest measured rate."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

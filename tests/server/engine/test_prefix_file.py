@@ -1,7 +1,5 @@
 """`prefix_file`: the cache's states survive a restart and change no answer."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -12,7 +10,8 @@ import resource
 import struct
 import zipfile
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +32,6 @@ from tests.server.engine.helpers import (
     settings,
 )
 from tests.server.engine.test_deterministic import requests
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 N = 24
 

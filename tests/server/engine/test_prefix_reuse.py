@@ -1,9 +1,9 @@
 """The prefix cache in the engine: it saves work and changes no answer."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,10 +23,6 @@ from tests.server.engine.helpers import (
     submit,
 )
 from tests.server.engine.test_exactness import differ_by_no_more_than_noise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Time of steps by phase."""
 
-from __future__ import annotations
-
 from itertools import count
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +9,6 @@ from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import PHASES, StepProfile
 
 from .helpers import EXACT, Question, ask, running
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_host_work_while_the_device_computes_is_overlapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Progress of reading a prompt, reported meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

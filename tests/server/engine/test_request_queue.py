@@ -1,22 +1,16 @@
 """The scheduling policies without a model: shares of tenants, preemption, and no starvation."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from qwen_serve.server.engine.request import TIERS
+from qwen_serve.server.engine.request import TIERS, Request
 from qwen_serve.server.engine.request_queue import RequestQueue
-from qwen_serve.server.engine.scheduling_policy import AGEING, WRITTEN
+from qwen_serve.server.engine.scheduling_policy import AGEING, WRITTEN, SchedulingPolicy
 from tests.server.engine.scheduling import sequence
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.request import Request
-    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 
 
 @dataclass

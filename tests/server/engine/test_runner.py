@@ -1,21 +1,16 @@
 """When the rows of a batch are sampled."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import cast
 
-from typing import TYPE_CHECKING, cast
-
+from qwen_serve.llamacpp import Context
 from qwen_serve.llamacpp.row_sampler import RowRequest
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
 from qwen_serve.server.engine.request import Request, RequestStatus
 from qwen_serve.server.engine.runner import Runner
+from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.fake_context import FakeContext
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.sampling import Sampler
 
 
 class Asks:

@@ -1,7 +1,5 @@
 """The scheduler with a simulated model: contents of steps, admission, preemption."""
 
-from __future__ import annotations
-
 import pytest
 
 from qwen_serve.server.engine.prefill_budget import PrefillBudget

@@ -1,20 +1,16 @@
 """Any mix of requests is served in order, without starvation or delay by a flood of other requests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_serve.server.engine.reproducible import Reproducible
+from qwen_serve.server.engine.request import Request
+from qwen_serve.server.engine.scheduler import Scheduler
 from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 from tests.server.engine.scheduling import advance, commit, counts, scheduler, sequence, used
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.request import Request
-    from qwen_serve.server.engine.scheduler import Scheduler
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """Errors for invalid settings name the setting."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,16 +1,16 @@
 """Consecutive decode steps: parts of a batch that are reused, and events that end the reuse."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from qwen_serve.llamacpp import Context
 from qwen_serve.llamacpp.row_results import RowResults, Status
 from qwen_serve.llamacpp.row_steps import RowSteps
 from qwen_serve.server.engine import GenerateRequest, SamplingParams
+from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.runner import Runner
 from tests.server.engine.helpers import (
     EXACT,
@@ -22,12 +22,6 @@ from tests.server.engine.helpers import (
     standing_still,
 )
 from tests.server.engine.scheduling import advance, commit, scheduler, sequence
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.batch import Batch
 
 
 def test_the_same_sequences_are_not_scheduled_anew() -> None:

@@ -1,11 +1,11 @@
 """Launching a step before the rows of the previous one are read changes no answer."""
 
-from __future__ import annotations
-
 import asyncio
 import random
+from collections.abc import Awaitable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.llamacpp.row_results import Status
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine import (
+    Engine,
     EngineDead,
     GenerateRequest,
     GenerationError,
@@ -33,12 +34,6 @@ from tests.server.engine.helpers import (
 )
 from tests.server.engine.launching import ENDS, PLAIN, ahead, assert_right
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable
-    from pathlib import Path
-
-    from qwen_serve.server.engine import Engine
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler")
 

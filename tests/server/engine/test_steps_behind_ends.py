@@ -1,12 +1,10 @@
 """Steps are launched ahead although sequences end, and that changes no answer."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +14,6 @@ from qwen_serve.server.engine import SamplingParams
 from tests.marks import slow_but
 from tests.server.engine.helpers import Answer, Question, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.launching import ENDS, PLAIN, ahead, assert_right
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = [
     pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp has no row sampler"),

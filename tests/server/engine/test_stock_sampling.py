@@ -1,9 +1,8 @@
 """In a llama.cpp without our sampler, requests of every kind get the answers that they get with it."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +12,6 @@ from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Question, ask_at_once, random_prompt, running
 from tests.server.engine.test_any_kind_ahead import GRAMMAR, KINDS, of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="there is nothing to compare with")
 

@@ -1,7 +1,5 @@
 """Division of a ragged batch into ubatches."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,33 +1,26 @@
 """Logits that are not finite or all equal fail only the requests that get them."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import model
-from qwen_serve.server.engine import GenerateRequest, GenerationError, SamplingParams
+from qwen_serve.server.engine import Engine, GenerateRequest, GenerationError, SamplingParams
+from qwen_serve.server.engine.runner import Launched
+from qwen_serve.server.engine.sampling.rows import Rows
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Question, idle, random_prompt, running, submit
 from tests.server.engine.launching import ahead
 from tests.server.engine.test_any_kind_ahead import GRAMMAR, KINDS, of
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.runner import Launched
-    from qwen_serve.server.engine.sampling.rows import Rows
 
 PROMPT = [*range(300, 330)]
 POISON = 400

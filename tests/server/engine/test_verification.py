@@ -1,27 +1,21 @@
 """From a batch to tokens: the rows of each sequence, accepted drafts, and failing samplers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_serve.llamacpp.row_sampler import RowRequest
+from qwen_serve.llamacpp import Context
+from qwen_serve.llamacpp.row_sampler import Bits, RowRequest
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.profile import StepProfile
 from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.runner import Runner
+from qwen_serve.server.engine.sampling import Sampler
+from qwen_serve.server.engine.sampling.rows import Rows
 from qwen_serve.server.engine.verification import SampleResult, sample
 from tests.server.engine.fake_context import FakeContext
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.llamacpp.row_sampler import Bits
-    from qwen_serve.server.engine.sampling import Sampler
-    from qwen_serve.server.engine.sampling.rows import Rows
 
 END = 9_999
 ENDS = frozenset({END})

@@ -1,7 +1,5 @@
 """Tokenization from cached pieces equals llama.cpp's of the whole text."""
 
-from __future__ import annotations
-
 import os
 from random import Random
 from time import process_time

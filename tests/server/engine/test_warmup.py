@@ -1,17 +1,12 @@
 """Steps that are timed before the first request leave nothing behind."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine.warmup import time_verification
 from tests.server.engine.helpers import Question, ask, running
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.skipif(not HAS_ROW_SAMPLER, reason="this llama.cpp launches no step ahead")

@@ -1,7 +1,5 @@
 """The chat page in the system's Chromium, before a server over the scripted engine."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Actions of tests on the chat page."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

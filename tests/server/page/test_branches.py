@@ -1,7 +1,5 @@
 """No message is lost: versions, interrupted answers, other tabs, deletions, full storage."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

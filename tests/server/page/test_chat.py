@@ -1,7 +1,5 @@
 """The chat page: sending, stopping, reloading, and content that it must not execute."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A conversation's own settings, its address, its messages one by one; conversations of other programs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of a message: PDF, text in other encodings, SVG."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a model or an imported file says is shown and never run: markup, links, formulas, names of things."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import product

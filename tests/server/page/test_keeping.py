@@ -1,7 +1,5 @@
 """Text files, titles, search, saved conversations, all samplers, and axe's accessibility checks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

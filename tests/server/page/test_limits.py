@@ -1,7 +1,5 @@
 """Limits of the server, which the page keeps before it sends, and other things that people meet first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.server.api.conftest import Start

@@ -1,7 +1,5 @@
 """LaTeX in answers: recognition of formulas, and commands that are not allowed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.server.api.conftest import Start

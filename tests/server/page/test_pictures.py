@@ -1,7 +1,5 @@
 """Pictures on the page: attached, pasted, dropped, sent, shown again, and reduced if they are too large."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

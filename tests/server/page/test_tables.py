@@ -1,7 +1,5 @@
 """Tables in answers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

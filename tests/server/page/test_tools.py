@@ -1,7 +1,5 @@
 """Tools: calls are shown and asked for, run in a sandbox or on MCP servers, and the model goes on."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The page's third-party files."""
 
-from __future__ import annotations
-
 import re
 
 from qwen_serve.server.api.page import FOLDER

@@ -1,24 +1,18 @@
 """Fields of every generating request; each format adds its own."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.fields.lora import LoraChoice  # noqa: TC001 - pydantic reads it
-from qwen_serve.server.api.fields.sampling import SamplingFields
+from qwen_serve.server.api.errors import bad_request, refused
+from qwen_serve.server.api.fields.lora import LoraChoice
+from qwen_serve.server.api.fields.sampling import Mode, SamplingFields
 from qwen_serve.server.api.fields.structured import StructuredFields
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
+from qwen_serve.server.chat.formats import AnswerFormat
+from qwen_serve.server.chat.tool_formats import ToolFormat
 from qwen_serve.server.engine import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.server.api.fields.sampling import Mode
-    from qwen_serve.server.chat.formats import AnswerFormat
-    from qwen_serve.server.chat.tool_formats import ToolFormat
 
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4096
@@ -103,22 +97,19 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
         if self.stream and self.prompt_logprobs is not None:
-            raise bad_request("prompt_logprobs: not in a stream; leave stream out", "prompt_logprobs")
+            raise bad_request("prompt_logprobs", "not in a stream; leave stream out")
         return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Raises ApiError 400 for fields that contradict each other."""
         if self.best_of not in (None, self.choices):
-            message = f"best_of: must be n, which is {self.choices}: all answers are returned"
-            raise bad_request(message, "best_of", "unsupported_parameter")
+            raise refused("best_of", f"must be n, which is {self.choices}: all answers are returned")
         if self.truncate_prompt_tokens == 0:
-            message = "truncate_prompt_tokens: must be at least 1, or -1 for what fits"
-            raise bad_request(message, "truncate_prompt_tokens", "invalid_value")
+            raise bad_request("truncate_prompt_tokens", "must be at least 1, or -1 for what fits")
         limit = self.token_limit
         if limit is not None and (self.min_tokens or 0) > limit:
-            message = f"min_tokens: must be at most max_tokens, which is {limit}"
-            raise bad_request(message, "min_tokens", "invalid_value")
+            raise bad_request("min_tokens", f"must be at most max_tokens, which is {limit}")
         return self
 
     def mode(self, *, thinking: bool, can_think: bool) -> Mode:
@@ -169,8 +160,7 @@ class GenerationRequest(SamplingFields, StructuredFields, Refusing):
 
     def _with_an_end(self, wanted: AnswerFormat | ToolFormat | None) -> AnswerFormat | ToolFormat | None:
         if wanted is not None and self.ignore_eos:
-            message = f"ignore_eos and {wanted.param} contradict each other: what is complete must end"
-            raise bad_request(message, "ignore_eos", "invalid_value")
+            raise bad_request("ignore_eos", f"contradicts {wanted.param}: what is complete must end")
         return wanted
 
     @property

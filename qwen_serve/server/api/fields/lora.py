@@ -1,18 +1,11 @@
 """A request's LoRA adapters: one by name in `model`, as in vLLM, or several by number in `lora`, as in
 llama-server."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from qwen_serve.server.api.errors import ApiError, bad_request
-from qwen_serve.server.engine import MOST_ADAPTERS
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine import Adapters
-    from qwen_serve.server.settings import Settings
+from qwen_serve.server.engine import MOST_ADAPTERS, Adapters
+from qwen_serve.server.settings import Settings
 
 
 class LoraChoice(BaseModel):
@@ -44,19 +37,18 @@ def adapters_of(settings: Settings, given: str | None, chosen: list[LoraChoice])
     if not chosen:
         return ((names.index(model), 1.0),) if model in names else ()
     if not names:
-        message = "lora: this server has no adapters; it is started with them (--lora NAME=FILE.gguf)"
-        raise bad_request(message, "lora", "invalid_value")
+        raise bad_request("lora", "this server has none; it is started with them (--lora NAME=FILE.gguf)")
     if model in names:
-        message = f"lora: model names the adapter {model!r} already; leave one of the two out"
-        raise bad_request(message, "lora", "invalid_value")
+        raise bad_request("lora", f"model names the adapter {model!r} already; leave one of the two out")
     scales = {one.id: one.scale for one in chosen}
     if len(scales) < len(chosen):
-        raise bad_request("lora: an adapter is in it twice", "lora", "invalid_value")
+        raise bad_request("lora", "an adapter is in it twice")
     if (wrong := max(scales)) >= len(names):
         there = ", ".join(f"{index} ({name})" for index, name in enumerate(names))
-        raise bad_request(f"lora: there is no adapter {wrong}; there are {there}", "lora", "invalid_value")
+        raise bad_request("lora", f"there is no adapter {wrong}; there are {there}")
     applied = tuple(sorted((index, scale) for index, scale in scales.items() if scale))
     if len(applied) > MOST_ADAPTERS:
-        message = f"lora: {len(applied)} adapters at once; at most {MOST_ADAPTERS} are applied to a request"
-        raise bad_request(message, "lora", "invalid_value")
+        raise bad_request(
+            "lora", f"{len(applied)} adapters at once; at most {MOST_ADAPTERS} are applied to a request"
+        )
     return applied

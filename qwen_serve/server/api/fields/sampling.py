@@ -1,20 +1,14 @@
 """Request fields -> SamplingParams; the model's own values replace those that a request omits."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.engine import SAMPLERS, SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from qwen_serve.server.engine import Vocab
+from qwen_serve.server.engine import SAMPLERS, SamplingParams, Vocab
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -321,8 +315,4 @@ def spellings(text: str, vocab: Vocab) -> list[tuple[int, ...]]:
 def _check_ids(field: str, ids: Iterable[int], vocab: Vocab) -> None:
     wrong = next((token for token in ids if not 0 <= token < vocab.n_real), None)
     if wrong is not None:
-        raise bad_request(
-            f"{field}: {wrong} is not a token's id; they run from 0 to {vocab.n_real - 1}",
-            field,
-            "invalid_value",
-        )
+        raise bad_request(field, f"{wrong} is not a token's id; they run from 0 to {vocab.n_real - 1}")

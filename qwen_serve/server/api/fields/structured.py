@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -21,10 +22,6 @@ from qwen_serve.server.chat.formats import (
 from qwen_serve.server.chat.schemas import closed, json_value
 from qwen_serve.server.chat.structural_tags import structural_tag_format
 from qwen_serve.server.chat.tool_formats import ToolFormat, tool_format
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 VLLM_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -126,13 +123,11 @@ class StructuredFields(BaseModel):
                 ("structural_tag", lambda param: structural_tag_format(self.structural_tag, param, special))
             )
         if self.guided_whitespace_pattern is not None and "guided_json" not in dict(wanted):
-            message = "guided_whitespace_pattern goes with guided_json only"
-            raise bad_request(message, "guided_whitespace_pattern", "invalid_value")
+            raise bad_request("guided_whitespace_pattern", "goes with guided_json only")
         formats = [make(param) for param, make in wanted]
         for (param, _), other in zip(wanted[1:], formats[1:], strict=True):
             if not other.same_as(formats[0]):  # some clients send one format in the fields of several servers
-                message = f"{wanted[0][0]} and {param} contradict each other; give one of them"
-                raise bad_request(message, param, "invalid_value")
+                raise bad_request(param, f"contradicts {wanted[0][0]}; give one of them")
         return formats[0] if formats else None
 
 
@@ -163,10 +158,10 @@ def _of_vllm(value: dict[str, Any], special: Sequence[str]) -> AnswerFormat:
             return structural_tag_format(one, param, special)
         if kind == "choice":
             if not isinstance(one, list):
-                raise bad_request(f"{param} must be a list of texts", param, "invalid_value")
+                raise bad_request(param, "must be a list of texts")
             return choice_format(one, param)
         if not isinstance(one, str):
-            raise bad_request(f"{param} must be a string", param, "invalid_value")
+            raise bad_request(param, "must be a string")
         return regex_format(one, param) if kind == "regex" else grammar_format(one, param)
     raise AssertionError("validated before")
 
@@ -237,22 +232,18 @@ def calls_format(
     if names is not None:
         there = {_name_of(tool) for tool in offered}
         if unknown := [name for name in names if name not in there]:
-            message = f"tool_choice names {unknown[0]!r}, which tools does not have"
-            raise bad_request(message, "tool_choice", "invalid_value")
+            raise bad_request("tool_choice", f"names {unknown[0]!r}, which tools does not have")
         chosen = set(names)
         offered = [tool for tool in offered if _name_of(tool) in chosen]
     if forced and not offered:
-        raise bad_request(
-            "tool_choice asks for a call, but there are no tools", "tool_choice", "invalid_value"
-        )
+        raise bad_request("tool_choice", "asks for a call, but there are no tools")
     if not offered:
         return None
     strict = any(isinstance(t.get("function"), dict) and t["function"].get("strict") is True for t in offered)
     if not (forced or strict or names is not None or (beside is not None and not beside.calls)):
         return None
     if beside is not None and not forced and not beside.is_json:
-        message = f"{beside.param} and tools that the model may call contradict each other"
-        raise bad_request(message, beside.param, "invalid_value")
+        raise bad_request(beside.param, "contradicts tools that the model may call")
     param = "tool_choice" if forced else "tools"
     return tool_format(offered, forced=forced, parallel=parallel, beside=beside, param=param)
 

@@ -1,18 +1,14 @@
 """Fields for thinking and its length, in every client's format."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.service import Backend
+from qwen_serve.server.chat import Prompter
 from qwen_serve.server.engine import ThinkingLimits
-
-if TYPE_CHECKING:
-    from qwen_serve.server.api.service import Backend
-    from qwen_serve.server.chat import Prompter
-    from qwen_serve.server.settings import Settings
+from qwen_serve.server.settings import Settings
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -51,35 +47,18 @@ def _template_kwargs(value: Any) -> Any:
     return value
 
 
-def _is_budget(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
-
-
 def _thinking(value: Any) -> Any:
-    if isinstance(value, dict):
-        kinds = ("enabled", "disabled", "adaptive")
-        if value.get("type") not in kinds or not _is_budget(value.get("budget_tokens")):
-            raise ValueError('must be {"type": "enabled" | "disabled" | "adaptive", "budget_tokens": 1024}')
-        return value
-    if not isinstance(value, bool | None):
-        raise ValueError('must be true, false, or {"type": "enabled"} or {"type": "disabled"}')
+    """Anthropic's form of true and false."""
+    if isinstance(value, bool):
+        return {"type": "enabled" if value else "disabled"}
+    if not isinstance(value, dict | None):
+        raise ValueError('must be true, false, or {"type": "enabled", "budget_tokens": 1024}')
     return value
 
 
-def _reasoning(value: Any) -> Any:
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ValueError('must be an object, {"effort": "low"}')
-    if value.get("effort") is not None and value["effort"] not in list(EFFORTS):  # a list has no hash
-        raise ValueError(f"effort must be one of {', '.join(EFFORTS)}")
-    if not _is_budget(value.get("max_tokens")) or not isinstance(value.get("enabled"), bool | None):
-        raise ValueError("max_tokens must be a number of tokens, enabled true or false")
-    if unknown := sorted(value.keys() - {"effort", "max_tokens", "enabled", "summary", "generate_summary"}):
-        raise ValueError(f"{unknown[0]} is not supported")
-    if value.get("summary") or value.get("generate_summary"):
+def _no_summary(value: Any) -> None:
+    if value:
         raise ValueError("summaries are not supported; the reasoning comes as it is")
-    return value
 
 
 class TemplateInput(BaseModel):
@@ -93,6 +72,8 @@ class TemplateInput(BaseModel):
 class ThinkingInput(BaseModel):
     """Anthropic's form."""
 
+    model_config = ConfigDict(strict=True)
+
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0)
 
@@ -100,9 +81,13 @@ class ThinkingInput(BaseModel):
 class ReasoningInput(BaseModel):
     """The form of OpenRouter and the Responses API."""
 
+    model_config = ConfigDict(strict=True, extra="forbid")
+
     effort: ReasoningEffort | None = None
     max_tokens: int | None = Field(None, ge=0)
     enabled: bool | None = None
+    summary: Annotated[None, BeforeValidator(_no_summary, json_schema_input_type=None)] = None
+    generate_summary: Annotated[None, BeforeValidator(_no_summary, json_schema_input_type=None)] = None
 
 
 class ThinkingFields(BaseModel):
@@ -115,12 +100,9 @@ class ThinkingFields(BaseModel):
     ] = None
     enable_thinking: bool | None = None
     thinking: Annotated[
-        bool | dict[str, Any] | None,
-        BeforeValidator(_thinking, json_schema_input_type=bool | ThinkingInput | None),
+        ThinkingInput | None, BeforeValidator(_thinking, json_schema_input_type=bool | ThinkingInput | None)
     ] = None
-    reasoning: Annotated[
-        dict[str, Any] | None, BeforeValidator(_reasoning, json_schema_input_type=ReasoningInput | None)
-    ] = None
+    reasoning: ReasoningInput | None = None
     reasoning_effort: ReasoningEffort | None = None
     thinking_budget: int | None = Field(None, ge=-1)
     thinking_token_budget: int | None = Field(None, ge=-1)
@@ -142,7 +124,7 @@ class ThinkingFields(BaseModel):
             if not prompter.takes_effort(effort):
                 where = "chat_template_kwargs.reasoning_effort"
                 words = ", ".join(prompter.efforts)
-                raise bad_request(f"{where}: this model's template takes {words}", where, "invalid_value")
+                raise bad_request(where, f"this model's template takes {words}")
         elif prompter.efforts and (effort := self._effort()) not in (None, "none"):
             order = list(EFFORTS)
             higher = [one for one in prompter.efforts if order.index(one) >= order.index(str(effort))]
@@ -159,12 +141,11 @@ class ThinkingFields(BaseModel):
         if self.budget() == 0:
             return False
         effort = self._effort()
-        object_ = self.thinking if isinstance(self.thinking, dict) else None
         spellings = (
             (self.chat_template_kwargs or {}).get("enable_thinking"),
             self.enable_thinking,
-            self.thinking if object_ is None else object_["type"] != "disabled",
-            (self.reasoning or {}).get("enabled"),
+            None if self.thinking is None else self.thinking.type != "disabled",
+            None if self.reasoning is None else self.reasoning.enabled,
             None if effort is None else effort != "none",
             True if (self.budget() or 0) > 0 else None,
         )
@@ -173,24 +154,19 @@ class ThinkingFields(BaseModel):
     def budget(self) -> int | None:
         """The request's explicit budget in tokens; None if it sets none, -1 for no limit. Raises ApiError 400
         if it sets two that differ."""
-        found: dict[str, int] = {}
-        for field in BUDGETS:
-            if (value := getattr(self, field)) is not None:
-                found[field] = value
-        if isinstance(self.thinking, dict) and self.thinking.get("budget_tokens") is not None:
-            found["thinking.budget_tokens"] = self.thinking["budget_tokens"]
-        if self.reasoning and self.reasoning.get("max_tokens") is not None:
-            found["reasoning.max_tokens"] = self.reasoning["max_tokens"]
+        given: dict[str, int | None] = {field: getattr(self, field) for field in BUDGETS}
+        given["thinking.budget_tokens"] = self.thinking.budget_tokens if self.thinking else None
+        given["reasoning.max_tokens"] = self.reasoning.max_tokens if self.reasoning else None
+        found = {field: value for field, value in given.items() if value is not None}
         if len(set(found.values())) > 1:
-            names = " and ".join(found)
-            raise bad_request(f"{names} contradict each other; give one", list(found)[1], "invalid_value")
+            first, second, *_ = found
+            raise bad_request(second, f"contradicts {first}; give one of them")
         return next(iter(found.values()), None)
 
     def _effort(self) -> str | None:
-        inner = (self.reasoning or {}).get("effort")
+        inner = self.reasoning.effort if self.reasoning else None
         if inner is not None and self.reasoning_effort not in (None, inner):
-            message = "reasoning.effort and reasoning_effort contradict each other; give one"
-            raise bad_request(message, "reasoning_effort", "invalid_value")
+            raise bad_request("reasoning_effort", "contradicts reasoning.effort; give one of them")
         return inner or self.reasoning_effort
 
     def thinking_limits(

@@ -1,12 +1,10 @@
 """Known fields that this server does not support. It refuses them and never ignores them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from qwen_serve.server.api.errors import bad_request
+from qwen_serve.server.api.errors import refused
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI
@@ -103,7 +101,7 @@ class Refusing(BaseModel):
                     what = "send the fields in it beside the others, as the openai package does"
                 if field in cls.instead:
                     what = f"this endpoint has {cls.instead[field]} for it"
-                raise bad_request(f"{field}: {what}", field, "unsupported_parameter")
+                raise refused(field, what)
         return body
 
 

@@ -1,15 +1,17 @@
 """Chat completions: /v1/chat/completions, and /invocations with messages."""
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from fastapi import Response
 from pydantic import BeforeValidator, Field, model_validator
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.fields.generation import GenerationRequest
+from qwen_serve.server.api.fields.sampling import Mode
 from qwen_serve.server.api.fields.structured import (
     WantedGrammar,
     calls_format,
@@ -19,7 +21,7 @@ from qwen_serve.server.api.fields.structured import (
 )
 from qwen_serve.server.api.fields.thinking import ThinkingFields
 from qwen_serve.server.api.fields.unsupported import ELSEWHERE, UNSUPPORTED
-from qwen_serve.server.api.formats.chat_inputs import (  # noqa: TC001 - pydantic reads them
+from qwen_serve.server.api.formats.chat_inputs import (
     MessageInput,
     ProcessorKwargs,
     ToolInput,
@@ -28,6 +30,7 @@ from qwen_serve.server.api.formats.chunks import ChunkWriter
 from qwen_serve.server.api.formats.left_out import names_of, noted
 from qwen_serve.server.api.logprobs import ChatLogprobs, prompt_logprobs
 from qwen_serve.server.api.request import encode_images, ensure_loaded, prepared
+from qwen_serve.server.api.service import Service
 from qwen_serve.server.api.serving import (
     ServedRequest,
     check_count,
@@ -42,30 +45,21 @@ from qwen_serve.server.chat import (
     NOTHING_YET,
     Arguments,
     Content,
+    Part,
     PromptError,
     Reasoning,
     Reply,
+    ReplyOptions,
     ReplyParser,
+    StopStrings,
     ToolCall,
     check_conversation,
 )
-from qwen_serve.server.chat.pictures import NO_BOUNDS, PixelBounds, cached_images, insert_images
-from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.fields.sampling import Mode
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.chat import Part, ReplyOptions, StopStrings
-    from qwen_serve.server.chat.formats import AnswerFormat
-    from qwen_serve.server.chat.pictures import GivenPicture
-    from qwen_serve.server.chat.tool_formats import ToolFormat
-    from qwen_serve.server.engine import Prompt
-    from qwen_serve.server.engine.pictures import Picture
+from qwen_serve.server.chat.formats import AnswerFormat
+from qwen_serve.server.chat.pictures import NO_BOUNDS, GivenPicture, PixelBounds, cached_images, insert_images
+from qwen_serve.server.chat.tool_formats import ToolFormat
+from qwen_serve.server.engine import MAX_LOGPROBS, InvalidPrompt, Prompt
+from qwen_serve.server.engine.pictures import Picture
 
 KIND = "chat.completion"
 CHUNK = "chat.completion.chunk"
@@ -131,7 +125,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         """Raises ApiError 400 for both forms of tools."""
         for older, newer in (("functions", "tools"), ("function_call", "tool_choice")):
             if getattr(self, older) and getattr(self, newer):
-                raise bad_request(f"{older}: the older form of {newer}; give one", older, "invalid_value")
+                raise bad_request(older, f"the older form of {newer}; give one")
         if self.functions:
             self.tools = [{"type": "function", "function": function} for function in self.functions]
             self.parallel_tool_calls = False
@@ -141,16 +135,16 @@ class ChatRequest(ThinkingFields, GenerationRequest):
             try:
                 self.tool_choice = check_tool_choice(choice)
             except ValueError:
-                message = 'function_call: must be "none", "auto" or {"name": ...}'
-                raise bad_request(message, "function_call", "invalid_value") from None
+                raise bad_request("function_call", 'must be "none", "auto" or {"name": ...}') from None
         return self
 
     @model_validator(mode="after")
     def _one_way_to_go_on(self) -> Self:
         """Raises ApiError 400 as vLLM does."""
         if self.continue_final_message and self.add_generation_prompt:
-            message = "continue_final_message: add_generation_prompt must be false, or left out, beside it"
-            raise bad_request(message, "continue_final_message", "invalid_value")
+            raise bad_request(
+                "continue_final_message", "add_generation_prompt must be false, or left out, beside it"
+            )
         return self
 
     @property
@@ -164,7 +158,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
     @model_validator(mode="after")
     def _top_only_with_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise bad_request("top_logprobs: needs logprobs to be true", "top_logprobs", "invalid_value")
+            raise bad_request("top_logprobs", "needs logprobs to be true")
         return self
 
     @property
@@ -190,8 +184,7 @@ class ChatRequest(ThinkingFields, GenerationRequest):
         tools = self.offered_tools
         calls = calls_format(self.tool_choice, tools, parallel=parallel, beside=answer)
         if (wanted := calls or answer) is not None and self.continues:
-            message = f"{wanted.param} and a message that the reply continues contradict each other"
-            raise bad_request(message, wanted.param, "invalid_value")
+            raise bad_request(wanted.param, "contradicts a message that the reply continues")
         return self._with_an_end(wanted)
 
     def check_messages(self) -> None:
@@ -304,8 +297,7 @@ async def begin(
 def check_uncut(request: ChatRequest) -> None:
     """Refuses to truncate a request with pictures. Raises ApiError 400."""
     if request.truncate_prompt_tokens is not None:
-        field = "truncate_prompt_tokens"
-        raise bad_request(f"{field}: a prompt with pictures is not cut; leave it out", field)
+        raise bad_request("truncate_prompt_tokens", "a prompt with pictures is not cut; leave it out")
 
 
 def prompt_of(
@@ -333,7 +325,7 @@ def prompt_of(
             **how,
         )
     except InvalidPrompt as error:
-        raise PromptError(f"messages: {error}", "messages") from error
+        raise PromptError("messages", f"{error}") from error
     return ids, prompter.reply_reasons(request.messages, **how)
 
 

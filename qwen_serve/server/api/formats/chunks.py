@@ -1,14 +1,9 @@
 """Streams of chunks, for chat and text completions."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from qwen_serve.server.api.serving import progress_of
+from qwen_serve.server.api.serving import ServedRequest, progress_of
 from qwen_serve.server.api.sse import EventWriter, ending, event
-
-if TYPE_CHECKING:
-    from qwen_serve.server.api.serving import ServedRequest
 
 
 class ChunkWriter(EventWriter):

@@ -1,15 +1,16 @@
 """Text completions: /v1/completions, and /invocations with a prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import codecs
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from fastapi import Response
 from pydantic import BeforeValidator, Field, model_validator
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.fields.generation import GenerationRequest
 from qwen_serve.server.api.fields.structured import WantedGrammar, wanted_grammar
@@ -28,16 +29,8 @@ from qwen_serve.server.api.serving import (
 )
 from qwen_serve.server.api.sse import Written, encode, event
 from qwen_serve.server.api.tenant import placement_of
-from qwen_serve.server.engine import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.chat import StopStrings, TextGeneration
-    from qwen_serve.server.engine import Prompt, TokenLogprobs, Vocab
+from qwen_serve.server.chat import StopStrings, TextGeneration
+from qwen_serve.server.engine import MAX_LOGPROBS, Prompt, TokenLogprobs, Vocab
 
 KIND = "text_completion"
 
@@ -98,7 +91,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _nothing_only_with_echo(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise bad_request("max_tokens: must be at least 1, or 0 with echo", "max_tokens", "invalid_value")
+            raise bad_request("max_tokens", "must be at least 1, or 0 with echo")
         return self
 
     @property
@@ -163,7 +156,7 @@ async def begin(
             ]
             most = context.service.settings.max_body_mib * 2**20
             if sum(map(len, echoes)) * request.choices > most:
-                raise bad_request(f"echo: the answer would repeat more than {most:,} characters", "echo")
+                raise bad_request("echo", f"the answer would repeat more than {most:,} characters")
         request.prompt = []  # frees the prompts for the time of the answer
         wanted = wanted_grammar(request.wanted_format(backend.engine.vocab.added_tokens), thinking=False)
         return prompts, echoes, stop_strings(request), wanted

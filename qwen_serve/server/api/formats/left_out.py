@@ -1,14 +1,10 @@
 """Tools that are no functions: the model is not offered them, and the response says so."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fastapi import Response
+from fastapi import Response
 
 LEFT = "of all tools, this server offers a model functions only"
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from fastapi import Response
 from pydantic import Field
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.fields.sampling import llama_settings, of_choice
 from qwen_serve.server.api.formats.completions import CompletionRequest, begin, text_of_ids
 from qwen_serve.server.api.limits import in_thread
 from qwen_serve.server.api.logprobs import TokenNames
-from qwen_serve.server.api.serving import progress_of, timings_of
+from qwen_serve.server.api.serving import ServedRequest, progress_of, timings_of
 from qwen_serve.server.api.sse import EventWriter, Written, encode, event
-from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS
-
-if TYPE_CHECKING:
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import TextGeneration
-    from qwen_serve.server.engine import Prompt, SamplingParams, Vocab
+from qwen_serve.server.chat import TextGeneration
+from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS, Prompt, SamplingParams, Vocab
 
 LAST_N = 64
 """llama-server's default window of the penalties, in tokens."""

@@ -1,23 +1,18 @@
 """Translates other API formats to a chat request, so that the same code answers all of them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.errors import ApiError, bad_request, from_exception, from_validation
 from qwen_serve.server.api.fields.unsupported import UNSUPPORTED, Refusing
 from qwen_serve.server.api.formats.chat import ChatRequest, begin
-from qwen_serve.server.chat import PromptError
+from qwen_serve.server.api.serving import ServedRequest
+from qwen_serve.server.chat import PromptError, Reply
+from qwen_serve.server.chat.errors import object_in
 from qwen_serve.server.chat.pictures import GivenPicture
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Reply
 
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "messages": (),
@@ -101,26 +96,12 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     return ApiError(error.status, message, param=param, code=error.code, headers=error.headers)
 
 
-def object_in(value: Any, where: str) -> Mapping[str, Any]:
-    """`value`, which must be an object. Raises ApiError 400."""
-    if not isinstance(value, dict):
-        raise bad_request(f"{where}: must be an object", where, "invalid_value")
-    return value
-
-
-def text_in(value: Any, where: str) -> str:
-    """`value`, which must be a string. Raises ApiError 400."""
-    if not isinstance(value, str):
-        raise bad_request(f"{where}: must be a string", where, "invalid_value")
-    return value
-
-
 def blocks_in(value: Any, where: str, text_type: str = "text") -> list[tuple[str, Mapping[str, Any]]]:
     """Content as a list of blocks, each with its path; a string is one block of `text_type`."""
     if isinstance(value, str):
         return [(where, {"type": text_type, "text": value})]
     if not isinstance(value, list):
-        raise bad_request(f"{where}: must be a string or a list of content blocks", where, "invalid_value")
+        raise bad_request(where, "must be a string or a list of content blocks")
     return [(f"{where}[{index}]", object_in(block, f"{where}[{index}]")) for index, block in enumerate(value)]
 
 
@@ -137,8 +118,3 @@ def spoken(parts: list[str | GivenPicture]) -> str | list[Any]:
         else:
             made.append({"type": "text", "text": part})
     return made
-
-
-def refused(where: str, what: str) -> ApiError:
-    """400 for a feature that this server lacks."""
-    return bad_request(f"{where}: {what}", where, "unsupported_parameter")

@@ -1,8 +1,6 @@
 """Prometheus metrics: requests as they end, and the engine's own counters."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,20 +10,13 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from qwen_serve.server.engine import TIERS
+from qwen_serve.server.chat import TextGeneration
+from qwen_serve.server.engine import TIERS, EngineStats
 from qwen_serve.server.engine.profile import PHASES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from prometheus_client.metrics_core import Metric
-
-    from qwen_serve.server.chat import TextGeneration
-    from qwen_serve.server.engine import EngineStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 PER_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)

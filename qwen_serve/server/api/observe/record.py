@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-if TYPE_CHECKING:
-    from starlette.types import Scope
+from starlette.types import Scope
 
-    from qwen_serve.server.api.errors import ApiError
-    from qwen_serve.server.chat import TextGeneration
+from qwen_serve.server.api.errors import ApiError
+from qwen_serve.server.chat import TextGeneration
 
 LONGEST = 500
 """Most characters of a message in the log."""

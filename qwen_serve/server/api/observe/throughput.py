@@ -1,15 +1,11 @@
 """Logs throughput, load and cache every ten seconds of work."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from qwen_serve.server.api.service import Service
-    from qwen_serve.server.engine import EngineStats
+from qwen_serve.server.api.service import Service
+from qwen_serve.server.engine import EngineStats
 
 logger = logging.getLogger(__name__)
 

@@ -4,15 +4,12 @@ The exporter reads the standard variables such as OTEL_EXPORTER_OTLP_ENDPOINT. N
 OpenTelemetry's semantic conventions for HTTP and for generative AI.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from qwen_serve.server.api.context import RequestContext
+from qwen_serve.server.api.context import RequestContext
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from qwen_serve.llamacpp import Context, patches
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.server.about import cache_folder
-from qwen_serve.server.engine.speculation.times import StepTimesRecord  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.engine.speculation.times import StepTimesRecord
 
 from .contexts import context_options, draft_context, head_options, load_draft, load_model, uses_mtp
 

@@ -8,5 +8,3 @@ before, and `PrefixCache` decides what is kept, reused and evicted.
 from .cache import PrefixCache, PrefixStats
 from .file import PrefixFile, PrefixFileError
 from .tree import Node, Tree
-
-__all__ = ["Node", "PrefixCache", "PrefixFile", "PrefixFileError", "PrefixStats", "Tree"]

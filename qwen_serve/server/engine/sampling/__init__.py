@@ -9,19 +9,3 @@ from .grammar import LONGEST_GRAMMAR, Grammar, GrammarCompiler
 from .logprobs import Logprobs
 from .parameters import LLAMA_CPP_SAMPLERS, MAX_LOGPROBS, SAMPLERS, SamplingParams
 from .thinking import ThinkingLimits
-
-__all__ = [
-    "LLAMA_CPP_SAMPLERS",
-    "LONGEST_GRAMMAR",
-    "MAX_LOGPROBS",
-    "SAMPLERS",
-    "Constraint",
-    "DrySamplers",
-    "Grammar",
-    "GrammarCompiler",
-    "Logprobs",
-    "Sampler",
-    "SamplingParams",
-    "ThinkingLimits",
-    "TokenLogprobs",
-]

@@ -10,12 +10,3 @@ not pay go into cooldown (`cooldown.py`).
 from .base import Draft, Drafter, DrafterStats, DraftRequest
 from .build import build_speculator
 from .speculator import Speculator
-
-__all__ = [
-    "Draft",
-    "DraftRequest",
-    "Drafter",
-    "DrafterStats",
-    "Speculator",
-    "build_speculator",
-]

@@ -3,5 +3,3 @@
 from .cells import CellAllocator, StreamCells
 from .deferred_reads import DeferredReads
 from .store import SavedState, StateStore
-
-__all__ = ["CellAllocator", "DeferredReads", "SavedState", "StateStore", "StreamCells"]

@@ -1,13 +1,9 @@
 """`cache_salt`, API keys and `cache_report`: sharing of prefixes, and its report."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qwen_serve.server.api.tenant import salt_of
-
-if TYPE_CHECKING:
-    from tests.server.api.conftest import Server, Start
+from tests.server.api.conftest import Server, Start
 
 
 def salt(server: Server, *, headers: dict[str, str] | None = None, **body: Any) -> str:

@@ -1,13 +1,12 @@
 """The sampling parameters that a request gets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from qwen_serve.server.api.fields.sampling import SamplingDefaults, sampling_defaults
 from qwen_serve.server.engine import LLAMA_CPP_SAMPLERS, SAMPLERS, SamplingParams
+from tests.messages import user
 from tests.server.api.conftest import Start
 
 ADVICE = {
@@ -56,7 +55,7 @@ def test_a_request_has_the_last_word_on_the_card(start: Start) -> None:
         assert server.engine.submissions[-1].params.presence_penalty == 0
     server.chat(temperature=0, presence_penalty=1)
     assert server.engine.submissions[-1].params.presence_penalty == 1
-    server.post("/invocations", messages=[{"role": "user", "content": "x"}])
+    server.post("/invocations", messages=[user("x")])
     assert server.engine.submissions[-1].params.temperature == 0
     greedy = start("x", sampling_defaults="card", greedy=True)
     greedy.chat()
@@ -86,11 +85,7 @@ def test_advice_that_cannot_be_used(value: str) -> None:
 )
 def test_temperature(start_shared: Start, path: str, settings: Any, fields: Any, temperature: float) -> None:
     server = start_shared("x", metadata=ADVICE, **settings)
-    body: Any = (
-        {"prompt": "x"}
-        if path != "/v1/chat/completions"
-        else {"messages": [{"role": "user", "content": "x"}]}
-    )
+    body: Any = {"prompt": "x"} if path != "/v1/chat/completions" else {"messages": [user("x")]}
     assert server.post(path, **body, **fields).status_code == 200
     params = server.engine.submissions[-1].params
     assert params.temperature == temperature

@@ -1,21 +1,16 @@
 """`priority`, `service_tier`, and a key's class and share: their effect on the engine's request and on the
 answer."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen_serve.server.api.tenant import NETWORK
 from qwen_serve.server.engine import SchedulingParams
+from tests.server.api.conftest import Server, Start
 from tests.server.api.test_bad_input import error_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.server.api.conftest import Server, Start
 
 KEYS = "gold class=priority share=2\nplain\nbulk class=flex share=0.5\n"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

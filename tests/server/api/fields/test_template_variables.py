@@ -1,7 +1,5 @@
 """Variables that newer templates of the family read: reasoning_effort and preserve_thinking."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fields about single tokens, and the tokens of a text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Conversations of agents in their own wire shapes. The scripted model drifts from a call's form, is cut off
 in a call, and quotes tags; each turn goes back in the next request, as the agent sends it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

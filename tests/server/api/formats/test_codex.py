@@ -1,7 +1,5 @@
 """Codex's requests to /v1/responses: its own tools, those of namespaces and those of its host."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
+from tests.messages import user
 from tests.server.api.conftest import Start
 from tests.server.api.formats.test_chat import CALL
 from tests.server.api.formats.test_responses import ALLOWED, PATH, REPLY, SEARCH, TOOL, ask, events
@@ -50,11 +49,7 @@ def test_functions_of_a_namespace(start: Start, stream: bool) -> None:
         "call_id": "1",
         "arguments": "",
     }
-    items = [
-        {"role": "user", "content": "x"},
-        past,
-        {"type": "function_call_output", "call_id": "1", "output": "y"},
-    ]
+    items = [user("x"), past, {"type": "function_call_output", "call_id": "1", "output": "y"}]
     fields: dict[str, Any] = {"input": items, "tools": tools}
     got = events(server, **fields) if stream else []
     response = got[-1]["response"] if stream else ask(server, **fields)

@@ -1,7 +1,5 @@
 """/v1/completions and /invocations with a prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +7,11 @@ from typing import Any
 import pytest
 
 from qwen_serve.server.chat import Detokenizer, ReplyParser
+from tests.messages import user
 from tests.server.api.conftest import Server, Start
 from tests.waiting import wait_until
 
-HI = [{"role": "user", "content": "Hi"}]
+HI = [user("Hi")]
 
 
 def events(server: Server, path: str, **body: Any) -> list[Any]:
@@ -140,9 +139,7 @@ def test_an_answer_nobody_can_use_a_part_of_is_delivered_once(
 def test_timings_in_every_chunk(start: Start, path: str) -> None:
     server = start("Hello there", delay=0.002)
     fields: dict[str, Any] = (
-        {"prompt": "Hi", "max_tokens": 11}
-        if "chat" not in path
-        else {"messages": [{"role": "user", "content": "Hi"}]}
+        {"prompt": "Hi", "max_tokens": 11} if "chat" not in path else {"messages": [user("Hi")]}
     )
     plain = events(server, path, **fields)[:-1]
     assert ["timings" in chunk for chunk in plain] == [False] * (len(plain) - 1) + [True]

@@ -1,8 +1,6 @@
 """Generated requests to Messages, Responses and the token endpoints: each gets a success or a 4xx with the
 format's error object."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,17 +1,16 @@
 """Histories as clients send them back: cut calls, other servers' tools, files, no question."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 
 import pytest
 
+from tests.messages import assistant, system, user
 from tests.server.api.conftest import Start
 from tests.server.api.formats.wires import FORMATS, PATHS, body_of
 from tests.server.api.test_bad_input import error_of
 
-HI = {"role": "user", "content": "Hi"}
+HI = user("Hi")
 
 
 def turn(form: str, arguments: Any) -> list[Any]:
@@ -22,10 +21,10 @@ def turn(form: str, arguments: Any) -> list[Any]:
     if form == "messages":
         use = {"type": "tool_use", "name": "f", "id": "c", "input": arguments}
         result = {"type": "tool_result", "tool_use_id": "c", "content": "no"}
-        return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        return [assistant(use), user(result)]
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     result = {"role": "tool", "tool_call_id": "c", "content": "no"}
-    return [{"role": "assistant", "content": "", "tool_calls": [call]}, result]
+    return [assistant("", tool_calls=[call]), result]
 
 
 @pytest.mark.parametrize(
@@ -77,40 +76,29 @@ PATCH = {"type": "function", "name": "patch", "parameters": {"type": "object", "
 @pytest.mark.parametrize(
     ("form", "messages", "shown"),
     [
-        ("chat", [{"role": "user", "content": [{"type": "file", "file": FILE}]}], ["a.txt\n\nZürich: 1"]),
-        (
-            "responses",
-            [{"role": "user", "content": [{"type": "input_file", **FILE}]}],
-            ["a.txt\n\nZürich: 1"],
-        ),
-        (
-            "messages",
-            [{"role": "user", "content": [{"type": "document", "title": "T", "source": DOCUMENT}]}],
-            ["T\n\nZürich: 1"],
-        ),
-        ("messages", [{"role": "user", "content": [{"type": "document", "source": PARTS}]}], ["Zürich: 1"]),
-        ("messages", [{"role": "user", "content": [SEARCH]}], ["T\nhttps://x\nS"]),
+        ("chat", [user({"type": "file", "file": FILE})], ["a.txt\n\nZürich: 1"]),
+        ("responses", [user({"type": "input_file", **FILE})], ["a.txt\n\nZürich: 1"]),
+        ("messages", [user({"type": "document", "title": "T", "source": DOCUMENT})], ["T\n\nZürich: 1"]),
+        ("messages", [user({"type": "document", "source": PARTS})], ["Zürich: 1"]),
+        ("messages", [user(SEARCH)], ["T\nhttps://x\nS"]),
         (
             "messages",
             [
                 HI,
                 *turn("messages", {})[:1],
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "c",
-                            "content": [{"type": "tool_reference", "tool_name": "grep"}],
-                        }
-                    ],
-                },
+                user(
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "c",
+                        "content": [{"type": "tool_reference", "tool_name": "grep"}],
+                    }
+                ),
             ],
             ["<tool_response>\ngrep\n</tool_response>"],
         ),
         (
             "messages",
-            [HI, {"role": "assistant", "content": [USED, FOUND, {"type": "text", "text": "So."}]}, HI],
+            [HI, assistant(USED, FOUND, {"type": "text", "text": "So."}), HI],
             ["<function=web_search>\n<parameter=query>\nQ", '"title": "T"', "So.<|im_end|>"],
         ),
         (
@@ -174,14 +162,14 @@ def test_what_other_servers_wrote(
     ],
 )
 def test_a_file_that_is_no_text(start_shared: Start, file: Any, param: str) -> None:
-    messages = [{"role": "user", "content": [{"type": "file", "file": file}]}]
+    messages = [user({"type": "file", "file": file})]
     error = error_of(start_shared("OK").chat(messages=messages), 400)
     assert error["param"] == f"messages[0].content[0].{param}"
 
 
 EMPTY = "<|im_start|>user\n<|im_end|>\n"
-SYSTEM = {"role": "system", "content": "Greet."}
-BEGUN = {"role": "assistant", "content": "Hello, how"}
+SYSTEM = system("Greet.")
+BEGUN = assistant("Hello, how")
 
 
 @pytest.mark.parametrize("messages", [[SYSTEM], [SYSTEM, BEGUN], [SYSTEM, *turn("chat", {})], [BEGUN]])
@@ -212,7 +200,7 @@ def test_instructions_alone(start_shared: Start) -> None:
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_beginning_that_closes_its_think_block(start_shared: Start, thinking: bool) -> None:
     """The answer goes on as content."""
-    begun = {"role": "assistant", "content": "<think>391. I answer.</think>"}
+    begun = assistant("<think>391. I answer.</think>")
     server = start_shared("It is 391.")
     for form in FORMATS:
         body = body_of(form, [HI, begun], thinking=thinking)

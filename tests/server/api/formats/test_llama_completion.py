@@ -1,7 +1,5 @@
 """/completion, as in llama-server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

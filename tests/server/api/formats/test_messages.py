@@ -1,23 +1,21 @@
 """/v1/messages and /v1/messages/count_tokens, with Anthropic's client."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
 from qwen_serve.server.api.formats.messages.request import reminded
 from qwen_serve.server.engine import GenerationError
+from tests.messages import assistant, user
 from tests.server.api.conftest import Server, Start
 from tests.server.api.formats.test_chat import CALL, EMPTY_THINK, OPEN_THINK
 
-if TYPE_CHECKING:  # two seconds, in every process that collects tests
-    import anthropic
 PATH = "/v1/messages"
-HI: Any = [{"role": "user", "content": "Hi"}]
+HI: Any = [user("Hi")]
 TOOL: Any = {
     "name": "weather",
     "description": "Of a city",
@@ -193,33 +191,24 @@ def test_a_call_that_the_limit_cuts_off(start: Start, stream: bool, end: str, wr
 def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
     server = start("x")
     messages: Any = [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "Rain?", "cache_control": {"type": "ephemeral"}}],
-        },
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Look.", "signature": "s"},
-                {"type": "redacted_thinking", "data": "zzz"},
-                {"type": "text", "text": "I look."},
-                {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}},
-                {"type": "tool_use", "id": "toolu_2", "name": "weather", "input": {"city": "Rome"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Sun"},
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "toolu_2",
-                    "content": [{"type": "text", "text": "Rain"}],
-                    "is_error": False,
-                },
-                {"type": "text", "text": "And?"},
-            ],
-        },
+        user({"type": "text", "text": "Rain?", "cache_control": {"type": "ephemeral"}}),
+        assistant(
+            {"type": "thinking", "thinking": "Look.", "signature": "s"},
+            {"type": "redacted_thinking", "data": "zzz"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}},
+            {"type": "tool_use", "id": "toolu_2", "name": "weather", "input": {"city": "Rome"}},
+        ),
+        user(
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": "Sun"},
+            {
+                "type": "tool_result",
+                "tool_use_id": "toolu_2",
+                "content": [{"type": "text", "text": "Rain"}],
+                "is_error": False,
+            },
+            {"type": "text", "text": "And?"},
+        ),
     ]
     system: Any = [
         {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
@@ -244,7 +233,7 @@ def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
 
 def test_a_reply_that_the_client_began_is_continued(start: Start) -> None:
     server = start(" 4.")
-    message = ask(server, messages=[*HI, {"role": "assistant", "content": "It is"}]).json()
+    message = ask(server, messages=[*HI, assistant("It is")]).json()
     assert message["content"] == [{"type": "text", "text": " 4."}]
     assert server.engine.submissions[0].text == f"{USER}{EMPTY_THINK}It is"
 
@@ -257,8 +246,8 @@ def test_late_system_messages_are_reminders_where_they_stand(start: Start) -> No
     messages = [
         *HI,
         {"role": "system", "content": "A tool is new."},
-        {"role": "assistant", "content": [use]},
-        {"role": "user", "content": [result]},
+        assistant(use),
+        user(result),
         {"role": "system", "content": [{"type": "text", "text": "Hurry."}]},
     ]
     assert ask(server, system="Be brief.", messages=messages).status_code == 200
@@ -293,7 +282,7 @@ def test_claude_codes_nonce_leaves_the_prompt_as_it_was(start: Start, as_blocks:
 def test_elsewhere_such_text_is_left_alone(start: Start) -> None:
     server = start("x")
     ask(server, system="Say cch=fa690;")
-    ask(server, messages=[{"role": "user", "content": "x-anthropic-billing-header: cch=fa690;"}])
+    ask(server, messages=[user("x-anthropic-billing-header: cch=fa690;")])
     assert all("cch=fa690;" in entry.text for entry in server.engine.submissions)
 
 
@@ -313,37 +302,17 @@ PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/pn
         ({"messages": "Hi"}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [user({"type": "image", "source": {}})]}, "messages[0].content[0].source.type"),
+        ({"messages": [*HI, {"role": "system", "content": [PICTURE]}]}, "messages[1].content[0].type"),
+        ({"messages": [*HI, assistant(PICTURE)]}, "messages[1].content[0].type"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0].source.type",
-        ),
-        (
-            {"messages": [*HI, {"role": "system", "content": [PICTURE]}]},
-            "messages[1].content[0].type",
-        ),
-        (
-            {"messages": [*HI, {"role": "assistant", "content": [PICTURE]}]},
-            "messages[1].content[0].type",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [PICTURE]}]},  # nothing reads it
+            {"messages": [user(PICTURE)]},  # nothing reads it
             "messages[0].content[0].source.data",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [user({"type": "text"})]}, "messages[0].content[0].text"),
+        ({"messages": [user({"type": "tool_result", "content": "x"})]}, "messages[0].content[0].tool_use_id"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
-            "messages[0].content[0].tool_use_id",
-        ),
-        (
-            {
-                "messages": [
-                    *HI,
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": [1]}],
-                    },
-                ]
-            },
+            {"messages": [*HI, assistant({"type": "tool_use", "id": "1", "name": "f", "input": [1]})]},
             "messages[1].content[0].input",
         ),
         ({"system": 5}, "system"),
@@ -441,7 +410,7 @@ def test_many_system_messages(first: list[Any]) -> None:
 def test_tools_that_anthropic_runs_are_left_out(start: Start, stream: bool) -> None:
     server = start("Hi")
     tools = [SEARCH, {"name": "weather", "input_schema": {"type": "object"}}]
-    ask = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "tools": tools, "stream": stream}
+    ask = {"messages": [user("Hi")], "max_tokens": 5, "tools": tools, "stream": stream}
     answer = server.post("/v1/messages", **ask)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-tools-left-out"] == "web_search (web_search_20250305)"

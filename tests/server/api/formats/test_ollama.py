@@ -1,7 +1,5 @@
 """Ollama's API, with its Python client and by its documentation."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -157,7 +155,7 @@ def test_a_format_is_a_grammar(server: Server) -> None:
     """The scripted engine follows no grammar, and its error names the field."""
     for wanted in ("json", {"type": "object", "properties": {}}):
         message = error_of(server, 400, format=wanted)
-        assert message.startswith("format cannot be enforced")
+        assert message.startswith("format: cannot be enforced")
     assert error_of(server, 400, format={"enum": [2**60 + 1]}).startswith("format.enum[0]: ")
     assert error_of(server, 400, format="yaml").startswith("format: ")
     assert server.post("/api/chat", messages=HI, format="", stream=False).status_code == 200

@@ -1,7 +1,5 @@
 """What a model writes, as the clients of each format get it, streamed and whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """/v1/responses, with OpenAI's client."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from qwen_serve.server.api.formats.responses.request import ResponsesRequest
 from qwen_serve.server.engine import GenerationError
+from tests.messages import user
 from tests.server.api.conftest import Server, Start
 from tests.server.api.fakes import FakeVocab
 from tests.server.api.formats.test_chat import CALL, EMPTY_THINK, OPEN_THINK
@@ -177,9 +176,7 @@ def test_reasoning_is_counted_as_it_comes(start: Start, monkeypatch: pytest.Monk
         return tokenize(text, **how)
 
     monkeypatch.setattr(server.engine.vocab, "tokenize", counted)
-    fields: Any = (
-        {"input": "Hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "Hi"}]}
-    )
+    fields: Any = {"input": "Hi"} if path == "/v1/responses" else {"messages": [user("Hi")]}
     usage = httpx.post(server.url + path, json={**fields, "reasoning": {"effort": "high"}}).json()["usage"]
     details = usage["output_tokens_details" if path == "/v1/responses" else "completion_tokens_details"]
     assert details == {"reasoning_tokens": 51}
@@ -218,14 +215,11 @@ def test_a_call_cut_off_behind_its_name_has_no_arguments(start: Start, stream: b
 def test_a_whole_conversation_reaches_the_prompt(start: Start) -> None:
     server = start(REPLY)
     first = client(server).responses.create(
-        model="m",
-        input="Rain?",
-        tools=[TOOL],
-        reasoning={"effort": "low"},
+        model="m", input="Rain?", tools=[TOOL], reasoning={"effort": "low"}
     )
     items: list[Any] = [
         {"role": "developer", "content": "Rhyme."},
-        {"role": "user", "content": [{"type": "input_text", "text": "Rain?"}]},
+        user({"type": "input_text", "text": "Rain?"}),
         *first.output,
     ]
     outputs = zip(("Sun", [{"type": "input_text", "text": "Rain"}]), first.output[2:], strict=True)
@@ -258,7 +252,7 @@ def test_reasoning_comes_before_the_call_that_it_led_to(start: Start) -> None:
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Look."}]}
     result = {"type": "function_call_output", "call_id": "1", "output": "Sun"}
     sealed = {"type": "reasoning", "summary": [], "encrypted_content": "zzz"}
-    ask(server, input=[{"role": "user", "content": "Hi"}, thought, call, result, sealed, call, result])
+    ask(server, input=[user("Hi"), thought, call, result, sealed, call, result])
     calls = "<tool_call>\n<function=weather>\n</function>\n</tool_call><|im_end|>\n"
     text = server.engine.submissions[0].text
     assert f"assistant\n<think>\nLook.\n</think>\n\n{calls}" in text
@@ -277,14 +271,8 @@ def named(fields: dict[str, Any]) -> str:
         ({"input": ["Hi"]}, "input[0]"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].image_url",
-        ),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
-            "input[0].content[0].image_url",
-        ),
+        ({"input": [user({"type": "input_image"})]}, "input[0].content[0].image_url"),
+        ({"input": [user({"type": "input_image", "image_url": "data:"})]}, "input[0].content[0].image_url"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "other_call"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
@@ -352,7 +340,7 @@ def test_a_conversation_that_is_too_long_is_cut_where_that_is_asked_for(start: S
 def test_many_calls_in_a_row() -> None:
     """A list of all earlier calls for each one would take quadratic time."""
     call = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"}
-    asked = ResponsesRequest(input=[{"role": "user", "content": "Hi"}, *[call] * 100_000])
+    asked = ResponsesRequest(input=[user("Hi"), *[call] * 100_000])
     [_, reply] = asked.chat().messages
     assert len(reply["tool_calls"]) == 100_000
 
@@ -362,7 +350,7 @@ def test_many_calls_in_a_row() -> None:
     [
         ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": 5}], "input[0].arguments"),
         ([{"type": "function_call", "name": "f", "call_id": "1", "arguments": [1]}], "input[0].arguments"),
-        ([{"role": "user", "content": "x"}] * 17_000, "input"),
+        ([user("x")] * 17_000, "input"),
     ],
 )
 def test_errors_speak_of_the_input(start_shared: Start, given: list[Any], param: str) -> None:
@@ -375,10 +363,6 @@ def test_errors_speak_of_the_input(start_shared: Start, given: list[Any], param:
 def test_a_call_without_arguments_comes_back(start: Start) -> None:
     server = start("Hi")
     call = {"type": "function_call", "name": "f", "call_id": "1", "arguments": " "}
-    items = [
-        {"role": "user", "content": "x"},
-        call,
-        {"type": "function_call_output", "call_id": "1", "output": "y"},
-    ]
+    items = [user("x"), call, {"type": "function_call_output", "call_id": "1", "output": "y"}]
     assert server.post(PATH, input=items).status_code == 200
     assert "<function=f>\n</function>" in server.engine.submissions[-1].text

@@ -1,7 +1,5 @@
 """Values and fields that other servers take."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

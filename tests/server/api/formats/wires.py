@@ -1,15 +1,12 @@
 """One conversation in the wire shape of each API format, and each format's answer in one shape."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import httpx
+import httpx
 
-    from tests.server.api.conftest import Server
+from tests.server.api.conftest import Server
 
 FORMATS = ("chat", "responses", "messages", "ollama")
 PATHS = {

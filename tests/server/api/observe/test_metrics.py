@@ -1,7 +1,5 @@
 """The engine's metrics on /metrics."""
 
-from __future__ import annotations
-
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.engine import EngineStats
 from qwen_serve.server.engine.prefix_cache import PrefixStats

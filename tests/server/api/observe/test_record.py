@@ -1,7 +1,5 @@
 """The log's line for a request, its id, and the log's line of throughput."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """The OpenTelemetry spans that a collector receives."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

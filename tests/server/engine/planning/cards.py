@@ -1,7 +1,5 @@
 """A simulated GPU, and a model without a file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

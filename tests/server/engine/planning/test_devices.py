@@ -1,7 +1,5 @@
 """The devices that layers go to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,29 +1,23 @@
 """FP16 copies of weights: what they take, where they are kept, and what is said where they can not be."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFReader
 
 from qwen_serve.llamacpp import HAS_F16_COPIES, Model
 from qwen_serve.llamacpp.gguf import Header, TensorInfo, read_header
-from qwen_serve.server.engine import DoesNotFit, EngineSettings, ModelLoadError
+from qwen_serve.server.engine import DoesNotFit, EngineSettings, MemoryPlan, ModelLoadError
 from qwen_serve.server.engine.loading import build_engine, resolve_settings
 from qwen_serve.server.engine.planning.fit import plan_memory
 from qwen_serve.server.engine.planning.spec import ModelSpec, Part
 from qwen_serve.server.engine.profile import StartProfile, StepProfile
 from tests.server.engine.helpers import settings
 from tests.server.engine.planning.cards import FILE, FOUR_B, GIB, LAYERS, PLAN, STATUS, pretend_copies
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from qwen_serve.server.engine import MemoryPlan
 
 F32, F16, Q4_K = 0, 1, 12
 

@@ -1,7 +1,5 @@
 """Sizes that the plan chooses, and errors if memory is too small."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

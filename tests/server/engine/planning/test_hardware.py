@@ -1,21 +1,16 @@
 """Detection of the machine's hardware, and the warning if its GPU would not be used."""
 
-from __future__ import annotations
-
 import logging
 import os
 import resource
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 from qwen_serve.server.engine import loading
 from qwen_serve.server.engine.loading import resolve_settings
 from qwen_serve.server.engine.planning import hardware
 from tests.server.engine.helpers import settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def test_cores_and_memory_are_within_reason() -> None:

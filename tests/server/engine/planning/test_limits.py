@@ -1,14 +1,12 @@
 """For any number in a GGUF's key, the error names the key or the model loads: nothing aborts or hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import gguf
 import numpy as np
@@ -17,9 +15,6 @@ import pytest
 from qwen_serve.llamacpp.gguf import read_header
 from qwen_serve.server.engine import Engine, EngineSettings, ModelLoadError
 from qwen_serve.server.engine.planning.spec import DraftSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[4]
 VALUES = (0, 1, 2**31 - 1, 2**31, 2**32 - 1)

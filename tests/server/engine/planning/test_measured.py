@@ -1,7 +1,5 @@
 """A start's measurements are reused by the next one, unless something changed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

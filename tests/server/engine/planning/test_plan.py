@@ -1,7 +1,5 @@
 """The memory plan against llama.cpp's allocations and their devices."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

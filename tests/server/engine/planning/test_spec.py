@@ -1,7 +1,5 @@
 """The specification of a model, from its metadata and tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory of a vision tower on a simulated GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

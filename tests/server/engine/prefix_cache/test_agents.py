@@ -1,16 +1,17 @@
 """Requests of agents, through the model's template: only the rewritten part of a prompt is computed again."""
 
-from __future__ import annotations
-
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pytest
 
 from qwen_serve.server.chat import Prompter
+from qwen_serve.server.engine import Vocab
+from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.prefix_cache.cache import MIN_GAIN
 from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.verification import SampleResult
@@ -18,12 +19,6 @@ from tests.marks import slow_but
 from tests.server.api.fakes import ADDED, FakeVocab
 from tests.server.engine.prefix_cache.world import World
 from tests.server.engine.scheduling import NO_SAMPLER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from qwen_serve.server.engine import Vocab
-    from qwen_serve.server.engine.batch import Batch
 
 TEMPLATE = Path(__file__).parents[4] / "chat_templates" / "qwen3_5.jinja"
 ROLES = {"user": 400, "assistant": 401, "system": 402}

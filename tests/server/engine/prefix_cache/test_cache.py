@@ -1,7 +1,5 @@
 """The prefix cache without a model: kept states, and the requests that start from them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from unittest import mock

@@ -1,7 +1,5 @@
 """States that were evicted from the device return from host memory. A failure costs only that state."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.server.engine.prefix_cache.test_cache import A

@@ -1,7 +1,5 @@
 """The places of checkpoints in a prompt, without a model."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.server.engine.prefix_cache.test_cache import A, B

@@ -1,7 +1,5 @@
 """The length of a text's beginning that was read before."""
 
-from __future__ import annotations
-
 import random
 
 from qwen_serve.server.engine.prefix_cache.shadow_index import BLOCK, ShadowIndex

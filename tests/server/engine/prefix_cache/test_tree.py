@@ -1,7 +1,5 @@
 """The radix tree against a dict of prefixes."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,22 +1,16 @@
 """A scheduler and a prefix cache with a memory that records only the tokens of each sequence id."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
+from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.prefix_cache import PrefixCache
 from qwen_serve.server.engine.request import ANYBODY, Request, SchedulingParams
 from qwen_serve.server.engine.scheduler import Scheduler
+from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
 from qwen_serve.server.engine.verification import SampleResult
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, fixed, store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.server.engine.batch import Batch
-    from qwen_serve.server.engine.scheduling_policy import SchedulingPolicy
-
 
 ANSWER = 7
 """The first token that the pretend model answers; the others count on."""

@@ -4,15 +4,12 @@ forced."""
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp.row_sampler import Bits
-    from qwen_serve.server.engine.sampling.constraint import Mask
+from qwen_serve.llamacpp.row_sampler import Bits
+from qwen_serve.server.engine.sampling.constraint import Mask
 
 
 def packed(mask: Mask) -> Bits:

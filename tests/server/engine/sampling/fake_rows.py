@@ -1,16 +1,12 @@
 """A row of logits, sampled on the host."""
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
+import numpy as np
 
 from qwen_serve.llamacpp.row_results import RowResult
+from qwen_serve.server.engine.sampling import Sampler
 from tests.llamacpp.in_numpy import sampled
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from qwen_serve.server.engine.sampling import Sampler
 
 
 class SmallVocab:

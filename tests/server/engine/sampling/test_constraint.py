@@ -1,28 +1,23 @@
 """Constrained answers: choices from parts of a row equal those from the whole row, whatever else runs and
 whatever is drafted, preempted or forced."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from qwen_serve.server.engine import GenerateRequest, SamplingParams
+from qwen_serve.llamacpp.row_sampler import Bits
+from qwen_serve.server.engine import Engine, GenerateRequest, SamplingParams
 from qwen_serve.server.engine.sampling import Sampler
+from qwen_serve.server.engine.sampling.constraint import Constraint, Mask
+from qwen_serve.server.engine.vocab import Vocab
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, random_prompt, running, standing_still
 from tests.server.engine.sampling.constraints import Fickle, packed
 from tests.server.engine.sampling.fake_rows import SmallVocab, choose
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp.row_sampler import Bits
-    from qwen_serve.server.engine import Engine
-    from qwen_serve.server.engine.sampling.constraint import Constraint, Mask
-    from qwen_serve.server.engine.vocab import Vocab
 
 N = 48
 PROMPTS = [random_prompt(random.Random(i), length) for i, length in enumerate((3, 40, 150, 7))]

@@ -1,27 +1,20 @@
 """Numbers in JSON always end; digits elsewhere are not limited."""
 
-from __future__ import annotations
-
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import Model
+from qwen_serve.llamacpp.row_sampler import Bits
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
 from qwen_serve.server.engine.sampling.digits import MOST_DIGITS
-from qwen_serve.server.engine.sampling.grammar import GrammarCompiler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp.row_sampler import Bits
-    from qwen_serve.server.engine.sampling.grammar import GrammarConstraint
+from qwen_serve.server.engine.sampling.grammar import GrammarCompiler, GrammarConstraint
 
 N = MOST_DIGITS
 

@@ -1,10 +1,10 @@
 """Parameters and samplers: choices from known logits, and the same choices for the same seed."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import Context, Model
@@ -13,20 +13,13 @@ from qwen_serve.server.engine.batch import Batch, Placement
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.request import Request
 from qwen_serve.server.engine.sampling import Sampler, SamplingParams
-from qwen_serve.server.engine.sampling.thinking import ThinkingLimits
+from qwen_serve.server.engine.sampling.constraint import Constraint
+from qwen_serve.server.engine.sampling.rows import Rows
+from qwen_serve.server.engine.sampling.thinking import ThinkingLimits, ThinkingWatch
 from qwen_serve.server.engine.verification import sample
 from qwen_serve.server.engine.vocab import Vocab
 from tests.contexts import exact_options
 from tests.server.engine.sampling.fake_rows import choose
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine.sampling.constraint import Constraint
-    from qwen_serve.server.engine.sampling.rows import Rows
-    from qwen_serve.server.engine.sampling.thinking import ThinkingWatch
 
 
 class SmallVocab:

@@ -1,10 +1,9 @@
 """Grammars that would crash the process or never end are refused, and the next one is compiled."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +13,6 @@ from qwen_serve.server.engine import EngineDead, InvalidGrammar, QueueFull
 from qwen_serve.server.engine.sampling import grammar_validator
 from qwen_serve.server.engine.sampling.grammar import WAITING, GrammarCompiler
 from qwen_serve.server.engine.sampling.grammar_validator import GrammarValidator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 N = 5000
 

@@ -1,16 +1,16 @@
 """Samplers against llama.cpp's: the same candidates from the same logits."""
 
-from __future__ import annotations
-
 import ctypes
 import random
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
 import pytest
 
-from qwen_serve.llamacpp import host_sampler
+from qwen_serve.llamacpp import Model, host_sampler
 from qwen_serve.llamacpp.row_sampler import HAS_ROW_SAMPLER
 from qwen_serve.server.engine.sampling import (
     LLAMA_CPP_SAMPLERS,
@@ -18,16 +18,10 @@ from qwen_serve.server.engine.sampling import (
     Sampler,
     SamplingParams,
 )
+from qwen_serve.server.engine.vocab import Vocab
 from tests.server.engine.helpers import EXACT, Question, ask, random_prompt, running
 from tests.server.engine.sampling.fake_rows import SmallVocab, choose
 from tests.server.engine.sampling.test_processors import SHAPES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.llamacpp import Model
-    from qwen_serve.server.engine.vocab import Vocab
 
 CONTEXT = 64
 SEED = 11

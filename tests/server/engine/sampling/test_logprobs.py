@@ -1,16 +1,16 @@
 """Log-probabilities of tokens equal those of the model alone, with other requests and with drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from qwen_serve.server.engine import GenerateRequest, SamplingParams, ThinkingLimits
+from qwen_serve.server.engine import Engine, GenerateRequest, Generation, SamplingParams, ThinkingLimits
 from qwen_serve.server.engine.sampling.logprobs import Logprobs
 from tests.logits import log_softmax
 from tests.marks import slow_but
@@ -26,13 +26,6 @@ from tests.server.engine.helpers import (
     submit,
 )
 from tests.server.engine.sampling.constraints import Fickle
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine import Engine, Generation
 
 TOP = 20
 CLOSE = 2e-4

@@ -1,26 +1,19 @@
 """The masks of a step's rows, which are computed together."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qwen_serve.llamacpp import Model
+from qwen_serve.llamacpp.row_sampler import Bits
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
 from qwen_serve.server.engine.errors import FormatTooComplex
 from qwen_serve.server.engine.sampling import GrammarCompiler
-from qwen_serve.server.engine.sampling.grammar import MaskWriter
+from qwen_serve.server.engine.sampling.grammar import GrammarConstraint, MaskWriter
 from tests.server.engine.sampling.constraints import Fickle
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from qwen_serve.llamacpp.row_sampler import Bits
-    from qwen_serve.server.engine.sampling.grammar import GrammarConstraint
 
 GRAMMARS = [
     r"start: /[a-z ]{3,40}/",

@@ -1,25 +1,19 @@
 """A request's rules about single tokens, on rows and in the engine."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from qwen_serve.server.engine import NoTokenLeft, SamplingParams
+from qwen_serve.server.engine import NoTokenLeft, SamplingParams, Vocab
 from qwen_serve.server.engine.sampling import Sampler
 from tests.server.engine.helpers import EXACT, Question, ask, random_prompt, running
 from tests.server.engine.sampling.fake_rows import choose
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from qwen_serve.server.engine import Vocab
 
 N = 8
 ENDS = frozenset({6})

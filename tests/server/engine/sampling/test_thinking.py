@@ -1,7 +1,5 @@
 """Thinking ends at its budget and when it loops. Tokens are the same with any drafts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """A simulated GPU and MTP head with a simulated clock, driven by the real speculator."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A head's context, pretended: entries by position, and guesses that count on from the token fed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Helpers of the tests of speculation."""
 
-from __future__ import annotations
-
 from qwen_serve.server.engine.request import Request
 from tests.server.engine.scheduling import NO_SAMPLER
 

@@ -1,9 +1,8 @@
 """The MTP head drafts for many requests at once, and each has the answer that it has alone."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +12,6 @@ from tests.server.engine.helpers import EXACT, Question, ask, ask_all, random_pr
 from tests.server.engine.speculation.fake_head import Head
 from tests.server.engine.speculation.test_mtp import draft, drafter, rows
 from tests.server.engine.speculation.test_mtp import running as text
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CROWDS: dict[str, tuple[int, dict[str, Any]]] = {
     "8": (8, {"draft_always": True, "mtp_depth": 4}),

@@ -1,7 +1,5 @@
 """The block drafter: what it is worth, what it needs, when it is refused; test_exactness has the rest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

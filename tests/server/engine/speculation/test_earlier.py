@@ -1,9 +1,7 @@
 """Drafts from earlier answers: right where answers repeat, and never from another tenant's."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +12,6 @@ from qwen_serve.server.engine.speculation.earlier import TENANTS, EarlierAnswers
 from qwen_serve.server.engine.speculation.ngram import NgramDrafter
 from tests.server.engine.helpers import EXACT, Question, ask, random_prompt, running, submit
 from tests.server.engine.scheduling import NO_SAMPLER
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ANSWER = [*range(500, 540)]
 

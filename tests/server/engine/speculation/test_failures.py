@@ -1,20 +1,16 @@
 """A failure in a drafter costs only its drafts, is counted, and is logged once."""
 
-from __future__ import annotations
-
 import logging
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
+from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.speculation.health import DISABLED_AFTER, DISABLED_FIRST
 from tests.server.engine.speculation.card import World, on_h200
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.batch import Batch
 
 ERRORS = [
     LlamaError("llama_decode returned -3"),

@@ -1,14 +1,15 @@
 """Neither the rest of a prompt nor its first token waits for drafters, which read the same rows later."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from qwen_serve.llamacpp import Ring, layers
+from qwen_serve.llamacpp import Context, Ring, layers
+from qwen_serve.server.engine import Engine
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.planning import contexts, plan
 from qwen_serve.server.engine.request import Request, RequestStatus
@@ -17,13 +18,6 @@ from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Question, ask, ask_at_once, idle, random_prompt, running
 from tests.server.engine.inside import held
 from tests.server.engine.scheduling import NO_SAMPLER
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine import Engine
 
 WINDOW = 48
 MIXES: dict[str, dict[str, Any]] = {

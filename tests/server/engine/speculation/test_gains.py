@@ -3,8 +3,6 @@
 No figure of a card is expected here: each gain is compared with that of the same card otherwise.
 """
 
-from __future__ import annotations
-
 import random
 from statistics import fmean
 from typing import Any

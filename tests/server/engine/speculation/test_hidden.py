@@ -3,8 +3,6 @@
 What becomes of sequence ids is in test_mtp, which does it all with a head that checks what it is fed.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

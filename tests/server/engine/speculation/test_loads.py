@@ -3,11 +3,8 @@
 Steps take what they take on an H200 (synthetic 4B in Q4_K_M), by a clock that does not run by itself.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -15,9 +12,6 @@ import pytest
 from qwen_serve.server.engine.speculation.policy import Option, Plan, Policy, Step
 from tests.marks import slow_but
 from tests.server.engine.speculation.card import World
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NEAR, LOSS, FIRST = 0.94, 0.98, 0.96
 """Of the tokens a second of the best fixed depths; of those without drafts, at least; and in the first

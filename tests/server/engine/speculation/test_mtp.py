@@ -3,8 +3,6 @@
 A pretend context checks that; its hidden rows hold a position, and its guesses count on from the token fed.
 """
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import cast

@@ -1,7 +1,5 @@
 """The lookup agrees with a search through the whole text, however the text was added."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

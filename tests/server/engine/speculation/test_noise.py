@@ -1,19 +1,15 @@
 """Quantized, too, drafts change no answer by more than the noise that the shape of a batch makes anyway."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.marks import slow_but
 from tests.server.engine.helpers import Alone, Question, ask, ask_all, random_prompt, running
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 N = 96
 TYPES: dict[str, Any] = {"flash_attn": "auto", "cache_type_k": "f16", "cache_type_v": "f16"}

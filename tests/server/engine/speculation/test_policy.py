@@ -1,7 +1,5 @@
 """The policy's choices, and the measurements that it learns from."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest.mock import Mock

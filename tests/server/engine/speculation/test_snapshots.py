@@ -1,24 +1,19 @@
 """A sequence that runs alone and rolls back to snapshots: answers, states that others start from, and
 graphs."""
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen_serve.llamacpp import HAS_OPERANDS
+from qwen_serve.server.engine import Engine
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT, Alone, Answer, Question, ask, ask_all, random_prompt, running
 from tests.server.engine.inside import draft_by
 from tests.server.engine.speculation.test_exactness import Scripted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.server.engine import Engine
 
 ALL: dict[str, Any] = {
     **EXACT,

@@ -1,8 +1,6 @@
 """Step times: measured values are returned, values between them are interpolated, and noise does not
 persist."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The count of distinct cells against sets of cells. test_store.py compares it with llama.cpp."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

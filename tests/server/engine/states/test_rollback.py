@@ -4,13 +4,12 @@ What each sequence id holds is compared with fresh prefills, and the cells count
 says it has occupied.
 """
 
-from __future__ import annotations
-
 import random
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qwen_serve.llamacpp import HAS_OPERANDS, Context, ContextOptions, Model
@@ -21,11 +20,6 @@ from qwen_serve.server.engine.states import StateStore
 from tests.marks import slow_but
 from tests.server.engine.helpers import EXACT
 from tests.server.engine.scheduling import NO_SAMPLER
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
 
 SLOTS, SPARE = 3, 2
 FIRST_SPARE, LAST = 2 * SLOTS, 2 * SLOTS + SPARE

@@ -1,11 +1,11 @@
 """The state store: its count of cells equals llama.cpp's, and drafters follow its operations or fail
 alone."""
 
-from __future__ import annotations
-
 import random
 import re
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,15 +14,10 @@ from qwen_serve.llamacpp import Context, ContextOptions, Model
 from qwen_serve.llamacpp.errors import LlamaError, NoMemorySlot
 from qwen_serve.server.engine.batch import Batch
 from qwen_serve.server.engine.request import Request
+from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
 from qwen_serve.server.engine.states import StateStore
 from tests.server.engine.fake_context import FakeContext
 from tests.server.engine.scheduling import NO_SAMPLER, store
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from qwen_serve.server.engine.speculation.hidden import HiddenDrafter
 
 TOTAL, N_SEQ, SLOTS, N_UBATCH = 512, 8, 4, 64
 

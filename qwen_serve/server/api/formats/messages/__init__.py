@@ -2,5 +2,3 @@
 
 from .answer import count_tokens, messages
 from .request import CountTokensRequest, MessagesRequest
-
-__all__ = ["CountTokensRequest", "MessagesRequest", "count_tokens", "messages"]

@@ -1,31 +1,23 @@
 """Anthropic's Messages: /v1/messages, whole or streamed, and /v1/messages/count_tokens."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import Response
 from pydantic_core import from_json
 from sse_starlette import ServerSentEvent
 
+from qwen_serve.server.api.context import RequestContext
+from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.formats.left_out import noted
-from qwen_serve.server.api.formats.messages.request import NAMES
+from qwen_serve.server.api.formats.messages.request import NAMES, CountTokensRequest, MessagesRequest
 from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.request import on_thread
+from qwen_serve.server.api.serving import ServedRequest
 from qwen_serve.server.api.sse import EventWriter, encode, typed_event
 from qwen_serve.server.api.tokens import with_prompt
-from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.errors import ApiError
-    from qwen_serve.server.api.formats.messages.request import CountTokensRequest, MessagesRequest
-    from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, Reply
+from qwen_serve.server.chat import Arguments, Content, Part, Reasoning, Reply, ToolCall
 
 Block = dict[str, Any]
 Event = dict[str, Any]

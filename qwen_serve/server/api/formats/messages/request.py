@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.errors import bad_request, refused
+from qwen_serve.server.api.fields.generation import TokenLimit
+from qwen_serve.server.api.formats.chat import ChatRequest
 from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.translation import (
     FOREIGN,
     Sharing,
     blocks_in,
-    object_in,
-    refused,
     spoken,
-    text_in,
     to_chat,
 )
 from qwen_serve.server.chat import plain_text
+from qwen_serve.server.chat.errors import object_in, text_in
 from qwen_serve.server.chat.pictures import GivenPicture
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from qwen_serve.server.api.formats.chat import ChatRequest
 
 NAMES = {
     "stop": "stop_sequences",
@@ -97,8 +92,7 @@ class OutputConfig(BaseModel):
         if self.format is None:
             return None
         if self.format.get("type") != "json_schema":
-            where = "output_config.format.type"
-            raise bad_request(f'{where}: must be "json_schema"', where, "invalid_value")
+            raise bad_request("output_config.format.type", 'must be "json_schema"')
         return {
             "type": "json_schema",
             "json_schema": {"name": "output", "schema": self.format.get("schema"), "strict": True},
@@ -137,8 +131,7 @@ class CountTokensRequest(Sharing):
         if self.output_format is not None:
             config = self.output_config or OutputConfig()
             if config.format not in (None, self.output_format):
-                where = "output_format"
-                raise bad_request(f"{where}: is not output_config.format; give one of them", where)
+                raise bad_request("output_format", "is not output_config.format; give one of them")
             self.output_config = config.model_copy(update={"format": self.output_format})
         return self
 
@@ -195,7 +188,7 @@ class CountTokensRequest(Sharing):
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if not self.messages:
-            raise bad_request("messages: at least one is needed", "messages", "invalid_value")
+            raise bad_request("messages", "at least one is needed")
         for index, message in enumerate(self.messages):
             where = f"messages[{index}]"
             role = message.get("role")
@@ -204,8 +197,7 @@ class CountTokensRequest(Sharing):
             elif role in ("user", "system"):
                 yield from _given(message, where)
             else:
-                message_ = f'{where}.role: must be "user" or "assistant", not {role!r}'
-                raise bad_request(message_, f"{where}.role", "invalid_value")
+                raise bad_request(f"{where}.role", f'must be "user" or "assistant", not {role!r}')
 
 
 class MessagesRequest(CountTokensRequest):
@@ -366,15 +358,14 @@ def _part(block: Mapping[str, Any], where: str) -> str | GivenPicture:
     match source.get("type"):
         case "base64":
             if (kind := source.get("media_type")) not in MEDIA_TYPES:
-                place = f"{where}.media_type"
-                raise bad_request(f"{place}: must be one of {', '.join(MEDIA_TYPES)}", place)
+                raise bad_request(f"{where}.media_type", f"must be one of {', '.join(MEDIA_TYPES)}")
             data = text_in(source.get("data"), f"{where}.data")
             return GivenPicture(f"data:{kind};base64,{data}", f"{where}.data")
         case "url":
             return GivenPicture(text_in(source.get("url"), f"{where}.url"), f"{where}.url")
         case "file":
             raise refused(f"{where}.file_id", "this server keeps no files; send the picture in base64")
-    raise bad_request(f'{where}.type: must be "base64" or "url"', f"{where}.type")
+    raise bad_request(f"{where}.type", 'must be "base64" or "url"')
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:

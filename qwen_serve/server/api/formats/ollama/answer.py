@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
+from qwen_serve.server.api.context import RequestContext
+from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.fields.lora import known_model
 from qwen_serve.server.api.formats import completions
-from qwen_serve.server.api.formats.ollama.request import NAMES
+from qwen_serve.server.api.formats.ollama.request import NAMES, OllamaChatRequest, OllamaGenerateRequest
 from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.logprobs import ChatLogprobs
 from qwen_serve.server.api.request import ensure_loaded, on_thread
+from qwen_serve.server.api.serving import ServedRequest
 from qwen_serve.server.api.sse import EventWriter, encode
-from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.errors import ApiError
-    from qwen_serve.server.api.formats.ollama.request import OllamaChatRequest, OllamaGenerateRequest
-    from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, Reply, TextGeneration
+from qwen_serve.server.chat import Arguments, Content, Part, Reasoning, Reply, TextGeneration, ToolCall
 
 Shape = dict[str, Any]
 

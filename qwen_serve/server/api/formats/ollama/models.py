@@ -1,22 +1,17 @@
 """Ollama's endpoints about models, of which the server has one."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
+from qwen_serve.server.api.context import RequestContext
 from qwen_serve.server.api.fields.lora import known_model
-
-if TYPE_CHECKING:
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.service import Service
+from qwen_serve.server.api.service import Service
 
 OLLAMA_VERSION = "0.12.0"
 """The Ollama version whose API this is. Clients require one that supports tools and thinking."""

@@ -1,22 +1,19 @@
 """Ollama's requests, and their translation to chat requests and completions."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationError
 
-from qwen_serve.server.api.errors import bad_request, from_validation
+from qwen_serve.server.api.errors import bad_request, from_validation, refused
 from qwen_serve.server.api.fields.generation import LONGEST_NAME
 from qwen_serve.server.api.fields.unsupported import Refusing
 from qwen_serve.server.api.formats.chat import MAX_MESSAGES, MAX_TOOLS, ChatRequest
 from qwen_serve.server.api.formats.completions import CompletionRequest
-from qwen_serve.server.api.formats.translation import FOREIGN, object_in, refused, text_in, to_chat
+from qwen_serve.server.api.formats.translation import FOREIGN, to_chat
+from qwen_serve.server.chat.errors import list_in, object_in, text_in
 from qwen_serve.server.chat.pictures import GivenPicture
 from qwen_serve.server.engine import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 OPTIONS = {
     "num_predict": "max_tokens",
@@ -97,7 +94,7 @@ class OllamaRequest(Refusing):
         if self.format == "json":
             return {"type": "json_object"}
         if not isinstance(self.format, dict):
-            raise bad_request('format: must be "json" or a JSON schema', "format", "invalid_value")
+            raise bad_request("format", 'must be "json" or a JSON schema')
         return {
             "type": "json_schema",
             "json_schema": {"name": "format", "schema": self.format, "strict": True},
@@ -174,18 +171,15 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     if message.get("thinking"):
         made["reasoning_content"] = text_in(message["thinking"], f"{where}.thinking")
     if calls := message.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise bad_request(f"{where}.tool_calls: must be a list", f"{where}.tool_calls", "invalid_value")
-        made["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]", at) for at, call in enumerate(calls)]
+        numbered = enumerate(list_in(calls, f"{where}.tool_calls"))
+        made["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]", at) for at, call in numbered]
     if made["role"] == "tool":
         made["tool_call_id"] = message.get("tool_call_id") or message.get("tool_name") or "call_0"
     return made
 
 
 def _pictures(images: Any, where: str) -> Iterator[GivenPicture]:
-    if not isinstance(images, list):
-        raise bad_request(f"{where}: must be a list of pictures in base64", where, "invalid_value")
-    for at, image in enumerate(images):
+    for at, image in enumerate(list_in(images, where)):
         data = text_in(image, f"{where}[{at}]")
         kind = MAGIC.get(data[:4], "png")
         yield GivenPicture(f"data:image/{kind};base64,{data}", f"{where}[{at}]")

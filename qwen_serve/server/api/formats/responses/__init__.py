@@ -2,5 +2,3 @@
 
 from .answer import respond
 from .request import ResponsesRequest
-
-__all__ = ["ResponsesRequest", "respond"]

@@ -1,32 +1,24 @@
 """OpenAI's Responses: /v1/responses, whole or streamed. The server stores nothing between requests."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from uuid import uuid4
 
+from fastapi import Response
+
+from qwen_serve.server.api.context import RequestContext
+from qwen_serve.server.api.errors import ApiError
 from qwen_serve.server.api.formats.left_out import noted
-from qwen_serve.server.api.formats.responses.request import NAMES
+from qwen_serve.server.api.formats.responses.request import NAMES, ResponsesRequest
 from qwen_serve.server.api.formats.translation import begun
 from qwen_serve.server.api.logprobs import ResponseLogprobs
 from qwen_serve.server.api.request import on_thread
-from qwen_serve.server.api.serving import prompt_details
+from qwen_serve.server.api.serving import ServedRequest, prompt_details
 from qwen_serve.server.api.sse import EventWriter, encode, typed_event
-from qwen_serve.server.chat import Arguments, Content, Reasoning, ToolCall
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from fastapi import Response
-
-    from qwen_serve.server.api.context import RequestContext
-    from qwen_serve.server.api.errors import ApiError
-    from qwen_serve.server.api.formats.responses.request import ResponsesRequest
-    from qwen_serve.server.api.serving import ServedRequest
-    from qwen_serve.server.chat import Part, Reply
+from qwen_serve.server.chat import Arguments, Content, Part, Reasoning, Reply, ToolCall
 
 Item = dict[str, Any]
 Event = dict[str, Any]

@@ -3,16 +3,12 @@
 As in vLLM, the model sees a namespace's function under the joined name; clients see both names separately.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from qwen_serve.server.api.errors import bad_request
 from qwen_serve.server.api.formats.left_out import names_of
-from qwen_serve.server.api.formats.translation import object_in, text_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from qwen_serve.server.chat.errors import list_in, object_in, text_in
 
 Tool = dict[str, Any]
 
@@ -49,11 +45,8 @@ class OfferedTools:
 
     def _members(self, tool: Tool, where: str) -> list[Tool]:
         namespace = text_in(tool.get("name"), f"{where}.name")
-        given = tool.get("tools")
-        if not isinstance(given, list):
-            raise bad_request(f"{where}.tools: must be a list of tools", f"{where}.tools", "invalid_value")
         members = []
-        for index, one in enumerate(given):
+        for index, one in enumerate(list_in(tool.get("tools"), f"{where}.tools")):
             place = f"{where}.tools[{index}]"
             member = dict(object_in(one, place))
             if text_in(member.get("type"), f"{place}.type") == "function":
@@ -67,7 +60,7 @@ class OfferedTools:
         if namespace is not None:
             self._split[name] = namespace, own
         if name in self._split and name in self._known:
-            raise bad_request(f"{where}.name: a model would know two tools as {name!r}", f"{where}.name")
+            raise bad_request(f"{where}.name", f"a model would know two tools as {name!r}")
         self._known.add(name)
         function = {key: value for key, value in tool.items() if key != "type" and value is not None}
         self.functions.append({"type": "function", "function": {**function, "name": name}})

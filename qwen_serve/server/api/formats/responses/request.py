@@ -1,34 +1,27 @@
 """OpenAI's Responses requests, and their translation to chat requests."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from qwen_serve.server.api.errors import bad_request
-from qwen_serve.server.api.fields.generation import TokenLimit  # noqa: TC001 - pydantic reads it
+from qwen_serve.server.api.errors import bad_request, refused
+from qwen_serve.server.api.fields.generation import TokenLimit
+from qwen_serve.server.api.formats.chat import ChatRequest
 from qwen_serve.server.api.formats.left_out import LEFT, names_of
 from qwen_serve.server.api.formats.responses.offered import OfferedTools, called
 from qwen_serve.server.api.formats.translation import (
     FOREIGN,
     Sharing,
     blocks_in,
-    object_in,
-    refused,
     spoken,
-    text_in,
     to_chat,
 )
 from qwen_serve.server.chat.documents import text_of_file
+from qwen_serve.server.chat.errors import object_in, text_in
 from qwen_serve.server.chat.pictures import GivenPicture, PixelBounds, known_detail
 from qwen_serve.server.engine import MAX_LOGPROBS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from qwen_serve.server.api.formats.chat import ChatRequest
 
 NAMES = {
     "messages": "input",
@@ -50,6 +43,8 @@ SAID = ("queries", "code", "revised_prompt")
 
 SILENT = ("additional_tools", "compaction", "compaction_summary", "ghost_snapshot", "mcp_list_tools")
 """Items that are no part of the conversation. (The tools of `additional_tools` are offered.)"""
+
+ROLES = ("user", "assistant", "system", "developer")
 
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -128,8 +123,10 @@ class ResponsesRequest(Sharing):
     @classmethod
     def _refuse_memory(cls, body: Any) -> Any:
         if isinstance(body, dict) and body.get("previous_response_id") is not None:
-            where = "previous_response_id"
-            raise refused(where, "this server keeps no responses; send the conversation so far as input")
+            raise refused(
+                "previous_response_id",
+                "this server keeps no responses; send the conversation so far as input",
+            )
         return body
 
     @property
@@ -220,7 +217,7 @@ class ResponsesRequest(Sharing):
         if self.instructions and self.input in (None, []):
             return
         if not isinstance(self.input, list) or not self.input:
-            raise bad_request("input: must be a string or a list of items", "input", "invalid_value")
+            raise bad_request("input", "must be a string or a list of items")
         reply: dict[str, Any] = {}
         for index, item in enumerate(self.input):
             where = f"input[{index}]"
@@ -251,11 +248,8 @@ def _item(item: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]
     match kind:
         case "message":
             role = item.get("role")
-            if role not in ("user", "assistant", "system", "developer"):
-                place = f"{where}.role"
-                raise bad_request(
-                    f"{place}: must be user, assistant, system or developer, not {role!r}", place
-                )
+            if role not in ROLES:
+                raise bad_request(f"{where}.role", f"must be {' or '.join(ROLES)}, not {role!r}")
             if role == "assistant":
                 texts = _texts(item.get("content"), f"{where}.content")
                 return {"role": role, "content": "".join(texts)}, {"content", "tool_calls"}
