@@ -6,22 +6,18 @@ they are first read, all of them with a model (abi_checks_model.py) in the tests
 and planned types (convert). Each start compares device samplers with the host (engine/warmup.py).
 """
 
-from __future__ import annotations
-
 import ctypes
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 from llama_cpp import llama_cpp_ext
 
 from . import ggml
 from .errors import LlamaError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import ModuleType
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,22 @@
 prints for each check whether it holds; the exit status is 1 if one does not.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 
 from . import ggml
 from .abi_checks import LIBRARY, Check, hidden_rows
 from .context import Context
 from .context_options import ContextOptions
 from .model import Model
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
 
 EMBEDDED = b"model.input_embed"
 """The embedded tokens of a pass: the tensor's name in llama.cpp's graphs."""

@@ -1,15 +1,10 @@
 """What llama.cpp prints before it aborts: one line, in place of a native stack trace."""
 
-from __future__ import annotations
-
 import ctypes
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from .ggml import quick
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 _kept: list[object] = []

@@ -1,19 +1,14 @@
 """LoRA adapters, which add to the products of a model's matrices in a context."""
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from .errors import ModelLoadError
 from .log import reason, tapped_log
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .model import Model
+from .model import Model
 
 
 class LoraAdapter:

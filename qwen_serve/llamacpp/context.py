@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp_ext
 
 from . import abi_checks, ggml, layers, operands
+from .adapter import LoraAdapter
+from .context_options import ContextOptions
 from .devices import CACHE_TYPES
 from .errors import LlamaError, NoMemorySlot
 from .host_sampler import HostRowSteps
 from .log import reason, tapped_log
 from .memory import matrix
+from .model import Model
 from .patches import BATCH_INVARIANT, RAGGED_PASSES, brings
 from .recurrent_states import n_rs_seq
 from .row_sampler import HAS_ROW_SAMPLER, Place
 from .row_steps import RowSteps
 from .snapshots import Snapshots
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from .adapter import LoraAdapter
-    from .context_options import ContextOptions
-    from .model import Model
 
 ON_DEVICE = C.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | C.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 """Flags for the part of a state that is not keys or values, copied within the device."""

@@ -1,12 +1,9 @@
 """How a context is made."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .row_sampler import Place
+from .row_sampler import Place
 
 
 @dataclass(frozen=True)

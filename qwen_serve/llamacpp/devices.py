@@ -1,7 +1,5 @@
 """ggml's devices, and the sizes of its types."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from typing import Final

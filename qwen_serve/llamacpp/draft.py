@@ -1,25 +1,19 @@
 """A block drafter's context (llama.cpp's `dflash`), whose KV cache is computed from inputs of the trunk's
 layers."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 
+from .context import Context
+from .context_options import ContextOptions
 from .drafter import FIRST, DrafterContext
 from .errors import LlamaError, NoMemorySlot
 from .layers import set_ring_rows
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from .context import Context
-    from .context_options import ContextOptions
-    from .model import Model
-    from .row_steps import RowSteps
+from .model import Model
+from .row_steps import RowSteps
 
 POSITION_AXES = 4
 """Axes of a position if the target's positions have several (M-RoPE); the last is ignored."""

@@ -1,24 +1,16 @@
 """Contexts of drafters, whose rows are guesses. Where rows are chosen on the device, so that nobody waits for
 the host, the next pass may read a token, and the trunk may verify it, before the host knows it."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .context import Context
 from .host_sampler import make_sampler
-from .row_sampler import UNCHECKED, UNKNOWN, Filters, RowRequest
-from .row_steps import HAS_QUEUE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .row_sampler import RowSampler
-    from .row_steps import RowSteps
+from .row_sampler import UNCHECKED, UNKNOWN, Filters, RowRequest, RowSampler
+from .row_steps import HAS_QUEUE, RowSteps
 
 FIRST = np.zeros(1, np.int32)
 """To ask whether the first row could be read."""

@@ -1,7 +1,5 @@
 """Errors of llama.cpp."""
 
-from __future__ import annotations
-
 
 class LlamaError(Exception):
     """A call into llama.cpp failed; the message carries what llama.cpp logged about it."""

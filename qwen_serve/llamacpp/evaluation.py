@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
 
@@ -17,11 +18,7 @@ from .errors import LlamaError
 from .log import reason, tapped_log
 from .model import Model
 from .mtp import MtpContext
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .probe import EvalCallback, Floats
+from .probe import EvalCallback, Floats
 
 ContextKind = Literal["trunk", "mtp"]
 

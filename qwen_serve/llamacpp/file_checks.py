@@ -6,24 +6,17 @@ what a file has too much of, such as layers. All functions raise ModelLoadError,
 or key.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
+from collections.abc import Iterator, Mapping
 from math import isqrt
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import ggml
 from .devices import is_quantized, type_name
 from .errors import ModelLoadError
-from .gguf import I64, Metadata
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from .gguf import Header, TensorInfo
+from .gguf import I64, Header, Metadata, TensorInfo
 
 F32, F16, BF16 = 0, 1, 30
 FLOATS = (F32, F16, BF16)

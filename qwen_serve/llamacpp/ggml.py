@@ -3,8 +3,6 @@
 Through `PyDLL` quick ones keep the GIL, rather than release it and queue for it again.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -5,27 +5,21 @@ vocabulary, and does not say what is wrong with a damaged file. Format: ggml-org
 3; version 2 has the same layout).
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from qwen_serve.common.files import open_regular
 
 from .devices import row_bytes, type_name
 from .errors import ModelLoadError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    import numpy.typing as npt
 
 Scalar = int | float | bool | str
 Value = Scalar | tuple[Scalar, ...] | None

@@ -5,21 +5,16 @@ exports them with C++ names, copy the rows to the host. With the patch layer-inp
 the device, in a ring for each layer, whose places the caller assigns.
 """
 
-from __future__ import annotations
-
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 
 from .patches import RING, brings
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
 
 
 def _bound(names: Sequence[str], arguments: list[Any], result: Any) -> Any:

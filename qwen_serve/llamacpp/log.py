@@ -1,19 +1,14 @@
 """llama.cpp's log, routed to Python's logging (logger `llama.cpp`), and the start of its backends."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
 from . import abi_checks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger("llama.cpp")
 

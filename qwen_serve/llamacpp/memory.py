@@ -1,7 +1,5 @@
 """Views of llama.cpp's memory."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The types of tensors that no override names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

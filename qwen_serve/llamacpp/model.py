@@ -1,11 +1,11 @@
 """Weights and vocabulary of a GGUF file."""
 
-from __future__ import annotations
-
 import ctypes
 import os
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
@@ -15,10 +15,6 @@ from .devices import buffer_type
 from .errors import LlamaError, ModelLoadError
 from .log import reason, set_up, tapped_log
 from .patches import REPACKED_WEIGHTS, ROW_SAMPLER, amx_is_right, brings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 EMBEDDING = rb"^token_embd\.weight$"
 """Pattern for the name of the token embedding, for llama.cpp."""

@@ -1,23 +1,17 @@
 """The checkpoint's multi-token-prediction head, in a context of its own that reads the trunk's hidden
 rows."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp_ext
 
+from .context_options import ContextOptions
 from .drafter import FIRST, DrafterContext
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from .context_options import ContextOptions
-    from .model import Model
-    from .row_steps import RowSteps
+from .model import Model
+from .row_steps import RowSteps
 
 
 class MtpContext(DrafterContext):

@@ -5,8 +5,6 @@ it is and keeps what its recurrent layers read. `llama_memory_seq_rm` may then t
 those that stay are folded into the state before that is read again.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Final
 

@@ -1,7 +1,5 @@
 """What the loaded libllama has of our changes (patches/README.md)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """A write to a pipe that keeps the GIL."""
 
-from __future__ import annotations
-
 import ctypes
 
 _write = ctypes.PyDLL(None).write  # libc's; PyDLL keeps the lock

@@ -1,7 +1,5 @@
 """Inputs of a graph's matrix products, for importance matrices."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,14 +1,10 @@
 """How recurrent states are kept, and what takes rejected tokens back: one context parameter says it all."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from . import operands, snapshots
+from .context_options import ContextOptions
 from .patches import STATE_F16, patches
-
-if TYPE_CHECKING:
-    from .context_options import ContextOptions
 
 HAS_STATE_F16: Final = STATE_F16 in patches()
 """Whether the delta nets' states can be kept in F16."""

@@ -6,15 +6,14 @@ up masses as integers. So a draw is the same for a whole row and for its best to
 threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
 import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +21,6 @@ import numpy.typing as npt
 from . import ggml
 from .patches import ROW_SAMPLER, brings
 from .row_results import RESULT, RowResults
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 HAS_ROW_SAMPLER = brings(ROW_SAMPLER, "llama_row_sampler_observe")
 """Whether this build has the sampler. For stock llama.cpp there is host_sampler.py."""

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from . import ggml
 from .errors import LlamaError
 from .memory import matrix
 from .patches import ROW_SAMPLER, brings
 from .row_results import RESULT, RowResults
-from .row_sampler import HAS_ROW_SAMPLER, asks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
-
-    from .row_sampler import Bits, Place, RowRequest
+from .row_sampler import HAS_ROW_SAMPLER, Bits, Place, RowRequest, asks
 
 HAS_QUEUE = brings(ROW_SAMPLER, "llama_set_next_hidden")
 """Whether passes of a drafter can be begun behind each other."""

@@ -12,17 +12,13 @@ Therefore only a sequence that was alone in the last call is rolled back. Stock 
 snapshots of every sequence; with the patch shared-snapshots there is room for one sequence's.
 """
 
-from __future__ import annotations
+from typing import Final
 
-from typing import TYPE_CHECKING, Final
+import numpy as np
+import numpy.typing as npt
 
 from .errors import LlamaError
 from .patches import SHARED_SNAPSHOTS, brings
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
 
 SHARED: Final = brings(SHARED_SNAPSHOTS, "llama_rs_seq_shared")
 """Whether this llama.cpp can keep the snapshots of one sequence only."""

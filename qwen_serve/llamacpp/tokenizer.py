@@ -1,14 +1,11 @@
 """The vocabulary for llguidance."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 
-if TYPE_CHECKING:
-    from .model import Model
+from .model import Model
 
 SPECIAL = b"\xff"
 """Marks a special token, which grammars name (`<tool_call>`) and no text matches."""

@@ -1,32 +1,25 @@
 """Encodes pictures to rows that a text model reads in place of tokens, with an mmproj and llama.cpp's
 libmtmd."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 from weakref import finalize
 
 import llama_cpp.llama_cpp as C  # noqa: N812 - the C API
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from .abi_checks import VISION_PARAMETERS, missing_fields
 from .context import PLANES
 from .errors import LlamaError, ModelLoadError
-from .gguf import Metadata, read_header
+from .gguf import Header, Metadata, read_header
 from .log import _route_log, reason, set_up, tapped_log
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy.typing as npt
-
-    from .gguf import Header
-    from .model import Model
+from .model import Model
 
 
 @cache

@@ -1,15 +1,15 @@
 """Changes the weights of a loaded model in place, as quantizing a tensor would, without a file."""
 
-from __future__ import annotations
-
 import ctypes
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from numpy.typing import NDArray
 
 from qwen_serve.common.interrupts import held
 
@@ -17,16 +17,9 @@ from . import ggml
 from .errors import LlamaError
 from .evaluation import Batch, ContextKind, EvalContext
 from .ggml import Tensor, declare
-from .probe import EvalCallback
+from .model import Model
+from .probe import EvalCallback, Floats
 from .quantize import FLOATS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
-
-    from .model import Model
-    from .probe import Floats
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 ROW_ELEMENTS: Final = 1 << 16  # of one call, so that threads share large tensors

@@ -4,20 +4,13 @@ llama.cpp applies the same adapters, at the same scales, to all tokens of a batc
 have the same adapters, and different sets of adapters take turns.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from .request import is_private
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .batch import Batch
-    from .planning.adapters import AdapterSpec
-    from .request import Adapters, Request
+from .batch import Batch
+from .planning.adapters import AdapterSpec
+from .request import Adapters, Request, is_private
 
 MOST = 4
 """Maximum adapters of one request: llama.cpp's graphs have room for this many products in every matrix."""

@@ -1,7 +1,5 @@
 """Limits how many requests each tenant may have open, and estimates when a refused one should retry."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict, deque
 from time import perf_counter

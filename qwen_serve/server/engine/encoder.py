@@ -1,29 +1,21 @@
 """Encodes pixels to pictures in prompts: a vision tower, and a cache of encoded pictures."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
-from typing import TYPE_CHECKING
 from weakref import finalize
 
+import numpy as np
+import numpy.typing as npt
 from cachetools import LRUCache
 
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.llamacpp.vision import VisionTower
 
 from .errors import EngineDead, GenerationError, QueueFull
 from .pictures import Picture, row_ids
 from .stats import ImageStats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp.vision import VisionTower
-
 
 MAX_FILES = 16_384
 """Files whose pictures are remembered, in a few hundred bytes each."""

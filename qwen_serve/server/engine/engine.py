@@ -1,39 +1,33 @@
 """The engine: one thread schedules, decodes and verifies; event loops submit requests to it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from qwen_serve.llamacpp.errors import NoMemorySlot
 
 from .adapters import salt_with
 from .admission import AdmissionControl
 from .errors import EngineDead, GenerationError, InvalidPrompt, PromptTooLong, RequestFault
 from .loading import build_engine, resolve_settings
 from .outputs import Generation, OutputQueue
+from .pictures import Picture
 from .planning.fit import plan_memory
 from .planning.spec import read_checked
 from .profile import StartProfile, StepProfile
 from .prompts import checked_ids, with_pictures
-from .request import Request
+from .request import FinishReason, GenerateRequest, Prompt, Request, SchedulingParams
 from .sampling import DrySamplers, Logprobs, Sampler
+from .settings import EngineSettings
 from .stats import EngineStats, ImageStats
 from .steps import StepLoop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from qwen_serve.llamacpp.errors import NoMemorySlot
-
-    from .pictures import Picture
-    from .request import FinishReason, GenerateRequest, Prompt, SchedulingParams
-    from .settings import EngineSettings
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """The engine's errors."""
 
-from __future__ import annotations
-
 from qwen_serve.llamacpp.errors import ModelLoadError
 
 

@@ -1,15 +1,22 @@
 """Builds the engine's components from settings: a model, its contexts, and everything that uses them."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, Context, patches, supports_gpu
+from qwen_serve.llamacpp import (
+    BATCH_INVARIANT_TOKENS,
+    HAS_BATCH_INVARIANCE,
+    Context,
+    Model,
+    patches,
+    supports_gpu,
+)
+from qwen_serve.llamacpp.draft import DraftContext
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.llamacpp.tokenizer import llguidance_tokenizer
@@ -31,32 +38,21 @@ from .planning.contexts import (
 )
 from .planning.hardware import nvidia_cards, physical_cores
 from .planning.measured import Measured, RecordFile, build
-from .planning.plan import size_text
+from .planning.plan import MemoryPlan, size_text
 from .planning.sequence_ids import SequenceIds
 from .planning.vision import MOST_TOKENS, WITHOUT
 from .prefill_budget import PrefillBudget
-from .prefix_cache import PrefixCache, PrefixFile, PrefixFileError
+from .prefix_cache import Node, PrefixCache, PrefixFile, PrefixFileError
+from .profile import StartProfile, StepProfile
 from .reproducible import Reproducible, chunk_of, reproduced
 from .runner import Runner
 from .sampling import GrammarCompiler
 from .scheduler import Scheduler
-from .speculation import build_speculator
+from .settings import EngineSettings
+from .speculation import Speculator, build_speculator
 from .states import StateStore
 from .ubatches import usual_pass
 from .vocab import Vocab
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from qwen_serve.llamacpp import Model
-    from qwen_serve.llamacpp.draft import DraftContext
-
-    from .planning.plan import MemoryPlan
-    from .prefix_cache import Node
-    from .profile import StartProfile, StepProfile
-    from .settings import EngineSettings
-    from .speculation import Speculator
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,6 @@ Data that outlive a process (states of the prefix cache, measured times, sizes o
 the fingerprint of the loaded file. A file that gets the same name later does not change it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

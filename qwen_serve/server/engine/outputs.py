@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from qwen_serve.llamacpp import wake
 
 from .errors import GenerationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .request import FinishReason, Request
+from .request import FinishReason, Request
 
 
 class Generation:

@@ -9,19 +9,13 @@ columns of a grid; the next token's position comes after the grid's longer side.
 positions are smaller than token indices. The engine counts tokens; it uses positions only for llama.cpp.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import numpy.typing as npt
+import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -1,8 +1,6 @@
 """Chooses how many prompt tokens a step reads while answers are running, so that it takes about the allowed
 time."""
 
-from __future__ import annotations
-
 MIN_PREFILL = 16
 """Minimum prompt tokens of a step."""
 

@@ -1,16 +1,12 @@
 """Measures time: of the stages of a start, and of steps by phase and number of rows."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import add
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .batch import Batch
+from .batch import Batch
 
 
 class StartProfile:

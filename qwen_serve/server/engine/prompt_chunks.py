@@ -1,22 +1,15 @@
 """Chooses the chunks of prompts that a step reads."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from typing import TYPE_CHECKING
-
-from .request import PREFILL
+from .batch import Batch
+from .prefill_budget import PrefillBudget
+from .prefix_cache import PrefixCache
+from .reproducible import Reproducible
+from .request import PREFILL, Adapters, Request
+from .scheduling_policy import Policy
+from .states.cells import CellAllocator
 from .ubatches import usual_pass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .batch import Batch
-    from .prefill_budget import PrefillBudget
-    from .prefix_cache import PrefixCache
-    from .reproducible import Reproducible
-    from .request import Adapters, Request
-    from .scheduling_policy import Policy
-    from .states.cells import CellAllocator
 
 
 class PromptChunks:

@@ -1,19 +1,12 @@
 """Checks prompts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from .errors import InvalidPrompt
-from .pictures import NO_PICTURES, Layout
+from .pictures import NO_PICTURES, Layout, Picture
 from .request import Prompt
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .pictures import Picture
 
 PIECE = 8192
 """Tokens of a prompt that are checked at once, with the GIL held."""

@@ -1,26 +1,17 @@
 """Finds, for `deterministic`, in which passes a token has the same bits, by computing rows and comparing."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE
+from qwen_serve.llamacpp import BATCH_INVARIANT_TOKENS, HAS_BATCH_INVARIANCE, Context
 
 from .planning.contexts import scored_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp import Context
-
-    from .request import Request
-    from .settings import EngineSettings
+from .request import Request
+from .settings import EngineSettings
 
 CHUNK_GPU, CHUNK_CPU = 512, 128
 """Prompts are cut at multiples of this many tokens, if they cannot be cut anywhere."""

@@ -1,17 +1,13 @@
 """One request's state, from submission to its last token."""
 
-from __future__ import annotations
-
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from .pictures import NO_PICTURES, Layout
-
-if TYPE_CHECKING:
-    from .sampling import Constraint, Logprobs, Sampler, SamplingParams, ThinkingLimits
-    from .sampling.thinking import ThinkingWatch
+from .sampling import Constraint, Logprobs, Sampler, SamplingParams, ThinkingLimits
+from .sampling.thinking import ThinkingWatch
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

@@ -1,20 +1,13 @@
 """The queue of requests without a slot, by tenant; `scheduling_policy.py` decides which one is next."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from heapq import nsmallest
-from typing import TYPE_CHECKING
 
-from .scheduling_policy import AGEING, Policy, Tenant
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from .request import Request
-    from .scheduling_policy import SchedulingPolicy
+from .request import Request
+from .scheduling_policy import AGEING, Policy, SchedulingPolicy, Tenant
 
 LOOK_AGAIN = 8
 """Steps after which a preemption is considered again, since tenants' counters have changed by then."""

@@ -1,34 +1,24 @@
 """Computes batches: fills llama.cpp's batch, decodes it and waits for its rows. Drafters and the prefix cache
 are not its concern."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
+from qwen_serve.llamacpp import Context, LoraAdapter
 from qwen_serve.llamacpp.errors import NoMemorySlot
 from qwen_serve.llamacpp.row_steps import MOST_ROWS
 
-from .batch import Placement
+from .batch import Batch, Chunk, Placement
+from .profile import StepProfile
+from .request import Adapters
 from .sampling.grammar import MaskWriter
-from .sampling.rows import SampledRows
+from .sampling.rows import Rows, SampledRows
+from .speculation.base import Guesses
 from .ubatches import ubatches
 from .verification import requests_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp import Context, LoraAdapter
-
-    from .batch import Batch, Chunk
-    from .profile import StepProfile
-    from .request import Adapters
-    from .sampling.rows import Rows
-    from .speculation.base import Guesses
 
 
 @dataclass(slots=True, eq=False)

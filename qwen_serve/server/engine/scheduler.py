@@ -34,29 +34,22 @@ A step whose sequences have different token counts is one pass with the patch ra
 count. Decodes have steps of their own: beside a chunk of a prompt, attention would read a mask of all cells.
 """
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from .adapters import AdapterRotation
 from .batch import Batch, shares
+from .prefill_budget import PrefillBudget
+from .prefix_cache import PrefixCache
 from .prompt_chunks import PromptChunks
-from .request import DECODE, PREFILL, RequestStatus
+from .reproducible import Reproducible
+from .request import DECODE, PREFILL, Adapters, Request, RequestStatus
 from .request_queue import RequestQueue
+from .scheduling_policy import SchedulingPolicy
+from .states import StateStore
 from .ubatches import usual_pass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .prefill_budget import PrefillBudget
-    from .prefix_cache import PrefixCache
-    from .reproducible import Reproducible
-    from .request import Adapters, Request
-    from .scheduling_policy import SchedulingPolicy
-    from .states import StateStore
-    from .verification import SampleResult
+from .verification import SampleResult
 
 log = logging.getLogger(__name__)
 

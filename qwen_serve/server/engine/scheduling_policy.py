@@ -15,18 +15,12 @@ tenants, so it has neither credit nor debt. It restarts no lower than an average
 weighted fair queueing), so newcomers cannot starve others.
 """
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from .request import TIERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from .request import Request
+from .request import TIERS, Request
 
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 AGEING = 8

@@ -1,19 +1,13 @@
 """The state of slots, as llama-server reports it, and files with the states of prompts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from .engine import Engine
 from .errors import GenerationError
 from .prefix_cache.file import Counted, PrefixFileError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from .engine import Engine
-    from .sampling import SamplingParams
+from .sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,11 @@
 """The engine's counters, for monitoring."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from .prefix_cache import PrefixStats
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .profile import StepTotals
-    from .speculation import DrafterStats
+from .profile import StepTotals
+from .speculation import DrafterStats
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,16 @@
 """Runs the engine's steps. On a GPU the next step may be launched before the rows of the last one are
 read."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from qwen_serve.llamacpp.errors import NoMemorySlot
 
+from .batch import Batch
+from .loading import Components
+from .profile import StepProfile
+from .request import Request
+from .runner import Launched
 from .verification import sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .batch import Batch
-    from .loading import Components
-    from .profile import StepProfile
-    from .request import Request
-    from .runner import Launched
 
 
 class StepLoop:

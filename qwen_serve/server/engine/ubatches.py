@@ -1,11 +1,6 @@
 """The ubatches of a batch whose sequences have different numbers of tokens, as llama.cpp splits it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 Pass = list[tuple[int, int]]
 """Sequences, by index, and how many tokens each of them has in a pass, in order."""

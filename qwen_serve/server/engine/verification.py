@@ -1,18 +1,13 @@
 """Samples tokens from rows with each request's own sampler, and decides which draft tokens are accepted."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from qwen_serve.llamacpp.row_sampler import RowRequest
 
-    from qwen_serve.llamacpp.row_sampler import RowRequest
-
-    from .batch import Batch, Chunk, Placement
-    from .sampling.grammar import MaskWriter
-    from .sampling.rows import Rows
+from .batch import Batch, Chunk, Placement
+from .sampling.grammar import MaskWriter
+from .sampling.rows import Rows
 
 
 @dataclass(slots=True)

@@ -1,23 +1,18 @@
 """The tokenizer inside the GGUF: text to ids, ids to bytes."""
 
-from __future__ import annotations
-
 import re
 from array import array
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unicodedata import normalize
 
 from cachetools import LRUCache
 
+from qwen_serve.llamacpp import Model
+
 from .errors import InvalidPrompt, PromptTooLong
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from qwen_serve.llamacpp import Model
-
 
 PICTURE = b"<|image_pad|>"
 TURN_START = b"<|im_start|>"

@@ -1,26 +1,19 @@
 """The warm-up decodes: the shapes that the first requests need, and a test of sampling on the device."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from qwen_serve.llamacpp import Context
 from qwen_serve.llamacpp.row_sampler import Filters, RowRequest, RowSampler, sample_rows
 
 from .batch import Batch
 from .request import Request, RequestStatus
+from .runner import Runner
 from .sampling import Sampler, SamplingParams
 from .verification import sample
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from qwen_serve.llamacpp import Context
-
-    from .runner import Runner
-    from .vocab import Vocab
+from .vocab import Vocab
 
 log = logging.getLogger(__name__)
 

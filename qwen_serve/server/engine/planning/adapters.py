@@ -1,20 +1,15 @@
 """LoRA adapters: reads their files and checks them against the model's."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.llamacpp.gguf import Header
 from qwen_serve.server.engine.model_file import ModelFile
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from qwen_serve.llamacpp.gguf import Header
 
 ADAPTED = re.compile(
     r"(?:blk\.(\d{1,6})\.(?:attn_(?:q|k|v|output|qkv|gate)|ssm_(?:out|alpha|beta)"

@@ -1,10 +1,7 @@
 """llama.cpp's models and contexts for resolved settings: the trunk's, the MTP head's, and a draft model's."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp import (
     BATCH_INVARIANT_TOKENS,
@@ -12,6 +9,7 @@ from qwen_serve.llamacpp import (
     HAS_STATE_F16,
     Context,
     ContextOptions,
+    Device,
     LoraAdapter,
     Model,
     Ring,
@@ -19,17 +17,13 @@ from qwen_serve.llamacpp import (
 from qwen_serve.llamacpp.draft import DraftContext
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.row_sampler import Place
+from qwen_serve.server.engine.model_file import ModelFile
+from qwen_serve.server.engine.settings import EngineSettings
 from qwen_serve.server.engine.speculation import dflash
 from qwen_serve.server.engine.speculation.mtp import WIDEST
 
 from .sequence_ids import SequenceIds
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Device
-    from qwen_serve.server.engine.model_file import ModelFile
-    from qwen_serve.server.engine.settings import EngineSettings
-
-    from .spec import DraftSpec, ModelSpec
+from .spec import DraftSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,13 @@
 """The devices that a model's layers go to."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from qwen_serve.llamacpp import devices, supports_gpu
+from qwen_serve.llamacpp import Device, devices, supports_gpu
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.server.engine.settings import EngineSettings
 
 from .hardware import available_memory
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Device
-    from qwen_serve.server.engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 

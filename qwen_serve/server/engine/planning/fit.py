@@ -3,12 +3,10 @@
 If nothing fits, the error names settings. Each of them would suffice alone, which a plan with it has shown.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp import (
     BATCH_INVARIANT_SNAPSHOTS,
@@ -19,9 +17,9 @@ from qwen_serve.llamacpp import (
 )
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.file_checks import check_adapter, check_tower, check_types
-from qwen_serve.llamacpp.gguf import read_header
+from qwen_serve.llamacpp.gguf import Header, read_header
 from qwen_serve.server.engine.errors import DoesNotFit
-from qwen_serve.server.engine.settings import MAX_SEQUENCES
+from qwen_serve.server.engine.settings import MAX_SEQUENCES, EngineSettings, Repack, Speculation
 from qwen_serve.server.engine.ubatches import usual_pass
 
 from .adapters import AdapterSpec
@@ -33,12 +31,6 @@ from .sequence_ids import SequenceIds
 from .shortfalls import shortfalls
 from .spec import DraftSpec, ModelSpec
 from .vision import VisionSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp.gguf import Header
-    from qwen_serve.server.engine.settings import EngineSettings, Repack, Speculation
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """Detects this machine's processor cores, free memory and NVIDIA cards."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

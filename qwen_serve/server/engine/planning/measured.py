@@ -3,35 +3,28 @@
 Each is a small JSON file in the cache folder. If a file is unusable, it is measured again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from qwen_serve.common.files import write_text
-from qwen_serve.llamacpp import Context, patches
+from qwen_serve.llamacpp import Context, Device, patches
 from qwen_serve.llamacpp.errors import LlamaError, ModelLoadError
 from qwen_serve.llamacpp.mtp import MtpContext
 from qwen_serve.server.about import cache_folder
+from qwen_serve.server.engine.settings import EngineSettings
 from qwen_serve.server.engine.speculation.times import StepTimesRecord
 
 from .contexts import context_options, draft_context, head_options, load_draft, load_model, uses_mtp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from qwen_serve.llamacpp import Device
-    from qwen_serve.server.engine.settings import EngineSettings
-
-    from .spec import ModelSpec
+from .spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

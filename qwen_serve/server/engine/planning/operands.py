@@ -1,18 +1,11 @@
 """Whether verified tokens can leave operands, in place of snapshots of states."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from qwen_serve.llamacpp import HAS_OPERANDS
 from qwen_serve.llamacpp.errors import ModelLoadError
+from qwen_serve.server.engine.settings import EngineSettings
 
 from .sequence_ids import SequenceIds
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.settings import EngineSettings
-
-    from .spec import ModelSpec
+from .spec import ModelSpec
 
 
 def with_operands(settings: EngineSettings, spec: ModelSpec) -> EngineSettings:

@@ -8,9 +8,9 @@ cache.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from qwen_serve.llamacpp import (
     HAS_RING,
@@ -20,20 +20,15 @@ from qwen_serve.llamacpp import (
     keeps_f16_copies,
     takes_rows,
 )
+from qwen_serve.server.engine.settings import EngineSettings
 from qwen_serve.server.engine.speculation import dflash
 from qwen_serve.server.engine.speculation.mtp import host_bytes
 
 from .contexts import draft_cells, draft_ring, mtp_cells, uses_mtp
 from .measured import profile_run
 from .sequence_ids import SequenceIds
+from .spec import ModelSpec, Part
 from .vision import IN_FLIGHT, IN_FLIGHT_SHARE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.server.engine.settings import EngineSettings
-
-    from .spec import ModelSpec, Part
 
 MIB = 1024**2
 

@@ -1,14 +1,9 @@
 """What llama.cpp's sequence ids are used for. Each id has a recurrent state of its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from qwen_serve.server.engine.settings import MAX_SEQUENCES
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.settings import EngineSettings
+from qwen_serve.server.engine.settings import MAX_SEQUENCES, EngineSettings
 
 TEXT_DRAFTING = 16
 """Maximum sequences that draft from the text at once, if `draft_parallel` is not larger: larger batches keep

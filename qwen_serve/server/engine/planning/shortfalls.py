@@ -1,20 +1,14 @@
 """What a plan that does not fit lacks, and the settings each of which would suffice alone."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .contexts import CELL_PADDING
 from .hardware import bounded_by
-from .plan import MAX_CELLS, compute_buffers, on_the_line, place_layers, size_text
+from .plan import MAX_CELLS, DeviceMemory, MemoryPlan, compute_buffers, on_the_line, place_layers, size_text
 from .sequence_ids import SequenceIds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .plan import DeviceMemory, MemoryPlan
 
 TRIALS = 5
 """Profile runs to find the largest context that fits."""

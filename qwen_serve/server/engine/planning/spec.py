@@ -10,27 +10,23 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import lcm
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from qwen_serve.llamacpp import CACHE_TYPES, is_quantized, row_bytes
 from qwen_serve.llamacpp.errors import ModelLoadError
 from qwen_serve.llamacpp.file_checks import check_model
-from qwen_serve.llamacpp.gguf import Metadata, read_model
+from qwen_serve.llamacpp.gguf import Header, Metadata, TensorInfo, read_model
 from qwen_serve.server.engine.model_file import ModelFile
+from qwen_serve.server.engine.settings import EngineSettings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from qwen_serve.llamacpp.gguf import Header, TensorInfo
-    from qwen_serve.server.engine.settings import EngineSettings
-
-    from .adapters import AdapterSpec
-    from .vision import VisionSpec
+from .adapters import AdapterSpec
+from .vision import VisionSpec
 
 ARCHITECTURES = ("qwen35", "qwen35moe")
 """llama.cpp's names of Qwen3.5 (`general.architecture`), dense and with experts."""

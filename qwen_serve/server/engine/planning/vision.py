@@ -1,18 +1,13 @@
 """Sizes of a vision tower, from the metadata and the tensors of its file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from qwen_serve.llamacpp.errors import ModelLoadError
-from qwen_serve.llamacpp.gguf import Metadata
+from qwen_serve.llamacpp.gguf import Header, Metadata
 from qwen_serve.llamacpp.vision import token_side
 from qwen_serve.server.engine.model_file import ModelFile
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp.gguf import Header
-    from qwen_serve.server.engine.settings import EngineSettings
+from qwen_serve.server.engine.settings import EngineSettings
 
 ARCHITECTURE, PROJECTOR = "clip", "qwen3vl_merger"
 MAX_WIDTH = 1 << 16

@@ -1,29 +1,20 @@
 """Decides which states are kept, which requests start from them, and which are evicted."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from qwen_serve.llamacpp.errors import LlamaError
-from qwen_serve.server.engine.request import CacheMiss
-from qwen_serve.server.engine.states import SavedState
+from qwen_serve.server.engine.request import CacheMiss, Request
+from qwen_serve.server.engine.states import SavedState, StateStore
 
 from .file import Entry
 from .host import HostTier
 from .shadow_index import BLOCK, ShadowIndex
 from .tree import Node, Tree
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    import numpy.typing as npt
-
-    from qwen_serve.server.engine.request import Request
-    from qwen_serve.server.engine.states import StateStore
 
 log = logging.getLogger(__name__)
 

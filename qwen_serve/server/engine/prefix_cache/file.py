@@ -5,26 +5,21 @@ Layout: `about.json` ({"format", "made_by", "salts"}), then for entry n `n/token
 zip has a checksum for each member, so a damaged file is detected. Drafters' parts of a state are not in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qwen_serve.common.files import open_regular, replacing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
-    import numpy.typing as npt
 
 FORMAT = 1
 

@@ -1,13 +1,8 @@
 """The second tier: checkpoints evicted from the device, in host memory."""
 
-from __future__ import annotations
+from qwen_serve.server.engine.states import SavedState
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.states import SavedState
-
-    from .tree import Node
+from .tree import Node
 
 
 class HostTier:

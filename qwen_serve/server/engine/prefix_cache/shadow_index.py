@@ -1,13 +1,8 @@
 """Remembers which prefixes were read before, to show what an unlimited cache would have saved."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BLOCK = 16
 """Tokens from one hash to the next."""

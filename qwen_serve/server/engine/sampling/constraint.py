@@ -1,16 +1,12 @@
 """The protocol of constraints, which restrict the next token of an answer, such as a grammar."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp.row_sampler import Bits
+from qwen_serve.llamacpp.row_sampler import Bits
 
 Mask = npt.NDArray[np.bool_]
 """Whether each token of the vocabulary may come next; it may have some more ids at its end."""

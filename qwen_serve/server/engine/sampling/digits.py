@@ -3,18 +3,12 @@
 JSON and llguidance set no limit, so a small model that begins `0.333` may fill its answer with digits.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from llguidance import LLMatcher, LLTokenizer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from llguidance import LLMatcher, LLTokenizer
-
-    from qwen_serve.llamacpp.row_sampler import Bits
+from qwen_serve.llamacpp.row_sampler import Bits
 
 MOST_DIGITS = 16
 """Maximum digits of a number's integral part, fraction and exponent, each (json-schema-to-grammar.cpp,

@@ -1,32 +1,24 @@
 """One request's sampler: its parameters as rules, penalties and filters of rows, and what comes next."""
 
-from __future__ import annotations
-
 import secrets
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import islice, takewhile
-from typing import TYPE_CHECKING
 
+from qwen_serve.llamacpp import DrySampler
 from qwen_serve.llamacpp.host_sampler import make_sampler
 from qwen_serve.llamacpp.row_results import RowResult, Status
-from qwen_serve.llamacpp.row_sampler import NO_LOGITS, Filters, RowRequest, RowSampler
+from qwen_serve.llamacpp.row_sampler import NO_LOGITS, Bits, Filters, RowRequest, RowSampler
 from qwen_serve.server.engine.errors import NoTokenLeft
+from qwen_serve.server.engine.sampling.rows import Rows
+from qwen_serve.server.engine.vocab import Vocab
 
+from .constraint import Constraint
 from .dry import Dry
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from qwen_serve.llamacpp import DrySampler
-    from qwen_serve.llamacpp.row_sampler import Bits
-    from qwen_serve.server.engine.sampling.rows import Rows
-    from qwen_serve.server.engine.vocab import Vocab
-
-    from .constraint import Constraint
-    from .logprobs import Logprobs
-    from .parameters import SamplingParams
-    from .thinking import ThinkingWatch
+from .logprobs import Logprobs
+from .parameters import SamplingParams
+from .thinking import ThinkingWatch
 
 NONE_LEFT = (
     "allowed_token_ids, bad_words, logit_bias, min_tokens and ignore_eos leave no token to choose; allow more"

@@ -1,22 +1,15 @@
 """DRY ("don't repeat yourself"): llama.cpp's penalty on tokens that would continue a repetition."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import LRUCache
 
-from qwen_serve.llamacpp import DrySampler
+from qwen_serve.llamacpp import DrySampler, Model
 from qwen_serve.llamacpp.row_sampler import Lowered
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp import Model
-
-    from .parameters import SamplingParams
+from .parameters import SamplingParams
 
 KEPT = 32
 """Maximum cached DRY samplers, one for each combination of parameters, of about 100 KB each."""

@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from threading import RLock
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from cachetools import LRUCache
-from llguidance import LLExecutor, LLMatcher, LLParserLimits
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from qwen_serve.llamacpp.row_sampler import N_THREADS
+from qwen_serve.llamacpp.row_sampler import N_THREADS, Bits
 from qwen_serve.server.engine.errors import EngineDead, FormatTooComplex, InvalidGrammar, QueueFull
 
+from .constraint import Constraint, Mask
 from .digits import DigitTokens
 from .grammar_validator import LEXER_STATES, STACK, GrammarValidator
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from llguidance import LLTokenizer
-
-    from qwen_serve.llamacpp.row_sampler import Bits
-
-    from .constraint import Constraint, Mask
 
 log = logging.getLogger(__name__)
 

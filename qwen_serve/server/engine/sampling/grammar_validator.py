@@ -8,19 +8,15 @@ time, so what compiles here compiles there, too.
 Run as a script: only the standard library and llguidance are imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from typing import IO
 
 CPU_SECONDS = 2.0
 STACK = 4 * 2**20

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from qwen_serve.llamacpp.row_results import TokenLogprobs
 
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp.row_results import TokenLogprobs
-
-    from .parameters import SamplingParams
+from .parameters import SamplingParams
 
 
 class Logprobs:

@@ -1,14 +1,9 @@
 """A request's sampling parameters."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_LOGPROBS = 20
 """Maximum alternatives to a token with log-probabilities: OpenAI's limit, and vLLM's default."""

@@ -1,13 +1,9 @@
 """The rows of one step, as samplers read them."""
 
-from __future__ import annotations
+from collections.abc import Sequence
+from typing import Protocol
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.llamacpp.row_results import RowResult, RowResults
+from qwen_serve.llamacpp.row_results import RowResult, RowResults
 
 
 class Rows(Protocol):

@@ -7,15 +7,10 @@ Unlike a grammar, the limits ban no token: until then the model chooses freely.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from qwen_serve.server.engine.vocab import token_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qwen_serve.server.engine.vocab import Vocab
+from qwen_serve.server.engine.vocab import Vocab, token_of
 
 STRIDE = 64
 """Tokens between two checks for a loop."""

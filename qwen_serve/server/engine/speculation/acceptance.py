@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy.typing as npt
+import numpy.typing as npt
 
 DEPTHS, MEMORY = 16, 32
 """Number of depths that are counted separately, since the first tokens are right more often. Number of tries

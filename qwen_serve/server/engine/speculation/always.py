@@ -1,15 +1,9 @@
 """A policy that always drafts, for tests that need many drafts of any quality."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from typing import TYPE_CHECKING
-
+from .base import Drafter
 from .policy import Option, Plan, Policy, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .base import Drafter
 
 
 class Always(Policy):

@@ -1,17 +1,11 @@
 """The protocol of drafters, which guess the next tokens. A wrong guess costs time and changes no answer."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
-from qwen_serve.server.engine.request import DraftCounts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from qwen_serve.llamacpp.drafter import DrafterContext
-    from qwen_serve.server.engine.request import Request
+from qwen_serve.llamacpp.drafter import DrafterContext
+from qwen_serve.server.engine.request import DraftCounts, Request
 
 DrafterState = Literal["active", "cooldown", "failed"]
 

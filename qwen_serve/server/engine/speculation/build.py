@@ -1,28 +1,22 @@
 """Builds the speculator that an engine's settings ask for."""
 
-from __future__ import annotations
+from collections.abc import Callable
 
-from typing import TYPE_CHECKING
+from qwen_serve.llamacpp import Context
+from qwen_serve.llamacpp.draft import DraftContext
+from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.server.engine.planning.spec import DraftSpec
+from qwen_serve.server.engine.settings import EngineSettings
+from qwen_serve.server.engine.states import StateStore
 
 from .always import Always
+from .base import Drafter
 from .dflash import DflashDrafter
 from .mtp import WIDEST, MtpDrafter
 from .ngram import NgramDrafter
 from .policy import Policy
 from .speculator import Speculator
 from .times import StepTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.llamacpp.draft import DraftContext
-    from qwen_serve.llamacpp.mtp import MtpContext
-    from qwen_serve.server.engine.planning.spec import DraftSpec
-    from qwen_serve.server.engine.settings import EngineSettings
-    from qwen_serve.server.engine.states import StateStore
-
-    from .base import Drafter
 
 
 def build_speculator(

@@ -1,7 +1,5 @@
 """Exponential back-off, counted in steps."""
 
-from __future__ import annotations
-
 GROWTH = 4
 """Each cooldown is this many times as long as the last, so that drafts that never pay are seldom retried."""
 

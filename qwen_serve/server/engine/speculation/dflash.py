@@ -1,26 +1,18 @@
 """Drafts from a block drafter (DFlash): one pass for all tokens of the drafts of all sequences."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qwen_serve.llamacpp.draft import DraftContext
 from qwen_serve.llamacpp.errors import NoMemorySlot
+from qwen_serve.llamacpp.row_sampler import RowSampler
 from qwen_serve.llamacpp.row_steps import MOST_QUEUED
+from qwen_serve.server.engine.planning.spec import DraftSpec
 
-from .base import Guesses
+from .base import DraftRequest, Guesses
 from .hidden import DraftCacheState, HiddenDrafter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from qwen_serve.llamacpp.draft import DraftContext
-    from qwen_serve.llamacpp.row_sampler import RowSampler
-    from qwen_serve.server.engine.planning.spec import DraftSpec
-
-    from .base import DraftRequest
 
 FEW = 32
 """Maximum rows to inject for a sequence that drafts in every step; a longer injection happens only once."""

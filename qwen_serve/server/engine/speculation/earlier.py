@@ -4,15 +4,9 @@ After SuffixDecoding (Oliaro et al. 2024). Only requests with the same tenant an
 prefixes: otherwise the time of an answer would tell one tenant what another one wrote.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
-from typing import TYPE_CHECKING
 
-from qwen_serve.server.engine.request import is_private
-
-if TYPE_CHECKING:
-    from qwen_serve.server.engine.request import Request
+from qwen_serve.server.engine.request import Request, is_private
 
 TENANTS = 64
 """Tenants whose answers are kept; those of others are dropped, the longest unused first."""

@@ -1,21 +1,15 @@
 """Statistics and errors of a drafter. Its exceptions are caught here, so an error costs only its drafts."""
 
-from __future__ import annotations
-
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from qwen_serve.server.engine.batch import UNREAD
 
-from .base import Draft, DrafterStats, Guesses
+from .base import Draft, Drafter, DrafterStats, DraftRequest, Guesses
 from .cooldown import Cooldown
 from .hidden import HiddenDrafter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .base import Drafter, DraftRequest
 
 log = logging.getLogger(__name__)
 

@@ -1,27 +1,19 @@
 """The base of drafters that read the trunk's hidden rows. The rows wait on the host and become entries of a
 cache."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from qwen_serve.llamacpp import Context
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.engine.request import Request
 
-from .base import Draft
+from .base import Draft, DraftRequest, Guesses
 from .times import GroupMeans
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.request import Request
-
-    from .base import DraftRequest, Guesses
 
 
 @dataclass(slots=True)

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
+from qwen_serve.llamacpp.mtp import MtpContext
+from qwen_serve.llamacpp.row_sampler import RowSampler
 from qwen_serve.llamacpp.row_steps import MOST_QUEUED
 
-from .base import Guesses
+from .base import DraftRequest, Guesses
 from .hidden import DraftCacheState, HiddenDrafter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp.mtp import MtpContext
-    from qwen_serve.llamacpp.row_sampler import RowSampler
-
-    from .base import DraftRequest
 
 FEW = 24
 """Maximum tokens of a sequence to catch up on, if it drafts in every step."""

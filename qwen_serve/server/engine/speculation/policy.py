@@ -8,21 +8,15 @@ then tried again. The constants were chosen on simulated cards (tests/server/eng
 one); test_loads.py compares the choices with the best fixed depths.
 """
 
-from __future__ import annotations
-
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .acceptance import MEMORY, Acceptance, chances_of
+from .base import Drafter
 from .cooldown import Cooldown
 from .times import CACHED, Mean, StepTimes, group_of
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
-
-    from .base import Drafter
 
 ROWS = (2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 """Rows of a sequence that are considered, besides the maximum and the shape of llama.cpp's graph."""

@@ -1,12 +1,8 @@
 """What is known of a step's drafts while it is computed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .health import DrafterHealth
+from .health import DrafterHealth
 
 
 @dataclass(slots=True)

@@ -1,19 +1,14 @@
 """Step times on this machine: measured at start, corrected by every step."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy.typing as npt
-
-    from qwen_serve.llamacpp import Context
+from qwen_serve.llamacpp import Context
 
 FIRST = 8
 """Of this many first measurements the minimum counts, since the first ones of a shape load kernels and build

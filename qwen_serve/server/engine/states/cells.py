@@ -1,7 +1,5 @@
 """Counts the KV cells in use, which sequences may share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

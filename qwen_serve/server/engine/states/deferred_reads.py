@@ -6,16 +6,11 @@ drafters read later: after a token was sent, when there is nothing else to do, o
 overwrite the rows.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.batch import Batch
+from qwen_serve.llamacpp import Context
+from qwen_serve.server.engine.batch import Batch
 
 
 class DeferredReads:

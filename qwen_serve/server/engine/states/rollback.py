@@ -19,16 +19,10 @@ If every sequence id has cells of its own, sharing cells would copy them all. Th
 uses a device copy, unless a snapshot reaches far enough.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from qwen_serve.llamacpp import Context
 from qwen_serve.llamacpp.errors import LlamaError
+from qwen_serve.server.engine.batch import Batch, Chunk
 from qwen_serve.server.engine.planning.sequence_ids import LONE_SLOTS
-
-if TYPE_CHECKING:
-    from qwen_serve.llamacpp import Context
-    from qwen_serve.server.engine.batch import Batch, Chunk
 
 
 class Rollback:
