@@ -77,7 +77,7 @@ def test_weights_that_read_one_tensor_are_read_together() -> None:
 def test_a_change_of_the_inputs_is_taken_back() -> None:
     """The whole model's inputs are another product of these inputs: the weights take over its matrix."""
     width, grams = 32, Grams({"a"}, "b", np.array)
-    change = RNG.standard_normal((width, width)).astype(np.float32) / width
+    change = RNG.standard_normal((width, width)).astype(np.float32) / np.float32(width)
     values = RNG.standard_normal((width, 4)).astype(np.float32)
     for _ in range(3):
         rows = RNG.standard_normal((2000, width)).astype(np.float32)

@@ -1,10 +1,16 @@
 """The engine's metrics on /metrics."""
 
+from typing import cast
+
 from qwen_serve.server.api.observe.metrics import Metrics
 from qwen_serve.server.engine import EngineStats
+from qwen_serve.server.engine.batch import Batch, Chunk
 from qwen_serve.server.engine.prefix_cache import PrefixStats
 from qwen_serve.server.engine.profile import PHASES, StepProfile
 from qwen_serve.server.engine.speculation import DrafterStats
+
+CHUNK = cast(Chunk, None)
+"""How many there are counts alone."""
 
 
 def test_counters_come_from_the_snapshot() -> None:
@@ -13,7 +19,7 @@ def test_counters_come_from_the_snapshot() -> None:
         profile.start()
         for phase in PHASES:
             profile.lap(phase)
-        profile.finish("decode", rows, rows)
+        profile.finish(Batch([CHUNK] * rows, n_tokens=rows, n_rows=rows))
     stats = EngineStats(
         running=1,
         waiting=2,
