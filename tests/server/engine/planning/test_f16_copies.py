@@ -164,13 +164,16 @@ def test_the_host_keeps_none(nano_q4_k_m: Path) -> None:
     model.close()
 
 
+COPY, REPACK = "llama_model_keep_f16_copies", "llama_model_repack_weights"
+
+
 @pytest.mark.parametrize(
     ("copies", "repack", "done"),
     [
-        ("off", "on", ["repack"]),
+        ("off", "on", [REPACK]),
         ("off", "off", []),
-        ("on", "on", ["copy", "repack"]),
-        ("on", "off", ["copy"]),
+        ("on", "on", [COPY, REPACK]),
+        ("on", "off", [COPY]),
     ],
 )
 def test_matrices_are_repacked_behind_their_copies(
@@ -178,15 +181,11 @@ def test_matrices_are_repacked_behind_their_copies(
 ) -> None:
     seen: list[str] = []
 
-    def noted(name: str) -> Callable[[int], int]:
-        def act(model: int) -> int:
-            seen.append(name)
-            return 7
+    def changed(model: Model, function: str) -> int:
+        seen.append(function)
+        return 7
 
-        return act
-
-    monkeypatch.setattr("qwen_serve.llamacpp.model._repack_weights", noted("repack"))
-    monkeypatch.setattr("qwen_serve.llamacpp.model._keep_f16_copies", noted("copy"))
+    monkeypatch.setattr(Model, "_changed", changed)
     wanted = resolve_settings(settings(nano_q4_k_m, speculation="off", repack=repack))
     plan = plan_memory(wanted, read_header(nano_q4_k_m))
     plan = replace(plan, settings=plan.settings.replace(f16_copies=copies))
