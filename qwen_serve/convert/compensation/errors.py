@@ -12,22 +12,20 @@ from qwen_serve.convert.chunks import read_chunks
 from qwen_serve.convert.compensation.arrays import Bring, backend, transposed
 from qwen_serve.convert.compensation.file import Run, rounded_tensors
 from qwen_serve.convert.compensation.gram import Grams
-from qwen_serve.convert.imatrix import Imatrix
+from qwen_serve.convert.compensation.samples import load_means, loss, nearest, row_step, sampled_matrices
 from qwen_serve.convert.kld import spaced
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.devices import row_bytes
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.gguf import TensorInfo
 from qwen_serve.llamacpp.probe import Floats
-from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
+from qwen_serve.llamacpp.weights import Weights, dequantize_rows
 
 CHUNKS: Final = 8
 """Chunks of 512 tokens that are read of each text."""
 
 SAMPLE_ELEMENTS: Final = 1 << 18
-"""Elements sampled from a tensor, in at most `MATRICES` of its matrices."""
-
-MATRICES: Final = 4
+"""Elements sampled from a tensor."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def measure_errors(
         LlamaError: the model cannot be loaded or run.
     """
     bring, tensors = backend(gpu=runtime.n_gpu_layers != 0), rounded_tensors(quantized)
-    means = {n: e.means for n, e in Imatrix.load(imatrix).entries.items()} if imatrix else {}
+    means = load_means(imatrix)
     found: dict[str, dict[str, Errors]] = {}
     with (
         runtime.load(base, writable=True) as model,
@@ -97,28 +95,21 @@ class _Errors:
         values = {name: self._weights.values(name) for name in names}
         sums = {name: np.zeros(3) for name in names}
         matrices, _, width = values[names[0]].shape
-        for matrix in range(0, matrices, -(-matrices // MATRICES)):
+        for matrix in sampled_matrices(matrices):
             gram = grams.total(source, matrix, width)
             for name in names:
                 self._progress.note(name)
-                step = max(1, values[name][matrix].size * min(matrices, MATRICES) // SAMPLE_ELEMENTS)
+                step, kind = row_step(values[name], SAMPLE_ELEMENTS), Type(self._tensors[name].type)
                 rows = np.ascontiguousarray(values[name][matrix, ::step])
                 whole = transposed(self._bring(rows))
-                rounded = self._nearest(name, matrix, rows), self._in_file(name, matrix)[::step]
+                by_llama_cpp = nearest(rows, kind, self._means.get(name), matrix)
+                rounded = by_llama_cpp, self._in_file(name, matrix)[::step]
                 off = [whole, *(transposed(self._bring(values)) - whole for values in rounded)]
-                sums[name] += [float((each * (gram @ each)).sum()) for each in off]
-        for name, (square, nearest, compensated) in sums.items():
+                sums[name] += [loss(each, gram) for each in off]
+        for name, (square, by_nearest, compensated) in sums.items():
             if square:
-                self.found[name] = Errors(float(nearest / square), float(compensated / square))
+                self.found[name] = Errors(float(by_nearest / square), float(compensated / square))
             self._progress.advance()
-
-    def _nearest(self, name: str, matrix: int, rows: Floats) -> Floats:
-        """Rows as llama.cpp rounds them with the importance matrix."""
-        kind, means = Type(self._tensors[name].type), self._means.get(name)
-        fitting = means is not None and means.shape[1:] == rows.shape[1:]
-        columns = means[matrix : matrix + 1] if means is not None and fitting else None
-        rounded: Floats = dequantize_rows(quantize_rows(rows[None], kind, columns), kind)[0]
-        return rounded
 
     def _in_file(self, name: str, matrix: int) -> Floats:
         """A matrix's values in the file."""

@@ -9,21 +9,19 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from qwen_serve.convert.chunks import read_chunks
-from qwen_serve.convert.compensation.arrays import Array, Bring, backend, transposed
+from qwen_serve.convert.compensation.arrays import Bring, backend, transposed
 from qwen_serve.convert.compensation.file import Run
 from qwen_serve.convert.compensation.gram import Grams
 from qwen_serve.convert.compensation.grids import GRIDS
 from qwen_serve.convert.compensation.rounding import Inputs, round_compensated
-from qwen_serve.convert.imatrix import Imatrix
+from qwen_serve.convert.compensation.samples import load_means, loss, nearest, row_step, sampled_matrices
 from qwen_serve.convert.progress import Progress
 from qwen_serve.llamacpp.evaluation import Runtime
 from qwen_serve.llamacpp.probe import Floats
-from qwen_serve.llamacpp.weights import Weights, dequantize_rows, quantize_rows
+from qwen_serve.llamacpp.weights import Weights
 
 SAMPLE_ELEMENTS: Final = 1 << 15
-"""Elements sampled from a tensor, in at most `MATRICES` of its matrices."""
-
-MATRICES: Final = 4
+"""Elements sampled from a tensor."""
 
 SWEEPS: Final = 1
 """Passes over scales and codes. Later ones reduce the error little, and equally for all types."""
@@ -46,8 +44,7 @@ def measure_gains(
     """
     bring = backend(gpu=runtime.n_gpu_layers != 0)
     with runtime.load(base, writable=True) as model, Progress("Gains", len(wanted), "tensors") as progress:
-        means = {n: e.means for n, e in Imatrix.load(imatrix).entries.items()} if imatrix else {}
-        gains = _Gains(wanted, means, Weights(model, runtime.n_threads), progress, bring)
+        gains = _Gains(wanted, load_means(imatrix), Weights(model, runtime.n_threads), progress, bring)
         Run(model, read_chunks(model, text), gains, runtime, bring).run()
     return gains.found
 
@@ -74,33 +71,24 @@ class _Gains:
         values = {name: self._weights.values(name) for name in names}
         matrices, _, width = values[names[0]].shape
         losses = {name: {kind: np.zeros(2) for kind in self._wanted[name] if kind in GRIDS} for name in names}
-        for matrix in range(0, matrices, -(-matrices // MATRICES)):
+        for matrix in sampled_matrices(matrices):
             inputs = grams.take(source, matrix, width)
             for name in names:
                 self._progress.note(name)
-                step = max(1, values[name][matrix].size * min(matrices, MATRICES) // SAMPLE_ELEMENTS)
+                step = row_step(values[name], SAMPLE_ELEMENTS)
                 rows = np.ascontiguousarray(values[name][matrix, ::step])
                 for kind, sums in losses[name].items():
-                    sums += self._losses(rows, self._columns(name, matrix, width), inputs, kind)
+                    sums += self._losses(
+                        rows, nearest(rows, kind, self._means.get(name), matrix), inputs, kind
+                    )
             del inputs  # frees the memory for the next ones
         for name, by_kind in losses.items():
             self.found[name] = {k: float(left / all_) if all_ else 1.0 for k, (left, all_) in by_kind.items()}
             self._progress.advance()
 
-    def _losses(
-        self, rows: Floats, columns: Floats | None, inputs: Inputs, kind: Type
-    ) -> tuple[float, float]:
+    def _losses(self, rows: Floats, by_llama_cpp: Floats, inputs: Inputs, kind: Type) -> tuple[float, float]:
         """The losses with compensation and of llama.cpp's rounding."""
         wanted = transposed(self._bring(rows))
-        nearest = dequantize_rows(quantize_rows(rows[None], kind, columns), kind)[0]
         compensated = round_compensated(wanted, inputs, GRIDS[kind], sweeps=SWEEPS).values()
-        return _loss(compensated - wanted, inputs), _loss(transposed(self._bring(nearest)) - wanted, inputs)
-
-    def _columns(self, name: str, matrix: int, width: int) -> Floats | None:
-        means = self._means.get(name)
-        return means[matrix : matrix + 1] if means is not None and means.shape[1:] == (width,) else None
-
-
-def _loss(off: Array, inputs: Inputs) -> float:
-    """trace(E G E') of an error [width, rows]."""
-    return float((off * (inputs.gram @ off)).sum())
+        off = compensated - wanted, transposed(self._bring(by_llama_cpp)) - wanted
+        return loss(off[0], inputs.gram), loss(off[1], inputs.gram)
